@@ -1,0 +1,206 @@
+"""Run: what a hook, of a callback or of the module, may ask of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategies import Strategy
+
+Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Where metrics go. Every method is called on rank 0 only."""
+
+    @property
+    def name(self) -> str:
+        """What the folder of all versions is called."""
+
+    @property
+    def version(self) -> int | str:
+        """Which run among those of the same name."""
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run; the parent of its ``checkpoints``."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write numbers at a position of the step axis: the number of optimizer steps completed."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write the hyper-parameters, once, when `fit` starts."""
+
+    def log_text(self, tag: str, text: str) -> None:
+        """Write a text (Markdown), such as the resolved configuration."""
+
+    def log_graph(self, module: nn.Module, example_input: Any) -> None:
+        """Write the graph of the module's ``forward``, if this logger can show one."""
+
+    def save(self) -> None:
+        """Bring everything written so far to the disk; called at every checkpoint and at the end."""
+
+    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
+        """End the run, with its last metrics and ``success``, ``interrupted`` or ``failed``."""
+
+
+class SchedulerConfig(Protocol):
+    """One learning rate scheduler and when it is stepped."""
+
+    scheduler: Any
+    interval: str
+    frequency: int
+    monitor: str | None
+    name: str | None
+
+
+class Run(Protocol):
+    """The trainer, as hooks see it. Nothing here communicates unless it says so."""
+
+    # --- where the run is ---
+
+    @property
+    def stage(self) -> Stage | None:
+        """What is running; None before and after."""
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the few validation batches before training are running."""
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that is running, from 0; during its end hooks and checkpoint too."""
+
+    @property
+    def global_step(self) -> int:
+        """The number of optimizer steps completed since the very first `fit`, resumed ones included."""
+
+    @property
+    def samples_seen(self) -> int:
+        """The number of training samples consumed by all ranks since the very first `fit`."""
+
+    @property
+    def current_batch_size(self) -> int:
+        """The number of samples in this rank's current micro-batch."""
+
+    @property
+    def batch_position(self) -> int:
+        """The index of the current training micro-batch in its epoch: the ``batch_idx`` of hooks and steps."""
+
+    @property
+    def max_epochs(self) -> int:
+        """Training ends after so many epochs; -1 for no limit."""
+
+    @property
+    def max_steps(self) -> int:
+        """Training ends after so many optimizer steps; -1 for no limit."""
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on this rank, limits applied; infinity if the data does not know."""
+
+    @property
+    def num_val_batches(self) -> Sequence[int | float]:
+        """Batches of each validation loader, limits applied."""
+
+    @property
+    def num_test_batches(self) -> Sequence[int | float]:
+        """Batches of each test loader, limits applied."""
+
+    @property
+    def num_predict_batches(self) -> Sequence[int | float]:
+        """Batches of each predict loader, limits applied."""
+
+    @property
+    def num_sanity_val_batches(self) -> Sequence[int | float]:
+        """Batches of each validation loader that run before training."""
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole run: what a OneCycleLR wants as ``total_steps``."""
+
+    # --- what hooks may change ---
+
+    should_stop: bool
+    """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
+
+    accumulate_grad_batches: int
+    """Micro-batches of an optimizer step; a new value holds from the next step on."""
+
+    # --- metrics ---
+
+    @property
+    def callback_metrics(self) -> Mapping[str, Tensor]:
+        """The newest value of everything logged. Collective if a value has yet to be reduced."""
+
+    @property
+    def logged_metrics(self) -> Mapping[str, Tensor]:
+        """What the loggers received last."""
+
+    @property
+    def progress_bar_metrics(self) -> Mapping[str, float]:
+        """The newest values logged with ``prog_bar=True``, as numbers: reading them waits for the device."""
+
+    def metric_step(self, name: str) -> int | None:
+        """Return the `global_step` at which the newest value of a callback metric was computed; None if never."""
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Send numbers to all loggers, at the current `global_step`."""
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """How often step metrics go to the loggers, in optimizer steps."""
+
+    @property
+    def loggers(self) -> Sequence[Logger]:
+        """All loggers, on every rank; only rank 0's write."""
+
+    @property
+    def log_dir(self) -> str:
+        """The first logger's folder, else `default_root_dir`."""
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where everything goes that has no other place."""
+
+    # --- parts ---
+
+    @property
+    def strategy(self) -> Strategy:
+        """Device, ranks, collectives."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0: the only one to write and to print."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers that ``configure_optimizers`` returned."""
+
+    @property
+    def lr_scheduler_configs(self) -> Sequence[SchedulerConfig]:
+        """The schedulers that ``configure_optimizers`` returned."""
+
+    @property
+    def callbacks(self) -> Sequence[object]:
+        """All callbacks, the default ones included, in the order in which they are called."""
+
+    @property
+    def predictions(self) -> Sequence[Any] | None:
+        """What `predict` has collected: a list of batches, for several loaders a list of those."""
+
+    # --- checkpoints ---
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+        """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it."""
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint directory that this run wrote (rank 0 only); anything else is left alone."""
+
+    def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
+        """Make `link` (``last.ckpt``) stand for the checkpoint at `path`, atomically (rank 0 only)."""

@@ -1,0 +1,47 @@
+"""Every exception that Echelon raises on purpose; on the lowest floor, so that each floor can raise them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EchelonError(Exception):
+    """The base of all errors that Echelon raises on purpose."""
+
+
+class ConfigError(EchelonError, ValueError):
+    """A setting, or a combination of settings, that cannot be."""
+
+
+class ModuleError(EchelonError, RuntimeError):
+    """The user's module lacks, returns or does something that the trainer cannot use."""
+
+
+class DataError(EchelonError, RuntimeError):
+    """A loader or a batch that cannot be trained or evaluated on."""
+
+
+class RunError(EchelonError, RuntimeError):
+    """Something asked of the trainer at a moment at which it cannot be done."""
+
+
+class NonFiniteError(EchelonError, ArithmeticError):
+    """A loss or a gradient became NaN or infinite."""
+
+
+class CheckpointError(EchelonError, RuntimeError):
+    """A checkpoint that is absent, damaged, foreign, or does not fit the module; or one that cannot be written."""
+
+
+class MissingDependencyError(EchelonError, ImportError):
+    """An optional package that a feature needs is not installed; the message holds the command that installs it."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the known name nearest to `word`, or all known names when none is near."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" Choose one of: {', '.join(names)}." if names else ""

@@ -1,0 +1,70 @@
+"""Walking nested structures of tensors: the shape in which batches, outputs and collectives come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable[[Any], Any] = _same) -> Any:
+    """Return `data` with ``function(tensor)`` for every tensor and ``other(leaf)`` for every other leaf.
+
+    Walks mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return _rebuild(data, {key: map_tensors(function, value, other) for key, value in data.items()})
+    if isinstance(data, list):
+        return [map_tensors(function, value, other) for value in data]
+    if isinstance(data, tuple):
+        parts = [map_tensors(function, value, other) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = [field.name for field in dataclasses.fields(data) if field.init]
+        return dataclasses.replace(data, **{name: map_tensors(function, getattr(data, name), other) for name in fields})
+    return other(data)
+
+
+def _rebuild(original: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(original) is dict:
+        return parts
+    try:
+        return type(original)(parts)  # type: ignore[call-arg]
+    except TypeError:  # a mapping whose constructor wants something else: a plain dict serves
+        return parts
+
+
+def iterate_tensors(data: Any) -> Iterator[Tensor]:
+    """Yield every tensor of a nested structure, in order."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from iterate_tensors(value)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from iterate_tensors(value)
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            yield from iterate_tensors(getattr(data, field.name))
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move a nested structure to `device`; without blocking, from pinned memory.
+
+    A leaf that is no tensor but has a ``.to(device)`` (a PyG batch, say) is asked to move itself.
+    """
+
+    def move_other(leaf: Any) -> Any:
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data, move_other)

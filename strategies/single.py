@@ -1,0 +1,36 @@
+"""SingleDeviceStrategy: one process, one device."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from .errors import ConfigError
+from .hardware import Hardware
+from .precision import Precision
+from .strategy import Strategy
+
+
+class SingleDeviceStrategy(Strategy):
+    """Train in the calling process on one device; every other strategy is measured against this one."""
+
+    name: ClassVar[str] = "single"
+
+    def check(self, hardware: Hardware, precision: Precision) -> None:
+        if hardware.num_processes != 1:
+            raise ConfigError(
+                f"strategy='single' runs one process, but devices={len(hardware.devices)} and "
+                f"num_nodes={hardware.num_nodes} ask for {hardware.num_processes}; set devices=1 and num_nodes=1."
+            )
+
+    def setup_module(self, module: nn.Module) -> None:
+        super().setup_module(module)
+        self._computes_plainly = self.precision.autocast_dtype is None and self.precision.param_dtype is None
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        step = getattr(self.module, step_name)
+        if self._computes_plainly:
+            return step(*args)
+        with self.forward_context:
+            return step(*args)
