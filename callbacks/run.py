@@ -42,6 +42,9 @@ class Logger(Protocol):
     def log_graph(self, module: nn.Module, example_input: Any) -> None:
         """Write the graph of the module's ``forward``, if this logger can show one."""
 
+    def resume_at(self, step: int) -> None:
+        """Forget what was logged after `step`; called before anything is logged by a run that continues there."""
+
     def save(self) -> None:
         """Bring everything written so far to the disk; called at every checkpoint and at the end."""
 

@@ -1,0 +1,18 @@
+"""Where metrics go: one file a logger."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from .csv import CSVLogger
+from .tensorboard import TensorBoardLogger
+
+__all__ = ["CSVLogger", "TensorBoardLogger", "default_logger"]
+
+
+def default_logger(save_dir: str | Path) -> TensorBoardLogger | CSVLogger:
+    """Return what ``Trainer(logger=True)`` logs with: TensorBoard, or a table where that is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return CSVLogger(save_dir)
+    return TensorBoardLogger(save_dir)

@@ -1,0 +1,138 @@
+"""CSVLogger: metrics as one table in a text file, for spreadsheets, pandas and machines without TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...strategies.errors import ConfigError
+from .common import VersionFolder, plain, replace_text, write_hparams
+
+
+class CSVLogger:
+    """Write ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<N>``.
+
+    A row is one call of `log_metrics`: its step and its values, the other columns empty. A metric that comes later
+    adds a column. A version that exists already is continued.
+
+    Raises:
+        ConfigError: for a `flush_logs_every_n_steps` below 1.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str = "echelon_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        if flush_logs_every_n_steps < 1:
+            raise ConfigError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} is not possible; give 1 or more.")
+        self._folder = VersionFolder(save_dir, name, version)
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._flush_every = flush_logs_every_n_steps
+        self._flushed_step = 0
+        self._rows: list[dict[str, Any]] = []
+        self._columns: list[str] | None = None  # None: the file, if there is one, has yet to be read
+        self._hparams: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The folder of all versions."""
+        return self._folder.name
+
+    @property
+    def version(self) -> int | str:
+        """The version given, or the next free number."""
+        return self._folder.version
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of everything."""
+        return str(self._folder.save_dir)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run; with a version number of our choice, final once something is written."""
+        return str(self._folder.path)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`."""
+        self._rows.append({self._prefix + name: float(value) for name, value in metrics.items()} | {"step": step})
+        if step - self._flushed_step >= self._flush_every:
+            self.save()
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Write the hyper-parameters, those of earlier calls included; `metrics` become a row at step 0."""
+        self._hparams.update(plain(params))
+        write_hparams(self._folder.claim(), self._hparams)
+        if metrics:
+            self.log_metrics(metrics, 0)
+
+    def log_text(self, tag: str, text: str) -> None:
+        """Write the text into a file of its own, ``<tag>.txt``."""
+        replace_text(self._folder.claim() / f"{tag.replace('/', '_')}.txt", text)
+
+    def log_graph(self, module: nn.Module, example_input: Any) -> None:
+        """Write nothing: a table shows no graph."""
+
+    def resume_at(self, step: int) -> None:
+        """Forget what was logged after `step`, so that a run that continues there continues the table."""
+        self._rows = [row for row in self._rows if row["step"] <= step]
+        self._flushed_step = step
+        path = self._folder.path / "metrics.csv"
+        if not path.exists():
+            return
+        columns, rows = _read(path)
+        replace_text(path, _table(columns, [row for row in rows if int(row["step"]) <= step]))
+        self._columns = columns
+
+    def save(self) -> None:
+        """Write the rows that are still in memory."""
+        if not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        self._flushed_step = rows[-1]["step"]
+        path = self._folder.claim() / "metrics.csv"
+        written: list[dict[str, Any]] = []
+        columns = self._columns
+        if columns is None:
+            columns, written = _read(path) if path.exists() else (["step"], [])
+        wider = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+        if wider == self._columns:
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, wider).writerows(rows)
+            return
+        if self._columns is not None:
+            written = _read(path)[1]
+        replace_text(path, _table(wider, [*written, *rows]))
+        self._columns = wider
+
+    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
+        """Write what is left; the table already holds the last metrics."""
+        self.save()
+
+
+def _table(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return columns and rows, without a last line that a killed run left unfinished."""
+    text = path.read_text(encoding="utf-8")
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    columns, rows = list(reader.fieldnames or ["step"]), list(reader)
+    for row in rows:
+        if not str(row.get("step")).isdecimal() or None in row:
+            raise ConfigError(f"{path} is no table of ours, found the row {row}; move it, or give another version.")
+    return columns, rows

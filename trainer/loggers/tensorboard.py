@@ -1,0 +1,235 @@
+"""TensorBoardLogger: curves, hyper-parameters, texts and the graph, as TensorBoard's event files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from ...strategies.errors import MissingDependencyError
+from ...strategies.nested import to_device
+from .common import VersionFolder, flatten, plain, write_hparams
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_ROWS_AT_ONCE: Final = 50
+_SECONDS_AT_MOST: Final = 5.0
+
+
+class TensorBoardLogger:
+    """Write event files into ``<save_dir>/<name>/version_<N>/<sub_dir>``; look at them with ``tensorboard --logdir``.
+
+    A version that exists already is continued. `default_hp_metric` writes the placeholder ``hp_metric`` where
+    hyper-parameters are logged without metrics of their own, as Lightning does.
+
+    Raises:
+        MissingDependencyError: without the package tensorboard.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str = "echelon_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | Path | None = None,
+    ) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingDependencyError(
+                "TensorBoardLogger needs the package tensorboard, which is not installed; "
+                "run `pip install tensorboard`, or give logger=CSVLogger(...)."
+            )
+        self._folder = VersionFolder(save_dir, name, version, sub_dir)
+        self._wants_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._hparams: dict[str, Any] = {}
+        self._writer: SummaryWriter | None = None
+        self._rows: list[tuple[float, int, dict[str, float]]] = []
+        self._written_at = 0.0
+        self._purge_step: int | None = None
+        self._is_resumed = False
+        self._is_ended = False
+
+    @property
+    def name(self) -> str:
+        """The folder of all versions."""
+        return self._folder.name
+
+    @property
+    def version(self) -> int | str:
+        """The version given, or the next free number."""
+        return self._folder.version
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of everything."""
+        return str(self._folder.save_dir)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run; with a version number of our choice, final once something is written."""
+        return str(self._folder.path)
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """The writer itself, for images, histograms and whatever else TensorBoard shows; rank 0 only."""
+        if self._writer is None:
+            self._writer = self._open()
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep numbers for TensorBoard; they are written 50 rows or 5 seconds later, and at `save`."""
+        now = time.time()
+        self._rows.append((now, step, {self._prefix + name: float(value) for name, value in metrics.items()}))
+        # handing a row to the writer's thread costs 65 us in a training loop, keeping it 1 us, and 50 at once 30 us each
+        if len(self._rows) >= _ROWS_AT_ONCE or now - self._written_at > _SECONDS_AT_MOST:
+            self._write_rows()
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Write the hyper-parameters for the HPARAMS page, which shows them beside the last value of every curve.
+
+        `metrics` become points at step 0. ``hparams.yaml`` holds all hyper-parameters, also those of earlier calls.
+        """
+        from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+        self._hparams.update(plain(params))
+        write_hparams(self._folder.claim(), self._hparams)
+        if not self._hparams:
+            return
+        info = SessionStartInfo(start_time_secs=time.time())
+        for name, value in flatten(self._hparams).items():
+            if isinstance(value, bool):
+                info.hparams[name].bool_value = value
+            elif isinstance(value, str):
+                info.hparams[name].string_value = value
+            else:
+                info.hparams[name].number_value = value
+        self._add_hparams(SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
+        if metrics is None and self._default_hp_metric:
+            metrics = {"hp_metric": -1.0}
+        if metrics and not self._is_resumed:
+            self.log_metrics(metrics, 0)
+
+    def log_text(self, tag: str, text: str) -> None:
+        """Write a text, shown as Markdown."""
+        self.experiment.add_text(tag, text, 0)
+
+    def log_graph(self, module: nn.Module, example_input: Any) -> None:
+        """Trace the module's ``forward`` and write its graph, if the logger was made with ``log_graph=True``."""
+        if not self._wants_graph:
+            return
+        if example_input is None:
+            warnings.warn("log_graph=True, but example_input_array is None; set it in the module.", stacklevel=2)
+            return
+        parameter = next(module.parameters(), None)
+        if parameter is not None:
+            example_input = to_device(example_input, parameter.device)
+        try:
+            # add_graph traces in eval mode and restores it; with the random numbers kept too, the run is as without it
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with torch.random.fork_rng():
+                    self.experiment.add_graph(module, example_input)
+        except Exception as error:  # noqa: BLE001  # whatever the user's forward raises under a trace
+            warnings.warn(
+                f"The graph of {type(module).__name__} is not logged, tracing it failed: {error}; "
+                "check example_input_array, or give log_graph=False.",
+                stacklevel=2,
+            )
+
+    def resume_at(self, step: int) -> None:
+        """Forget what was logged after `step`, so that a run that continues there continues the curves."""
+        self._write_rows()
+        self._close()
+        self._purge_step = step + 1
+        self._is_resumed = True
+        self._is_ended = False
+
+    def save(self) -> None:
+        """Bring everything written so far to the disk."""
+        self._write_rows()
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
+        """Mark the end on the HPARAMS page and close the file; what is logged later opens another one.
+
+        An interrupted run stays marked as running: it may be resumed, and TensorBoard keeps the first mark.
+        """
+        self._write_rows()
+        if self._hparams and status != "interrupted" and not self._is_ended:
+            self._add_end(status)
+            self._is_ended = True
+        self._close()
+
+    def _write_rows(self) -> None:
+        if not self._rows:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        rows, self._rows = self._rows, []
+        writer = self.experiment._get_file_writer()
+        for walltime, step, metrics in rows:
+            summary = Summary()
+            for name, value in metrics.items():
+                summary.value.add(tag=name, simple_value=value)
+            writer.add_summary(summary, step, walltime)
+        self._written_at = time.time()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._folder.claim()
+        purge_step, self._purge_step = self._purge_step, None
+        if purge_step is not None:
+            _await_a_later_name(folder)
+        # the default queue of 10 makes the loop wait for the writing thread
+        return SummaryWriter(str(folder), purge_step=purge_step, max_queue=1000, flush_secs=10)
+
+    def _add_end(self, status: str) -> None:
+        from tensorboard.plugins.hparams.api_pb2 import Status
+        from tensorboard.plugins.hparams.metadata import SESSION_END_INFO_TAG
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+        code = Status.Value("STATUS_SUCCESS" if status == "success" else "STATUS_FAILURE")
+        info = SessionEndInfo(status=code, end_time_secs=time.time())
+        self._add_hparams(SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
+
+    def _add_hparams(self, tag: str, content: Any) -> None:
+        # SummaryWriter.add_hparams would open a second run below this one
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME
+
+        content.version = PLUGIN_DATA_VERSION
+        plugin = SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content.SerializeToString())
+        value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin))
+        self.experiment._get_file_writer().add_summary(Summary(value=[value]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}
+
+
+def _await_a_later_name(folder: Path) -> None:
+    """Wait, for a second at most, until a new event file sorts after the old ones: in that order they are read."""
+    names = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.iterdir()]
+    newest = max((int(match[1]) for match in names if match), default=0)
+    now = time.time()
+    if int(now) == newest:
+        time.sleep(newest + 1 - now)
