@@ -6,10 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
-
 from echelon.strategies.errors import ConfigError
 from echelon.trainer.seed import capture_rng, derive, isolated_rng, restore_rng, seed_everything
+from torch.utils.data import DataLoader, Dataset
 
 
 def draw():
