@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -131,7 +132,9 @@ class PyTorchProfiler(Profiler):
             if value < least:
                 raise ConfigError(f"PyTorchProfiler: {name}={value} is not possible; give {least} or more.")
         self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
-        self._details = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
+        self._record_shapes = record_shapes
+        self._profile_memory = profile_memory
+        self._with_stack = with_stack
         self._profile: torch.profiler.profile | None = None
         self._log_dir = Path()
         self._rank = 0
@@ -145,7 +148,9 @@ class PyTorchProfiler(Profiler):
         self._profile = torch.profiler.profile(
             schedule=torch.profiler.schedule(**self._schedule),
             on_trace_ready=self._write,
-            **self._details,
+            record_shapes=self._record_shapes,
+            profile_memory=self._profile_memory,
+            with_stack=self._with_stack,
         )
         self._profile.start()
 
@@ -155,7 +160,11 @@ class PyTorchProfiler(Profiler):
 
     def step(self) -> None:
         """Move on in the schedule; at the end of a recording, write it."""
-        if self._profile is not None:
+        if self._profile is None:
+            return
+        with warnings.catch_warnings():
+            # each recording is written when it ends, so that torch may forget it when the next begins
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profile.step()
 
     def stop(self) -> str:

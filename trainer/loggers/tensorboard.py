@@ -166,7 +166,7 @@ class TensorBoardLogger:
     def finalize(self, metrics: Mapping[str, float], status: str) -> None:
         """Mark the end on the HPARAMS page and close the file; what is logged later opens another one.
 
-        An interrupted run stays marked as running: it may be resumed, and TensorBoard keeps the first mark.
+        An interrupted run gets no mark: it may be resumed, and TensorBoard keeps the first one.
         """
         self._write_rows()
         if self._hparams and status != "interrupted" and not self._is_ended:
