@@ -1,0 +1,143 @@
+"""Files of a checkpoint: written with their hash, brought to the disk, read as private memory maps."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import stat
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from ...strategies.errors import CheckpointError
+
+HASH_NAME: Final = "sha256"
+# With the processor's SHA instructions sha256 makes 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.
+
+_BLOCK: Final = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of a file: its size in bytes and the hash of its content in hex."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile:
+    """A new file that is hashed in a second thread while it is written; on leaving it is on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._hash = hashlib.new(HASH_NAME)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-hash")
+        self._pending: deque[Future[None]] = deque()
+        self._small = bytearray()
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        os.close(self._descriptor)
+
+    def write(self, data: bytes | memoryview, owner: object = None) -> None:
+        """Append `data`, which has to stay unchanged until `finish`; `owner` keeps its memory alive."""
+        if len(data) < 1 << 16:
+            self._small += data
+            if len(self._small) < _BLOCK:
+                return
+            data, owner = b"", None
+        self._flush()
+        for start in range(0, len(data), _BLOCK):
+            self._put(memoryview(data)[start : start + _BLOCK], owner)
+
+    def finish(self) -> FileRecord:
+        """Bring the file to the disk and return its size and hash."""
+        self._flush()
+        os.fsync(self._descriptor)
+        while self._pending:
+            self._pending.popleft().result()
+        return FileRecord(self._size, self._hash.hexdigest())
+
+    def _flush(self) -> None:
+        if self._small:
+            block, self._small = self._small, bytearray()
+            self._put(memoryview(block), None)
+
+    def _put(self, block: memoryview, owner: object) -> None:
+        def update() -> None:
+            self._hash.update(block)
+            _keep(owner)
+
+        self._pending.append(self._pool.submit(update))
+        self._size += len(block)
+        rest = block
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+        # temporary copies of device tensors live until they are hashed: let few wait
+        while len(self._pending) > 8:
+            self._pending.popleft().result()
+
+
+def _keep(owner: object) -> None:
+    """Let a reference live until here."""
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a new file and bring it to the disk."""
+    with HashedFile(path) as file:
+        file.write(data)
+        return file.finish()
+
+
+class MappedFile:
+    """A file of a checkpoint as private memory: tensors read from it change nothing on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(f"{path} is not a regular file; use another checkpoint.")
+            self.size = found.st_size
+            self.data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if self.size else mmap.mmap(-1, 1)
+        finally:
+            os.close(descriptor)
+
+    def content(self) -> bytes:
+        """Return all bytes."""
+        return self.data[: self.size]
+
+    def digest(self) -> str:
+        """Return the hash of the content in hex."""
+        with memoryview(self.data)[: self.size] as view:
+            return hashlib.new(HASH_NAME, view).hexdigest()
+
+
+def explain(error: OSError) -> str:
+    """Return what the operating system said, and what to do about it."""
+    remedies = {
+        errno.ENOSPC: "free some space, or save elsewhere",
+        errno.EDQUOT: "free some of your quota, or save elsewhere",
+        errno.EFBIG: "raise the limit on file sizes (ulimit -f), or save elsewhere",
+        errno.EROFS: "save to a folder that can be written",
+        errno.EACCES: "save to a folder that you may write, or change its permissions",
+        errno.EPERM: "save to a folder that you may write, or change its permissions",
+        errno.EIO: "look at the disk's health, and save elsewhere",
+        errno.ENAMETOOLONG: "choose a shorter name",
+    }
+    code = errno.errorcode.get(error.errno or 0, "unknown error")
+    where = f" at {error.filename}" if error.filename else ""
+    return f"{error.strerror or error} ({code}){where}; {remedies.get(error.errno or 0, 'check the folder and its file system')}"

@@ -1,0 +1,113 @@
+"""Loading: every byte is verified before any of it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ...strategies.errors import CheckpointError, did_you_mean
+from .disk import FileRecord, MappedFile, explain
+from .manifest import Manifest, read_manifest
+from .saving import STATE
+from .tensors import Piece, collect, read_tensors
+from .values import decode
+
+
+def load(path: str | Path, *, parts: Collection[str] | None = None, verify: bool = True) -> dict[str, Any]:
+    """Return the state that `save` was given, or only some of its parts; tensors are on the CPU.
+
+    Tensors are private views of the mapped files: reading is lazy, writing to them changes no file. Clone what should
+    outlive the files on a network file system.
+
+    Args:
+        path: A checkpoint folder.
+        parts: Top-level keys of the state; None for all.
+        verify: Compare the hash of every file that is read. False only for a checkpoint just verified.
+
+    Raises:
+        CheckpointError: if the checkpoint is absent, damaged, foreign, or has no such part.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    wanted = list(manifest.parts) if parts is None else list(parts)
+    for part in wanted:
+        if part not in manifest.parts:
+            raise CheckpointError(f"{folder} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
+    names = [STATE, *(name for part in wanted for name in manifest.parts[part])]
+    files = open_files(folder, manifest, names, verify=verify)
+    encoded = _read_state(files[STATE])
+    state: dict[str, Any] = {}
+    for part in wanted:
+        pieces: dict[str, list[Piece]] = {}
+        for name in manifest.parts[part]:
+            for key, piece in read_tensors(files[name])[0].items():
+                pieces.setdefault(key, []).append(piece)
+        state[part] = decode(encoded.get(part), collect(pieces))
+    return state
+
+
+def verify(path: str | Path) -> Manifest:
+    """Compare every file of a checkpoint with its manifest, which is returned.
+
+    Raises:
+        CheckpointError: naming each damaged file and what is wrong with it.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    open_files(folder, manifest, manifest.files, verify=True)
+    return manifest
+
+
+def open_files(folder: Path, manifest: Manifest, names: Iterable[str], *, verify: bool) -> dict[str, MappedFile]:
+    """Open files of a checkpoint, of the size, and with `verify` of the hash, that the manifest tells.
+
+    Raises:
+        CheckpointError: naming each damaged file and what is wrong with it.
+    """
+    faults: list[str] = []
+    files: dict[str, MappedFile] = {}
+    for name in names:
+        try:
+            if name not in manifest.files:
+                raise CheckpointError(f"{name} is not in the manifest")
+            files[name] = _open(folder / name, manifest.files[name])
+        except CheckpointError as error:
+            faults.append(str(error))
+    if verify:
+        with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
+            digests = dict(zip(files, pool.map(MappedFile.digest, files.values()), strict=True))
+        faults += [
+            f"{name} has {digest} as its hash, not {manifest.files[name].sha256}: its content has changed"
+            for name, digest in digests.items()
+            if digest != manifest.files[name].sha256
+        ]
+    if faults:
+        raise CheckpointError(f"The checkpoint {folder} is damaged: {'; '.join(faults)}. Use another one.")
+    return files
+
+
+def _open(path: Path, record: FileRecord) -> MappedFile:
+    try:
+        file = MappedFile(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {explain(error)}") from error
+    if file.size != record.size:
+        raise CheckpointError(f"{path.name} has {file.size} bytes, not {record.size}")
+    return file
+
+
+def _read_state(file: MappedFile) -> dict[str, Any]:
+    try:
+        state = json.loads(file.content())
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(
+            f"{file.path} is not JSON that Echelon writes ({error}); use another checkpoint."
+        ) from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file.path} holds a {type(state).__name__}, not an object; use another checkpoint.")
+    return state

@@ -1,0 +1,158 @@
+"""Tensors in safetensors files, in the layout of torch.distributed.checkpoint's HuggingFace storage."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...strategies.errors import CheckpointError
+from .disk import FileRecord, HashedFile, MappedFile
+from .values import SAFETENSORS_DTYPES
+
+# Why torch's own HuggingFaceStorageWriter does not write these files: for 1 GB it took 2.9 s (torch.save 0.9 s, this 0.8 s)
+# and 2.1 GB of memory beside the state, since it serialises a whole file in memory first (torch 2.14.1).
+
+SHARDING_KEY: Final = "DCP_SHARDING_INFO"
+"""Where torch's HuggingFaceStorageWriter keeps the offsets of a shard in its whole tensor."""
+
+_ALIGNMENT: Final = 64
+_LONGEST_HEADER: Final = 100_000_000
+_DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a file, whole or a shard: its place in the whole tensor, one offset a dimension."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+
+def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> FileRecord:
+    """Write a new safetensors file, tensor by tensor: no second copy of the state is made.
+
+    Its header carries the metadata that torch's HuggingFaceStorageReader looks for. `notes` are further metadata.
+    """
+    # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
+    order = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
+    sharding = {name: {"saved_offsets": list(pieces[name].offsets)} for name in order}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_KEY: json.dumps(sharding), **(notes or {})}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        tensor = pieces[name].tensor
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            tensor = pieces[name].tensor.cpu().contiguous()
+            file.write(memory_of(tensor), tensor)
+        return file.finish()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, uncopied; the caller keeps the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def read_tensors(file: MappedFile) -> tuple[dict[str, Piece], dict[str, str]]:
+    """Return the tensors of a safetensors file, as views of its mapped memory, and its metadata.
+
+    Raises:
+        CheckpointError: if it is not a well-formed safetensors file.
+    """
+    try:
+        header, start = _header(file)
+        notes = header.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in notes.values()):
+            raise ValueError("metadata that is not text")
+        sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
+        payload = torch.frombuffer(file.data, dtype=torch.uint8)[start : file.size]
+        _check_coverage([entry["data_offsets"] for entry in header.values()], len(payload))
+        return {name: _piece(entry, payload, sharding.get(name)) for name, entry in header.items()}, notes
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file.path} is not a sound safetensors file ({error}); use another checkpoint."
+        ) from None
+
+
+def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
+    length = int.from_bytes(file.data[: min(8, file.size)], "little")
+    if file.size < 8 or length > min(file.size - 8, _LONGEST_HEADER):
+        raise ValueError(f"a header of {length} bytes in a file of {file.size}")
+    header = json.loads(file.data[8 : 8 + length])
+    if not isinstance(header, dict):
+        raise TypeError("a header that is no JSON object")
+    return header, 8 + length
+
+
+def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
+    end = 0
+    for start, stop in sorted(map(tuple, spans)):
+        if start != end or stop < start:
+            raise ValueError(f"bytes {start} to {stop} follow byte {end}")
+        end = stop
+    if end != size:
+        raise ValueError(f"tensors of {end} bytes in all, but there are {size}")
+
+
+def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any] | None) -> Piece:
+    dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):
+        raise ValueError(f"shape {shape!r:.80} at {offsets!r:.80}")
+    if math.prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"shape {shape!r:.80} of {dtype} in {stop - start} bytes")
+    view = payload[start:stop]
+    if payload.storage_offset() % dtype.itemsize or start % dtype.itemsize:
+        view = view.clone()  # written by someone else, unaligned
+    return Piece((view.view(dtype) if len(view) else torch.empty(0, dtype=dtype)).view(shape), tuple(offsets))
+
+
+def collect(parts: Mapping[str, Sequence[Piece]]) -> Callable[[str], Tensor]:
+    """Return a function from a tensor's name to it, put together where it is in shards."""
+    whole: dict[str, Tensor] = {}
+
+    def tensor(name: str) -> Tensor:
+        if name not in whole:
+            if name not in parts:
+                raise CheckpointError(
+                    f"state.json speaks of a tensor {name!r} that no file holds; use another checkpoint."
+                )
+            whole[name] = _join_pieces(name, parts[name])
+        return whole[name]
+
+    return tensor
+
+
+def _join_pieces(name: str, pieces: Sequence[Piece]) -> Tensor:
+    first = pieces[0].tensor
+    if len(pieces) == 1 and not any(pieces[0].offsets):
+        return first
+    spans = [[offset + size for offset, size in zip(p.offsets, p.tensor.shape, strict=True)] for p in pieces]
+    shape = [max(ends) for ends in zip(*spans, strict=True)]
+    if sum(p.tensor.numel() for p in pieces) != math.prod(shape) or any(p.tensor.dtype != first.dtype for p in pieces):
+        raise CheckpointError(
+            f"The {len(pieces)} shards of {name!r} do not make up its shape {shape}; use another checkpoint."
+        )
+    result = torch.empty(shape, dtype=first.dtype)
+    for piece in pieces:
+        region = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
+        result[region] = piece.tensor
+    return result
