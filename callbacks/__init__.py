@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
+from .accumulation import GradientAccumulationScheduler
 from .callback import Callback
+from .device_stats import DeviceStatsMonitor
+from .early_stopping import EarlyStopping
+from .lambda_callback import LambdaCallback
+from .learning_rate_monitor import LearningRateMonitor
+from .loss_spike import LossSpikePolicy
+from .model_checkpoint import ModelCheckpoint
+from .model_summary import ModelSummary, Summary, summarize
+from .nan_guard import NaNGuard
+from .prediction_writer import BasePredictionWriter
+from .progress import TQDMProgressBar
 from .run import Logger, Run
+from .stochastic_weight_averaging import StochasticWeightAveraging
+from .throughput import ThroughputMonitor
+from .timer import Timer
+from .weight_averaging import EMAWeightAveraging, WeightAveraging
 
-__all__ = ["Callback", "Logger", "Run"]
+__all__ = [
+    "BasePredictionWriter",
+    "Callback",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
+    "EarlyStopping",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "Logger",
+    "LossSpikePolicy",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "NaNGuard",
+    "Run",
+    "StochasticWeightAveraging",
+    "Summary",
+    "TQDMProgressBar",
+    "ThroughputMonitor",
+    "Timer",
+    "WeightAveraging",
+    "summarize",
+]

@@ -1,0 +1,33 @@
+"""Where a run speaks to its user: in a terminal, in a notebook, or into a file; and lines that no progress bar tears."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import Literal
+
+Console = Literal["terminal", "notebook", "plain_notebook", "file"]
+
+
+def current_console() -> Console:
+    """Return what standard output is: ``plain_notebook`` is a notebook that has no ipywidgets, ``file`` also a pipe."""
+    if _is_notebook():
+        return "notebook" if find_spec("ipywidgets") is not None else "plain_notebook"
+    return "terminal" if sys.stdout.isatty() else "file"
+
+
+def say(text: str) -> None:
+    """Print to standard output; above a progress bar, if one is drawn there."""
+    if "tqdm" not in sys.modules:
+        print(text, flush=True)
+        return
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
+def _is_notebook() -> bool:
+    """Return whether a Jupyter kernel runs us; a terminal's IPython is a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config

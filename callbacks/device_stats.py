@@ -1,0 +1,87 @@
+"""DeviceStatsMonitor: how much memory and processor time the run uses, in the loggers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from time import monotonic, process_time
+from typing import Final
+
+import torch
+from torch import nn
+
+from .callback import Callback
+from .run import Run
+
+_OF_CUDA: Final = (
+    "allocated_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.current",
+    "reserved_bytes.all.peak",
+    "inactive_split_bytes.all.current",
+    "num_alloc_retries",
+    "num_ooms",
+)
+"""Those of ``torch.cuda.memory_stats`` that say how full a GPU is, and whether its allocator struggles."""
+
+
+class DeviceStatsMonitor(Callback):
+    """Logs the state of the device whenever the trainer logs a step, as ``DeviceStatsMonitor/...``.
+
+    On a GPU: torch's memory statistics, in bytes, under torch's names. Of the CPU: ``cpu_percent`` of this process (100
+    is one core) since the last reading, its memory ``rss_bytes`` (where the system tells, else ``peak_rss_bytes``), and
+    the machine's ``load_1min``. The hooks run on every rank, rank 0 logs its own, nothing communicates.
+
+    Args:
+        cpu_stats: True: of the CPU too; False: never; None: where the CPU is the device.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self._cpu_stats = cpu_stats
+        self._read_at = 0.0
+        self._busy = 0.0
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Start to count processor time."""
+        self._read_at, self._busy = monotonic(), process_time()
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Log, if the trainer logs this step."""
+        every = trainer.log_every_n_steps
+        if every and trainer.global_step % every == 0 and trainer.is_global_zero:
+            trainer.log_metrics({f"DeviceStatsMonitor/{name}": value for name, value in self._read(trainer).items()})
+
+    def _read(self, trainer: Run) -> dict[str, float]:
+        device = trainer.strategy.device
+        stats: dict[str, float] = {}
+        if device.type == "cuda":
+            measured = torch.cuda.memory_stats(device)
+            stats.update({name: float(measured[name]) for name in _OF_CUDA if name in measured})
+        if self._cpu_stats or (self._cpu_stats is None and device.type == "cpu"):
+            stats.update(self._read_cpu())
+        return stats
+
+    def _read_cpu(self) -> dict[str, float]:
+        now, busy = monotonic(), process_time()
+        elapsed = now - self._read_at
+        stats = {"cpu_percent": 100 * (busy - self._busy) / elapsed if elapsed > 0 else 0.0}
+        self._read_at, self._busy = now, busy
+        stats.update(_memory())
+        if hasattr(os, "getloadavg"):
+            stats["load_1min"] = os.getloadavg()[0]
+        return stats
+
+
+def _memory() -> dict[str, float]:
+    """Return the memory of this process; nothing on a system that does not tell."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        resident = int(pages.read_text(encoding="ascii").split()[1])
+        return {"rss_bytes": float(resident * os.sysconf("SC_PAGE_SIZE"))}
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_rss_bytes": float(peak if sys.platform == "darwin" else peak * 1024)}

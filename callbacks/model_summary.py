@@ -1,0 +1,260 @@
+"""ModelSummary: what a module consists of, how big it is, and what a forward pass costs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..strategies import Precision
+from ..strategies.errors import ConfigError
+from ..strategies.nested import to_device
+from .callback import Callback
+from .console import say
+from .run import Run
+from .table import boxed
+
+_OWN: Final = "(own parameters)"
+
+
+class ModelSummary(Callback):
+    """Prints a summary of the module when `fit` begins, on rank 0.
+
+    With an ``example_input_array`` every rank runs one forward pass of it (which may communicate, if the strategy's
+    forward does): shapes and FLOPs come from there.
+
+    Args:
+        max_depth: down to which depth submodules get a row; 0: only the totals, -1: all.
+
+    Raises:
+        ConfigError: for a depth below -1.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        _check_depth(max_depth)
+        self._max_depth = max_depth
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Summarize and print."""
+        strategy = trainer.strategy
+        with strategy.forward_context:
+            summary = summarize(module, self._max_depth, precision=strategy.precision)
+        if trainer.is_global_zero:
+            say(str(summary))
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One submodule. Sizes are shapes, nested as the arguments are, and None without an example input."""
+
+    name: str
+    type: str
+    parameters: int
+    is_lazy: bool
+    """Whether it has parameters that get their shape in the first forward pass; they count as none."""
+    training: bool
+    in_size: Any = None
+    out_size: Any = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A module's parts and totals; its text is the table."""
+
+    layers: tuple[LayerSummary, ...]
+    total_parameters: int
+    """Each counted once, however many submodules share it."""
+    trainable_parameters: int
+    parameter_bytes: int
+    num_training: int
+    """Submodules in train mode."""
+    num_eval: int
+    has_lazy: bool
+    flops: int | None = None
+    """Of one forward pass of the example input; None without one."""
+
+    def __str__(self) -> str:
+        lines = [self._table()] if self.layers else []
+        facts = {
+            "trainable parameters": human(self.trainable_parameters),
+            "non-trainable parameters": human(self.total_parameters - self.trainable_parameters),
+            "parameters in total": human(self.total_parameters),
+            "of parameters": f"{self.parameter_bytes / 1e6:.3f} MB",
+            "modules in train mode": str(self.num_training),
+            "modules in eval mode": str(self.num_eval),
+        }
+        if self.flops is not None:
+            facts["FLOPs for one forward pass of the example input"] = human(self.flops)
+        width = max(len(value) for value in facts.values())
+        lines += [f"{value:<{width}}  {fact}" for fact, value in facts.items()]
+        if self.has_lazy:
+            lines.append("Parameters that are not initialized yet are counted as 0, and no shapes are shown.")
+        return "\n".join(lines)
+
+    def _table(self) -> str:
+        has_sizes = any(layer.out_size is not None for layer in self.layers)
+        head = ["", "Name", "Type", "Params", "Mode", *(("In sizes", "Out sizes") if has_sizes else ())]
+        rows = []
+        for index, layer in enumerate(self.layers):
+            mode = "-" if layer.name == _OWN else "train" if layer.training else "eval"
+            count = human(layer.parameters) + ("+?" if layer.is_lazy else "")
+            row = [str(index), layer.name, layer.type, count, mode]
+            rows.append([*row, _size(layer.in_size), _size(layer.out_size)] if has_sizes else row)
+        return boxed(head, rows, ">" + "<<" + ">" + "<" + "<<" * has_sizes)
+
+
+def summarize(
+    module: nn.Module, max_depth: int = 1, *, example_input: Any = None, precision: Precision | None = None
+) -> Summary:
+    """Return a summary of any module.
+
+    The example input, a tensor, a tuple of arguments or a dict of keyword arguments, runs through the module on its
+    device, in eval mode, without gradients; modes and random generators are as before afterwards. If that fails, a
+    warning says why, and sizes and FLOPs are left out.
+
+    Args:
+        module: the module.
+        max_depth: down to which depth submodules get a row; 0: only the totals, -1: all.
+        example_input: by default the module's ``example_input_array``, if it has one.
+        precision: converts the example input as it converts batches.
+
+    Raises:
+        ConfigError: for a depth below -1.
+    """
+    _check_depth(max_depth)
+    parts = _parts(module, max_depth)
+    parameters = list(module.parameters())
+    has_lazy = any(is_lazy(parameter) for parameter in parameters)
+    if example_input is None:
+        example_input = getattr(module, "example_input_array", None)
+    sizes: dict[str, tuple[Any, Any]] = {}
+    flops = None
+    if example_input is not None and not has_lazy:
+        if precision is not None:
+            example_input = precision.convert_batch(example_input)
+        sizes, flops = _try_forward(module, parts, example_input)
+    layers = [_layer(name, part, *sizes.get(name, (None, None))) for name, part in parts.items()]
+    own = _count(module.parameters(recurse=False))
+    if own and max_depth != 0:
+        layers.append(LayerSummary(_OWN, type(module).__name__, own, False, module.training))
+    modules = [part for part in module.modules() if part is not module]
+    return Summary(
+        layers=tuple(layers),
+        total_parameters=_count(parameters),
+        trainable_parameters=_count(parameter for parameter in parameters if parameter.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p)),
+        num_training=sum(part.training for part in modules),
+        num_eval=sum(not part.training for part in modules),
+        has_lazy=has_lazy,
+        flops=flops,
+    )
+
+
+def human(number: int) -> str:
+    """Return a number with three significant digits and a unit: ``1.23 M``."""
+    value = float(number)
+    for unit in ("", " K", " M", " B"):
+        if value < 999.5:
+            return f"{int(value)}" if not unit else f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g} T"
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _check_depth(max_depth: int) -> None:
+    if max_depth < -1:
+        raise ConfigError(f"max_depth={max_depth} is not possible; give a depth, 0 for the totals only, or -1 for all.")
+
+
+def _parts(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
+    """Return the submodules to show, by name."""
+    named = ((name, part) for name, part in module.named_modules() if part is not module)
+    return {name: part for name, part in named if max_depth == -1 or name.count(".") < max_depth}
+
+
+def _layer(name: str, part: nn.Module, in_size: Any, out_size: Any) -> LayerSummary:
+    has_lazy = any(is_lazy(parameter) for parameter in part.parameters())
+    return LayerSummary(
+        name, type(part).__name__, _count(part.parameters()), has_lazy, part.training, in_size, out_size
+    )
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
+
+
+def _try_forward(
+    module: nn.Module, parts: Mapping[str, nn.Module], example_input: Any
+) -> tuple[dict[str, tuple[Any, Any]], int | None]:
+    """Return the sizes that go into and come out of each part, and the FLOPs of all."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes: dict[str, tuple[Any, Any]] = {}
+
+    def note(name: str) -> Any:
+        def hook(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            sizes.setdefault(name, (_shapes([*args, *kwargs.values()]), _shapes(output)))
+
+        return hook
+
+    handles = [part.register_forward_hook(note(name), with_kwargs=True) for name, part in parts.items()]
+    counter = FlopCounterMode(display=False)
+    try:
+        with _evaluating(module) as device, counter:
+            example = to_device(example_input, device)
+            if isinstance(example, Mapping):
+                module(**example)
+            elif isinstance(example, list | tuple):
+                module(*example)
+            else:
+                module(example)
+    except Exception as error:  # noqa: BLE001 - training can do without the user's forward
+        warnings.warn(
+            f"{type(module).__name__}.example_input_array does not fit its forward ({type(error).__name__}: {error}); "
+            "the summary has no sizes. Set it to an input of forward: a tensor, a tuple, or a dict of arguments.",
+            stacklevel=3,
+        )
+        return {}, None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes, counter.get_total_flops()
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[torch.device]:
+    """Switch to eval mode, without gradients; put modes and random generators back as they were."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    modes = {part: part.training for part in module.modules()}
+    generators = [device] if device.type == "cuda" else []
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=generators), torch.no_grad():
+            yield device
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _shapes(data: Any) -> Any:
+    """Return the shapes of all tensors of a structure; of a single one, its shape."""
+    if isinstance(data, Tensor):
+        return list(data.shape)
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        shapes = [_shapes(part) for part in data]
+        return shapes[0] if len(shapes) == 1 else shapes
+    return "?"
+
+
+def _size(size: Any) -> str:
+    return "-" if size is None else str(size)

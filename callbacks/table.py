@@ -1,0 +1,73 @@
+"""Tables in box-drawing characters: of results, and of a module's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+_WIDTH: Final = 80
+
+
+def render_table(results: Sequence[Mapping[str, float]], title: str) -> str:
+    """Return the results of `validate` or `test` as a table: a row for each metric, a column for each loader.
+
+    Columns that do not fit into 80 characters follow below, in another table.
+
+    Args:
+        results: for each loader its metrics; a suffix ``/dataloader_idx_N`` is left out where N is the loader.
+        title: the head of the column of names, such as ``Test metric``.
+    """
+    columns = [_without_suffix(metrics, index) for index, metrics in enumerate(results)]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heads = ["Value"] if len(columns) == 1 else [f"DataLoader {index}" for index in range(len(columns))]
+    cells = [[_number(column.get(name)) for name in names] for column in columns]
+    shown = [_shortened(name, _WIDTH // 2) for name in names]
+    room = _WIDTH - 4 - max(len(title), *map(len, shown), 0)
+    tables = []
+    start = 0
+    while start < len(columns):
+        stop, used = start, 0
+        while stop < len(columns) and (stop == start or used + _column_width(heads[stop], cells[stop]) <= room):
+            used += _column_width(heads[stop], cells[stop])
+            stop += 1
+        rows = [[name, *(cells[column][row] for column in range(start, stop))] for row, name in enumerate(shown)]
+        tables.append(boxed([title, *heads[start:stop]], rows, "<" + ">" * (stop - start)))
+        start = stop
+    return "\n".join(tables)
+
+
+def boxed(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> str:
+    """Return a framed table; `alignment` has a ``<`` (left) or a ``>`` (right) for each column."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+
+    def rule(left: str, line: str, crossing: str, right: str) -> str:
+        return left + crossing.join(line * (width + 2) for width in widths) + right
+
+    def cells(row: Sequence[str], bar: str) -> str:
+        padded = (f" {cell:{side}{width}} " for cell, side, width in zip(row, alignment, widths, strict=True))
+        return bar + bar.join(padded) + bar
+
+    lines = [rule("┏", "━", "┳", "┓"), cells(head, "┃"), rule("┡", "━", "╇", "┩")]
+    lines += [cells(row, "│") for row in rows]
+    lines.append(rule("└", "─", "┴", "┘"))
+    return "\n".join(lines)
+
+
+def _without_suffix(metrics: Mapping[str, float], index: int) -> dict[str, float]:
+    return {name.removesuffix(f"/dataloader_idx_{index}"): value for name, value in metrics.items()}
+
+
+def _number(value: float | None) -> str:
+    """Return six significant digits; a dash where a loader has no such metric."""
+    if value is None:
+        return "-"
+    value = float(value)
+    return f"{value:.1f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.6g}"
+
+
+def _shortened(name: str, width: int) -> str:
+    return name if len(name) <= width else f"{name[: width // 2]}…{name[len(name) - (width - width // 2 - 1) :]}"
+
+
+def _column_width(head: str, cells: Sequence[str]) -> int:
+    return max(len(head), *map(len, cells), 0) + 3
