@@ -1,0 +1,355 @@
+"""ModelCheckpoint: which checkpoints are saved, which are kept, and which is the best."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..strategies.errors import ConfigError
+from .callback import Callback
+from .checkpoint_name import CheckpointName, numbered
+from .monitored import Mode, MonitoredMetric
+from .run import Run
+
+_DEFAULT_NAME: Final = "{epoch}-{step}"
+_LAST: Final = "last.ckpt"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is on disk, by name in the folder: replaced as a whole, so that a save that fails changes nothing."""
+
+    scores: dict[str, float] = field(default_factory=dict)
+    """The top k, in the order in which they were saved."""
+    newest: str = ""
+    """What ``last.ckpt`` stands for, one of the top k or one that is kept for this reason only."""
+    doomed: tuple[str, ...] = ()
+    """Those to delete as soon as what replaces them is on disk."""
+
+    def drop_unneeded(self, before: _Kept) -> _Kept:
+        """Doom what `before` kept and this does not."""
+        needed = {*self.scores, self.newest}
+        return replace(
+            self, doomed=tuple(name for name in (*before.scores, before.newest) if name and name not in needed)
+        )
+
+
+class ModelCheckpoint(Callback):
+    """Save checkpoints while training, keep the best `save_top_k`, and know where they are.
+
+    Everything is saved in `on_train_step_end`, when the step's validation is over (and in `on_train_end`, where training
+    ends inside an epoch); the other hooks only mark what is due. A monitored value picks the best only at the step at which it was computed: where it is due earlier, the
+    decision waits for it. Retention deletes what it replaces after the new checkpoint is on disk, and nothing else.
+
+    Args:
+        dirpath: the folder; by default ``<log_dir>/checkpoints``.
+        filename: a template of `CheckpointName`; by default ``{epoch}-{step}``. A name that exists gets ``-v1``.
+        monitor: the metric that decides; by default the newest checkpoints are the best.
+        verbose: log (level INFO) what was saved and why.
+        save_last: True: save at every moment that is due, and where training ends, and let ``last.ckpt`` stand for the
+            newest checkpoint; "link": let it stand for the newest of the top k.
+        save_top_k: how many are kept; -1 for all, 0 for none but the last.
+        save_weights_only: leave out what only resuming needs.
+        mode: whether ``min`` or ``max`` of the metric is better.
+        auto_insert_metric_name: write ``epoch=3`` instead of ``3``.
+        every_n_train_steps: save every so many optimizer steps.
+        train_time_interval: save when so much time has passed on rank 0.
+        every_n_epochs: save in every so many epochs; this is the default, with 1.
+        save_on_train_epoch_end: True: when the epoch ends; False: after each validation; None: after each validation
+            if the run has any, else when the epoch ends.
+
+    Raises:
+        ConfigError: for values that cannot be; and while training when `monitor` is never logged.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_weights_only: bool = False,
+        mode: Mode = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+    ) -> None:
+        if save_top_k < -1:
+            raise ConfigError(f"save_top_k={save_top_k} is not possible; give a count, 0 for none or -1 for all.")
+        if save_last not in (None, True, False, "link"):
+            raise ConfigError(f"save_last={save_last!r} is not possible; give True, False or 'link'.")
+        self.dirpath = "" if dirpath is None else str(dirpath)
+        self.monitor, self.mode = monitor, mode
+        self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
+        self.save_weights_only = save_weights_only
+        self._is_dirpath_given = dirpath is not None
+        self._name = CheckpointName(filename or _DEFAULT_NAME, auto_insert_metric_name)
+        self._triggers = _triggers(every_n_train_steps, train_time_interval, every_n_epochs)
+        self._every_n_steps, self._interval, self._every_n_epochs = self._triggers
+        self._save_on_train_epoch_end = save_on_train_epoch_end
+        # without a metric the step is the score: the newest is the best
+        self._metric = MonitoredMetric("ModelCheckpoint", monitor or "step", mode if monitor else "max")
+        self._kept = _Kept()
+        self._saved_best = ""
+        self._is_due = False
+        self._is_epoch_due = False
+        self._saved_at = -1
+        self._clock = _Clock(self._interval)
+
+    # --- what was saved ----------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """The class and what tells several of them apart in one run."""
+        steps, interval, epochs = self._triggers
+        return (
+            f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps={steps}, "
+            f"train_time_interval={interval}, every_n_epochs={epochs})"
+        )
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint; without ``monitor`` the newest; empty before the first."""
+        best = self._ranked()[:1]
+        return self._path(best[0]) if best else self._saved_best
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The monitored value of the best checkpoint."""
+        best = self._ranked()[:1]
+        return torch.tensor(self._kept.scores[best[0]]) if best and self.monitor else None
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of the top k: the next to go; empty while there are fewer."""
+        ranked = self._ranked()
+        return self._path(ranked[-1]) if ranked and len(ranked) == self.save_top_k else ""
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The top k: path to monitored value (without ``monitor``, to the step)."""
+        return {self._path(name): torch.tensor(score) for name, score in self._kept.scores.items()}
+
+    @property
+    def last_model_path(self) -> str:
+        """``last.ckpt``, once it stands for a checkpoint."""
+        return self._path(_LAST) if self.save_last and self._kept.newest else ""
+
+    def _ranked(self) -> list[str]:
+        scores = self._kept.scores
+        return sorted(scores, key=lambda name: self._metric.rank_of(scores[name]), reverse=True)
+
+    def _path(self, name: str) -> str:
+        return str(Path(self.dirpath) / name)
+
+    # --- state: names in the folder, so that a folder that was moved still resumes -----------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of what is kept, with their scores (None: not finite)."""
+        return {
+            "dirpath": self.dirpath,
+            "scores": {name: score if math.isfinite(score) else None for name, score in self._kept.scores.items()},
+            "newest": self._kept.newest,
+            "doomed": list(self._kept.doomed),
+            "best": self._ranked()[0] if self._kept.scores else self._saved_best,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what is kept; `on_fit_start` forgets what is no longer in the folder."""
+        scores = {name: float("nan") if score is None else float(score) for name, score in state_dict["scores"].items()}
+        self._kept = _Kept(scores, state_dict["newest"], tuple(state_dict["doomed"]))
+        self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
+
+    # --- when --------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Settle the folder, when training will follow."""
+        if stage == "fit" and not self._is_dirpath_given:
+            self._saved_best = self.best_model_path
+            self.dirpath = trainer.strategy.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Forget what is no longer (or not) in the folder, and finish deletions that a kill interrupted. Collective."""
+        kept = self._kept
+        on_disk = trainer.strategy.broadcast(
+            [n for n in (*kept.scores, kept.newest) if n and Path(self._path(n)).is_dir()]
+        )
+        scores = {name: score for name, score in kept.scores.items() if name in on_disk}
+        self._kept = _Kept(scores, kept.newest if kept.newest in on_disk else "")
+        if not trainer.strategy.broadcast(Path(self._saved_best).is_dir()):
+            self._saved_best = ""
+        for name in kept.doomed:
+            trainer.remove_checkpoint(self._path(name))
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Nothing is due yet, whatever was validated before."""
+        self._is_due = self._is_epoch_due = False
+        self._saved_at = trainer.global_step
+        self._metric.start()
+        self._clock.start(trainer.global_step)
+
+    def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
+        """Mark a save after this validation as due, unless it waits for the end of the epoch."""
+        if trainer.sanity_checking:
+            return
+        self._metric.note_validation()
+        if not self._save_on_train_epoch_end and self._counts(trainer.current_epoch):
+            self._is_due = True
+
+    def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
+        """Mark a save at the end of this epoch as due, unless one follows each validation."""
+        self._metric.note_epoch()
+        self._is_epoch_due = self._counts(trainer.current_epoch)
+        at_end = self._save_on_train_epoch_end
+        if at_end or (at_end is None and not sum(trainer.num_val_batches)):
+            self._is_due = self._is_epoch_due
+
+    def _counts(self, epoch: int) -> bool:
+        return self._every_n_epochs > 0 and (epoch + 1) % self._every_n_epochs == 0
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Save what is due. Every rank decides the same: by the step, or by what rank 0 says. Collective if due."""
+        if self._every_n_steps:
+            is_due = trainer.global_step % self._every_n_steps == 0
+        elif self._interval is not None:
+            is_due = self._clock.is_over(trainer)
+        else:
+            is_due = self._is_due
+        self._is_epoch_due = False
+        if is_due or self._metric.is_pending:
+            self._is_due = False
+            self._save(trainer, last=is_due)
+
+    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+        """Save where training has ended inside an epoch, as at the epoch's end; with ``save_last=True`` in any case."""
+        if self._is_epoch_due or self.save_last is True:
+            self._save(trainer, top_k=self._is_epoch_due)
+
+    # --- what --------------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Run, *, top_k: bool = True, last: bool = True) -> None:
+        """Save if the top k has place for this step, or if the last is to be saved; a step is saved once."""
+        if trainer.global_step == self._saved_at:
+            return
+        score: float | None = None
+        if top_k and self.save_top_k != 0:
+            score = float(trainer.global_step) if self.monitor is None else self._metric.read(trainer)
+        before = self._kept
+        scores = dict(before.scores)
+        is_in_top_k = score is not None and self._admit(scores, score)
+        if not is_in_top_k and not (last and self.save_last is True):
+            return
+        name = self._free_name(trainer, self._name if is_in_top_k else CheckpointName(_DEFAULT_NAME))
+        if is_in_top_k:
+            assert score is not None
+            scores[name] = score
+        newest = name if is_in_top_k or self.save_last is True else before.newest
+        self._commit(trainer, name, _Kept(scores, newest if self.save_last else "").drop_unneeded(before))
+
+    def _admit(self, scores: dict[str, float], score: float) -> bool:
+        """Make place for a new score, by removing the worst if that is worse; return whether there is place."""
+        if self.save_top_k == -1 or len(scores) < self.save_top_k:
+            return True
+        worst = min(scores, key=lambda name: self._metric.rank_of(scores[name]))
+        if not self._metric.is_better(score, scores[worst]):
+            if self.verbose:
+                _log.info("%s=%s is not among the best %d.", self.monitor, score, self.save_top_k)
+            return False
+        del scores[worst]
+        return True
+
+    def _free_name(self, trainer: Run, template: CheckpointName) -> str:
+        values: dict[str, float] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        metrics = trainer.callback_metrics
+        values |= {name: float(metrics[name]) for name in template.fields if name in metrics and name not in values}
+        name = wished = template.fill(values)
+        version = 0
+        while name in (*self._kept.scores, self._kept.newest, _LAST) or Path(self._path(name)).exists():
+            version += 1
+            name = numbered(wished, version)
+        free: str = trainer.strategy.broadcast(name)
+        return free
+
+    def _commit(self, trainer: Run, name: str, kept: _Kept) -> None:
+        """Save, then point, then delete; what is kept is part of what is saved."""
+        before, self._kept = self._kept, kept
+        try:
+            trainer.save_checkpoint(self._path(name), self.save_weights_only)
+        except BaseException:
+            self._kept = before
+            raise
+        if self.save_last:
+            trainer.point_to_checkpoint(self._path(_LAST), self._path(kept.newest))
+        for doomed in kept.doomed:
+            trainer.remove_checkpoint(self._path(doomed))
+        self._kept = replace(kept, doomed=())
+        self._saved_at = trainer.global_step
+        if self.verbose:
+            score = (
+                f"{self.monitor}={kept.scores.get(name, 'unknown')}" if self.monitor else f"step {trainer.global_step}"
+            )
+            _log.info("Saved %s (%s; the best is %s).", self._path(name), score, self.best_model_path)
+
+
+class _Clock:
+    """Whether an interval has passed on rank 0, without asking rank 0 at every step."""
+
+    def __init__(self, interval: timedelta | None) -> None:
+        self._seconds = interval.total_seconds() if interval is not None else math.inf
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Begin an interval."""
+        self._began, self._began_at, self._next_look = time.monotonic(), step, step
+
+    def is_over(self, trainer: Run) -> bool:
+        """Return what rank 0's clock says; if so, begin anew. Collective where it looks: at the same steps on all ranks.
+
+        It looks again after half of the steps that would fill the rest of the interval at the pace so far.
+        """
+        step = trainer.global_step
+        if step < self._next_look:
+            return False
+        passed = time.monotonic() - self._began
+        pace = max(passed / max(step - self._began_at, 1), 1e-9)
+        wait = max(1, int((self._seconds - passed) / pace / 2))
+        is_over: bool
+        is_over, self._next_look = trainer.strategy.broadcast((passed >= self._seconds, step + wait))
+        if is_over:
+            self.start(step)
+        return is_over
+
+
+def _triggers(
+    every_n_train_steps: int | None, train_time_interval: timedelta | None, every_n_epochs: int | None
+) -> tuple[int, timedelta | None, int]:
+    """Return what triggers a save: steps (0: never), time or epochs (0: never); the end of every epoch by default."""
+    given = {
+        "every_n_train_steps": every_n_train_steps,
+        "train_time_interval": train_time_interval,
+        "every_n_epochs": every_n_epochs,
+    }
+    for name in ("every_n_train_steps", "every_n_epochs"):
+        if (count := given[name]) is not None and (not isinstance(count, int) or count < 0):
+            raise ConfigError(f"{name}={count!r} is not possible; give a count, or 0 for never.")
+    if sum(bool(value) or isinstance(value, timedelta) for value in given.values()) > 1:
+        values = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise ConfigError(f"{values} exclude each other; give one of them, and each its own ModelCheckpoint.")
+    if all(value is None for value in given.values()):
+        every_n_epochs = 1
+    return every_n_train_steps or 0, train_time_interval, every_n_epochs or 0
