@@ -1,0 +1,185 @@
+"""EarlyStopping: end training when a metric has stopped improving."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..strategies.errors import ConfigError
+from .callback import Callback
+from .monitored import Mode, MonitoredMetric
+from .run import Run
+
+_log = logging.getLogger(__name__)
+
+
+class EarlyStoppingReason(Enum):
+    """Why training was stopped."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(Callback):
+    """End training when a metric has not improved for `patience` checks in a row.
+
+    A check is made in `on_train_step_end`, once for each time that it is due and with a value of that very step: where
+    the metric is computed later, the check waits for it. The trainer still completes ``min_epochs`` and ``min_steps``.
+
+    Args:
+        monitor: the metric, under the name under which it is logged.
+        min_delta: an improvement is a change of more than this.
+        patience: checks without improvement, after which training ends.
+        verbose: log (level INFO) each improvement; why training ended is always logged.
+        mode: whether ``min`` or ``max`` of the metric is better.
+        strict: raise if the metric is never logged, instead of not checking.
+        check_finite: stop when the metric is NaN or infinite.
+        stopping_threshold: stop as soon as the metric is better than this.
+        divergence_threshold: stop as soon as it is worse than this.
+        check_on_train_epoch_end: True: when the epoch ends; False: after each validation; None: after each validation
+            if the run has any, else when the epoch ends.
+        log_rank_zero_only: let rank 0 alone log.
+
+    Raises:
+        ConfigError: for values that cannot be; and while training if `strict` and `monitor` is never logged.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Mode = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        if patience < 0:
+            raise ConfigError(f"patience={patience} is not possible; give the number of checks without improvement.")
+        self.monitor, self.mode = monitor, mode
+        self.min_delta, self.patience = abs(min_delta), patience
+        self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._metric = MonitoredMetric("EarlyStopping", monitor, mode)
+        self._best = math.inf if mode == "min" else -math.inf
+        self._is_due = False
+
+    @property
+    def best_score(self) -> Tensor:
+        """The best value so far; infinite before the first."""
+        return torch.tensor(self._best)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """The class and what tells several of them apart in one run."""
+        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the checks have found so far; settings are not state."""
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self._best if math.isfinite(self._best) else None,
+            "stopping_reason": self.stopping_reason.name,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what the checks had found."""
+        if state_dict["best_score"] is not None:
+            self._best = float(state_dict["best_score"])
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.stopping_reason = EarlyStoppingReason[state_dict["stopping_reason"]]
+        self.stopping_reason_message = state_dict["stopping_reason_message"]
+
+    # --- when --------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Nothing is due yet, whatever was validated before."""
+        self._is_due = False
+        self._metric.start()
+
+    def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
+        """Mark a check as due, unless it waits for the end of the epoch."""
+        if trainer.sanity_checking:
+            return
+        self._metric.note_validation()
+        if not self._check_on_train_epoch_end:
+            self._is_due = True
+
+    def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
+        """Mark a check as due, unless one follows each validation."""
+        self._metric.note_epoch()
+        at_end = self._check_on_train_epoch_end
+        if at_end or (at_end is None and not sum(trainer.num_val_batches)):
+            self._is_due = True
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Check what is due, by rank 0's value. Collective if due."""
+        if not (self._is_due or self._metric.is_pending):
+            return
+        self._is_due = False
+        value = self._metric.read(trainer, strict=self.strict)
+        if value is None:
+            return
+        reason, message = self._judge(value)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopping_reason, self.stopping_reason_message = reason, message
+            self.stopped_epoch = trainer.current_epoch
+            trainer.should_stop = True
+        elif not self.verbose:
+            return
+        if message and (trainer.is_global_zero or not self.log_rank_zero_only):
+            _log.info(message)
+
+    # --- what --------------------------------------------------------------------------------------------------------
+
+    def _judge(self, value: float) -> tuple[EarlyStoppingReason, str]:
+        """Compare a value with the thresholds and with the best so far, which it may become."""
+        name, is_better = self.monitor, self._metric.is_better
+        worse_sign, better_sign = (">", "<") if self.mode == "min" else ("<", ">")
+        if self.check_finite and not math.isfinite(value):
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"Stopping: {name}={value} is not finite (best: {self._best}).",
+            )
+        limit = self.stopping_threshold
+        if limit is not None and is_better(value, limit):
+            return EarlyStoppingReason.STOPPING_THRESHOLD, f"Stopping: {name}={value} {better_sign} {limit}."
+        limit = self.divergence_threshold
+        if limit is not None and is_better(limit, value):
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"Stopping: {name}={value} {worse_sign} {limit}."
+        needed = self._best - self.min_delta if self.mode == "min" else self._best + self.min_delta
+        if is_better(value, needed):
+            message = f"{name} improved from {self._best} to {value}."
+            self._best, self.wait_count = value, 0
+            return EarlyStoppingReason.NOT_STOPPED, message
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return EarlyStoppingReason.NOT_STOPPED, ""
+        return (
+            EarlyStoppingReason.PATIENCE_EXHAUSTED,
+            f"Stopping: {name} has not improved on {self._best} in {self.wait_count} checks.",
+        )
