@@ -1,0 +1,117 @@
+"""StochasticWeightAveraging: average the weights of the last epochs, at a learning rate that stays high."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..strategies.errors import ConfigError
+from .averaged_weights import AverageOne
+from .run import Run
+from .weight_averaging import WeightAveraging
+
+
+class StochasticWeightAveraging(WeightAveraging):
+    """Average the weights at the end of each of the last epochs (SWA, Izmailov et al. 2018).
+
+    From the first of these epochs on the learning rate goes from where the schedule left it to `swa_lrs`, as torch's
+    ``SWALR`` does it, and stays there; the module's own schedulers have no say any more. Buffers are averaged like
+    weights, running statistics of BatchNorm included, instead of a pass over the data at the end (``update_bn``).
+
+    Args:
+        swa_lrs: the learning rate to which to go, one or one for each parameter group.
+        swa_epoch_start: the first epoch to average, counted from 1, or as a fraction of ``max_epochs``.
+        annealing_epochs: over how many epochs the learning rate goes there; 0: at once.
+        annealing_strategy: ``cos`` or ``linear``.
+        avg_fn: as in `WeightAveraging`.
+        device: where the average lives; by default where the module does.
+
+    Raises:
+        ConfigError: for values that cannot be, several optimizers, or a fraction of an unlimited number of epochs.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: AverageOne | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(device, use_buffers=True, avg_fn=avg_fn)
+        lrs = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
+        if not lrs or any(not lr > 0 for lr in lrs):
+            raise ConfigError(
+                f"swa_lrs={swa_lrs!r} is not possible; give a learning rate above 0, or one for each group."
+            )
+        is_fraction = isinstance(swa_epoch_start, float)
+        if not (0.0 <= swa_epoch_start <= 1.0 if is_fraction else swa_epoch_start >= 1):
+            raise ConfigError(
+                f"swa_epoch_start={swa_epoch_start!r} is not possible; give an epoch from 1, or a fraction from 0.0 to 1.0."
+            )
+        if annealing_epochs < 0:
+            raise ConfigError(f"annealing_epochs={annealing_epochs} is not possible; give 0 or more.")
+        if annealing_strategy not in ("cos", "linear"):
+            raise ConfigError(f"annealing_strategy={annealing_strategy!r} is not possible; give 'cos' or 'linear'.")
+        self._swa_lrs, self._epoch_start = lrs, swa_epoch_start
+        self._annealing_epochs, self._annealing_strategy = annealing_epochs, annealing_strategy
+        self._first_epoch = 0
+        self._lrs_before: list[float] = []
+        self._lrs: list[float] = []
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether the epoch is one of the last."""
+        return epoch_idx is not None and epoch_idx >= self._first_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, and the learning rates from which the annealing went."""
+        state = super().state_dict()
+        return {**state, "lrs_before": self._lrs_before} if state or self._lrs_before else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep a saved average until `on_fit_start`."""
+        self._lrs_before = list(state_dict["lrs_before"])
+        if "count" in state_dict:
+            super().load_state_dict(state_dict)
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Find the first epoch to average."""
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(f"StochasticWeightAveraging needs 1 optimizer, found {len(trainer.optimizers)}; drop it.")
+        groups = len(trainer.optimizers[0].param_groups)
+        if len(self._swa_lrs) not in (1, groups):
+            raise ConfigError(f"swa_lrs={self._swa_lrs} for {groups} parameter groups; give one, or {groups}.")
+        start = self._epoch_start
+        if isinstance(start, float):
+            if trainer.max_epochs == -1:
+                raise ConfigError(f"swa_epoch_start={start} is a fraction of max_epochs=-1 (no limit); give an epoch.")
+            start = int(trainer.max_epochs * start)
+        self._first_epoch = max(start - 1, 0)
+        super().on_fit_start(trainer, module)
+
+    def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
+        """Compute this epoch's learning rates."""
+        passed = trainer.current_epoch - self._first_epoch
+        groups = trainer.optimizers[0].param_groups
+        if passed < 0:
+            self._lrs_before, self._lrs = [], []
+            return
+        if not self._lrs_before:
+            self._lrs_before = [float(group["lr"]) for group in groups]
+        done = min(1.0, passed / self._annealing_epochs) if self._annealing_epochs else 1.0
+        weight = done if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * done)) / 2
+        targets = self._swa_lrs * len(groups) if len(self._swa_lrs) == 1 else self._swa_lrs
+        self._lrs = [b * (1 - weight) + t * weight for b, t in zip(self._lrs_before, targets, strict=True)]
+
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """Set them, whatever a scheduler has set since."""
+        for group, lr in zip(trainer.optimizers[0].param_groups, self._lrs, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr

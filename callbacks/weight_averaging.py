@@ -1,0 +1,195 @@
+"""WeightAveraging: keep an average of the weights, validate with it, and end the fit with it (EMA, SWA)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ..strategies.errors import ConfigError
+from .averaged_weights import AveragedWeights, AverageMany, AverageOne
+from .callback import Callback
+from .run import Run
+
+_MODEL: Final = "model"
+_TRAINED: Final = "trained_weights"
+
+
+class WeightAveraging(Callback):
+    """Average the weights over the steps or epochs that `should_update` chooses; by default over every step, equally.
+
+    The average is taken right after the optimizer's update, so that a validation at that step already uses it: during
+    validation the module holds the average, afterwards its own weights again, and when `fit` ends without an error it
+    keeps the average. Nothing is swapped before the first update. A checkpoint's ``model`` is the average, too, so that
+    whoever loads it gets what was validated; the weights with which training goes on are its part ``trained_weights``.
+
+    Args:
+        device: where the average lives; by default where the module does.
+        use_buffers: average floating-point buffers, too (running statistics of normalisation layers); otherwise, as
+            all other buffers, they are the module's.
+        avg_fn: ``(average, weight, number averaged) -> new average``; by default the mean of all.
+        multi_avg_fn: the same for lists of tensors, in place (faster); see ``torch.optim.swa_utils.AveragedModel``.
+
+    Raises:
+        ConfigError: if both functions are given.
+        CheckpointError: on resume, if the saved average is of other weights.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        use_buffers: bool = True,
+        avg_fn: AverageOne | None = None,
+        multi_avg_fn: AverageMany | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ConfigError(
+                f"avg_fn={avg_fn!r} and multi_avg_fn={multi_avg_fn!r} exclude each other; give one of them."
+            )
+        self._device, self._use_buffers = device, use_buffers
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
+        self._average: AveragedWeights | None = None
+        self._is_swapped = False
+        self._is_fitting = False
+        self._saved: Mapping[str, Any] = {}
+        self._saved_count = 0
+        self._latest_step = 0
+        self._latest_epoch = -1
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to average after this optimizer step, or after this epoch; override it for another policy.
+
+        Args:
+            step_idx: the step that has just been made, from 0; None at the end of an epoch.
+            epoch_idx: the epoch that ends, from 0; None after a step.
+        """
+        return step_idx is not None
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many weights were averaged, and when last."""
+        count = self._average.count if self._average is not None else 0
+        return {"count": count, "latest_step": self._latest_step, "latest_epoch": self._latest_epoch} if count else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the numbers back."""
+        self._saved_count = state_dict["count"]
+        self._latest_step, self._latest_epoch = state_dict["latest_step"], state_dict["latest_epoch"]
+
+    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Save the average as the model, which is what was validated, and the module's own weights beside it."""
+        if self._average is not None and self._average.count:
+            checkpoint[_MODEL], checkpoint[_TRAINED] = self._average.exchange_in(checkpoint[_MODEL])
+
+    def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Keep the saved average until `on_fit_start`, and let the module go on with its own weights."""
+        if self._is_fitting and _TRAINED in checkpoint:
+            self._saved = checkpoint[_MODEL]
+            checkpoint[_MODEL] = {**checkpoint[_MODEL], **checkpoint[_TRAINED]}
+
+    # --- when --------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Note whether the weights will be trained: a checkpoint that is only evaluated keeps the average."""
+        self._is_fitting = stage == "fit"
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Begin with nothing, or with the average of the checkpoint."""
+        self._average = AveragedWeights(module, self._use_buffers, self._device, self._avg_fn, self._multi_avg_fn)
+        if self._saved:
+            self._average.load(self._saved, self._saved_count)
+            self._saved = {}
+        else:
+            self._latest_step, self._latest_epoch = trainer.global_step, -1
+
+    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Average, if this micro-batch completed a step and the policy says so."""
+        step = trainer.global_step
+        if step > self._latest_step:
+            self._latest_step = step
+            if self.should_update(step_idx=step - 1):
+                self._update()
+
+    def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
+        """Average, if the policy says so for this epoch."""
+        if trainer.current_epoch > self._latest_epoch:
+            self._latest_epoch = trainer.current_epoch
+            if self.should_update(epoch_idx=trainer.current_epoch):
+                self._update()
+
+    def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
+        """Give the module the average."""
+        if self._average is not None and self._average.count:
+            self._average.swap()
+            self._is_swapped = True
+
+    def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
+        """Give the module its own weights back."""
+        self._swap_back()
+
+    def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
+        """Give the module its own weights back, if a validation was interrupted."""
+        self._swap_back()
+
+    def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
+        """Leave the average in the module."""
+        if self._average is not None and self._average.count:
+            self._average.swap()
+
+    def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Let go of the average."""
+        self._average = None
+
+    def _update(self) -> None:
+        assert self._average is not None
+        self._average.update()
+
+    def _swap_back(self) -> None:
+        if self._is_swapped and self._average is not None:
+            self._average.swap()
+        self._is_swapped = False
+
+
+# Three levels of classes, where two are the rule: an EMA is a policy and a function for the hooks above, nothing else.
+class EMAWeightAveraging(WeightAveraging):
+    """Average exponentially: ``average = decay * average + (1 - decay) * weight`` (Polyak & Juditsky 1992).
+
+    Args:
+        device: where the average lives; by default where the module does.
+        use_buffers: average floating-point buffers, too.
+        decay: how much of the average remains at each update.
+        update_every_n_steps: average after every so many optimizer steps.
+        update_starting_at_step: and not before this one (from 0).
+        update_starting_at_epoch: besides, average at the end of every epoch from this one on.
+
+    Raises:
+        ConfigError: for a decay outside of 0 to 1, or fewer than 1 step.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+    ) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigError(f"decay={decay} is not possible; give a number from 0 to 1, such as 0.999.")
+        if update_every_n_steps < 1:
+            raise ConfigError(f"update_every_n_steps={update_every_n_steps} is not possible; give 1 or more.")
+        super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self._every_n_steps = update_every_n_steps
+        self._from_step = update_starting_at_step or 0
+        self._from_epoch = update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether it is time, by the constructor's numbers."""
+        if step_idx is not None:
+            return step_idx >= self._from_step and step_idx % self._every_n_steps == 0
+        return epoch_idx is not None and self._from_epoch is not None and epoch_idx >= self._from_epoch
