@@ -1,0 +1,166 @@
+"""LossSpikePolicy: what happens to a step whose loss or gradient is far out of the ordinary."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategies.errors import ConfigError
+from .callback import Callback
+from .run import Run
+
+_SMALLEST_SPREAD = 0.01
+
+_log = logging.getLogger(__name__)
+
+
+class LossSpikePolicy(Callback):
+    """Leave out updates whose loss or gradient norm is an outlier, and end training if that does not help.
+
+    Every step's loss and gradient norm (the mean over all ranks) are compared with a running mean and standard deviation
+    of the steps before, spikes left out. A step that lies more than `threshold` deviations above, or is not finite, is a
+    spike: its gradients are dropped before the optimizer sees them, so weights and optimizer state stay as they are,
+    while step counter, schedules and data go on. Decisions depend on nothing but these numbers, which are part of the
+    checkpoint: a resumed run decides the same. One collective and one number read from the device a step.
+
+    With ``16-mixed``, gradients that overflow at a finite loss are left to the scaler.
+
+    Args:
+        action: ``skip``: leave this update out and go on; ``stop``: leave it out and end training.
+        threshold: how many standard deviations above the mean a spike begins; a spread below 1% of the mean counts as 1%.
+        window: over about how many steps the mean and the deviation reach.
+        warmup: how many steps are only looked at.
+        max_consecutive: end training after so many spikes in a row.
+
+    Raises:
+        ConfigError: for values that cannot be, or several optimizers.
+    """
+
+    def __init__(
+        self,
+        action: Literal["skip", "stop"] = "skip",
+        threshold: float = 6.0,
+        window: int = 100,
+        warmup: int = 20,
+        max_consecutive: int = 10,
+    ) -> None:
+        if action not in ("skip", "stop"):
+            raise ConfigError(f"action={action!r} is not possible; give 'skip' or 'stop'.")
+        if not threshold > 0:
+            raise ConfigError(f"threshold={threshold} is not possible; give a number of standard deviations above 0.")
+        for name, value in {"window": window, "warmup": warmup, "max_consecutive": max_consecutive}.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value} is not possible; give 1 or more steps.")
+        self._action, self._threshold, self._warmup, self._max_consecutive = action, threshold, warmup, max_consecutive
+        self._statistics = {"loss": _Running(window), "grad_norm": _Running(window)}
+        self._losses: list[Tensor] = []
+        self._num_consecutive = 0
+        self.decisions: list[dict[str, Any]] = []
+        """Every spike: where it was, its numbers, and what was done."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running statistics and all decisions."""
+        return {
+            "statistics": {name: running.state_dict() for name, running in self._statistics.items()},
+            "num_consecutive": self._num_consecutive,
+            "decisions": list(self.decisions),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take them back."""
+        for name, running in self._statistics.items():
+            running.load_state_dict(state_dict["statistics"][name])
+        self._num_consecutive = state_dict["num_consecutive"]
+        self.decisions = list(state_dict["decisions"])
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Refuse several optimizers: which of them a loss belongs to is not known."""
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(f"LossSpikePolicy needs 1 optimizer, found {len(trainer.optimizers)}; drop it.")
+
+    def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
+        """Keep the loss, without reading it."""
+        self._losses.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
+        """Judge the step, and drop its gradients if it is a spike. Collective: every rank calls it."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not self._losses or not gradients:
+            return
+        loss = torch.stack(self._losses).sum()
+        self._losses.clear()
+        norm = nn.utils.get_total_norm(gradients)
+        numbers = trainer.strategy.all_reduce(
+            torch.stack([loss.double(), norm.to(loss.device).double()]), "mean"
+        ).tolist()
+        values = dict(zip(self._statistics, numbers, strict=True))
+        if trainer.strategy.precision.uses_scaler and math.isfinite(values["loss"]) and not math.isfinite(numbers[1]):
+            return
+        deviations = {name: self._statistics[name].deviations(value) for name, value in values.items()}
+        worst = max(deviations.values())
+        is_warm = self._statistics["loss"].count >= self._warmup
+        if worst <= self._threshold or (not is_warm and all(map(math.isfinite, numbers))):
+            self._num_consecutive = 0
+            for name, value in values.items():
+                self._statistics[name].add(value)
+            return
+        optimizer.zero_grad(set_to_none=True)
+        self._decide(trainer, values, worst)
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Forget losses of which no step was made."""
+        if self._losses:
+            self._losses.clear()
+
+    def _decide(self, trainer: Run, values: Mapping[str, float], worst: float) -> None:
+        self._num_consecutive += 1
+        stops = self._action == "stop" or self._num_consecutive >= self._max_consecutive
+        decision = {
+            "global_step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "batch_idx": trainer.batch_position,
+            **{name: value if math.isfinite(value) else str(value) for name, value in values.items()},
+            "deviations": worst if math.isfinite(worst) else str(worst),
+            "action": "stop" if stops else "skip",
+        }
+        self.decisions.append(decision)
+        _log.warning("Loss spike, update left out: %s", decision)
+        if stops:
+            trainer.should_stop = True
+
+
+class _Running:
+    """Exponentially weighted mean and variance of a number (West 1979)."""
+
+    def __init__(self, window: int) -> None:
+        self._weight = 2.0 / (window + 1)
+        self.count, self._mean, self._variance = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        """Take a value in; the first ones weigh alike."""
+        self.count += 1
+        weight = max(self._weight, 1.0 / self.count)
+        difference = value - self._mean
+        self._mean += weight * difference
+        self._variance = (1.0 - weight) * (self._variance + weight * difference * difference)
+
+    def deviations(self, value: float) -> float:
+        """Return by how many standard deviations a value lies above the mean; infinity if it is not finite."""
+        if not math.isfinite(value):
+            return math.inf
+        spread = max(math.sqrt(self._variance), _SMALLEST_SPREAD * abs(self._mean))
+        return (value - self._mean) / spread if spread else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return count, mean and variance."""
+        return {"count": self.count, "mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self.count, self._mean, self._variance = int(state["count"]), float(state["mean"]), float(state["variance"])

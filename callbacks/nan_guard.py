@@ -1,0 +1,94 @@
+"""NaNGuard: stop at the first loss or gradient that is not finite, and say where it came from."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategies.errors import NonFiniteError
+from .callback import Callback
+from .run import Run
+
+_NAMED = 5
+
+
+class NaNGuard(Callback):
+    """Raise at the first loss or gradient that is NaN or infinite, before it reaches the parameters.
+
+    Losses and gradients of a step are checked together, in `on_before_optimizer_step`: one number is read from the
+    device for each optimizer's step. With ``16-mixed`` gradients may overflow (the scaler skips such a step), so only
+    losses are checked. Every rank checks its own; one that raises ends the run.
+
+    Raises:
+        NonFiniteError: with the global step, the position of the batch and the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._batches: list[int] = []
+
+    def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
+        """Keep the loss, without reading it."""
+        self._losses.append(loss.detach())
+        self._batches.append(trainer.batch_position)
+
+    def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
+        """Check all losses since the last step, and this optimizer's gradients."""
+        parameters: Sequence[Tensor] = []
+        if not trainer.strategy.precision.uses_scaler:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        checked = _largest([*self._losses, *(p.grad for p in parameters)])
+        if checked is not None and not math.isfinite(checked):
+            self._explain(trainer, module, parameters)
+        self._clear()
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Forget losses of which no optimizer made a step (manual optimization)."""
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._losses:
+            self._losses.clear()
+            self._batches.clear()
+
+    def _explain(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> NoReturn:
+        where = f"at global_step {trainer.global_step} (epoch {trainer.current_epoch}, batch_idx"
+        for batch_idx, loss in zip(self._batches, self._losses, strict=True):
+            if not bool(torch.isfinite(loss).all()):
+                raise NonFiniteError(
+                    f"The loss is {loss.item()} {where} {batch_idx}); look at that batch, lower the learning rate, "
+                    "or find the operation with Trainer(detect_anomaly=True)."
+                )
+        checked = {id(p) for p in parameters}
+        bad = [
+            name
+            for name, p in module.named_parameters()
+            if id(p) in checked and p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())
+        ]
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        raise NonFiniteError(
+            f"The gradient of {', '.join(bad[:_NAMED]) or 'a parameter outside of the module'}{more} is not finite "
+            f"{where} {self._batches}) although the loss is; lower the learning rate, clip (gradient_clip_val), or find "
+            "the operation with Trainer(detect_anomaly=True)."
+        )
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _largest(tensors: Sequence[Tensor | None]) -> float | None:
+    """Return the largest magnitude, NaN if there is any: one reduction a tensor, one number read from the device."""
+    filled = [values for t in tensors if t is not None and (values := _values(t)).numel()]
+    if not filled:
+        return None
+    norms = torch._foreach_norm(filled, ord=math.inf)
+    # one dtype to stack them; not float32 for all: a finite float64 may be infinite there
+    dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms), torch.float32)
+    return float(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).amax())
