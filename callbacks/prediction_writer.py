@@ -1,0 +1,80 @@
+"""BasePredictionWriter: write predictions somewhere as they are made, or when all are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from torch import nn
+
+from ..strategies.errors import ConfigError, RunError, did_you_mean
+from .callback import Callback
+from .run import Run
+
+_INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
+
+
+class BasePredictionWriter(Callback):
+    """Override `write_on_batch_end`, `write_on_epoch_end` or both to write predictions; called on every rank.
+
+    Args:
+        write_interval: when to write: after each ``batch``, at the end of the ``epoch``, or ``batch_and_epoch``.
+
+    Raises:
+        ConfigError: for another interval.
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in _INTERVALS:
+            raise ConfigError(
+                f"write_interval={write_interval!r} is not known.{did_you_mean(str(write_interval), _INTERVALS)}"
+            )
+        self.interval = write_interval
+
+    def write_on_batch_end(
+        self,
+        trainer: Run,
+        module: nn.Module,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write what ``predict_step`` returned for one batch.
+
+        Args:
+            batch_indices: the positions of its samples in the dataset; None where the data has none.
+        """
+        raise NotImplementedError(self._missing("write_on_batch_end"))
+
+    def write_on_epoch_end(
+        self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any] | None
+    ) -> None:
+        """Write all predictions: a list of batches, for several loaders a list of those.
+
+        Args:
+            batch_indices: in the same shape, the positions of their samples in the dataset; None where it has none.
+        """
+        raise NotImplementedError(self._missing("write_on_epoch_end"))
+
+    def _missing(self, method: str) -> str:
+        return f"{type(self).__name__}(write_interval={self.interval!r}) does not override {method}; write it."
+
+    def on_predict_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write this batch, if each is to be written."""
+        if self.interval != "epoch":
+            self.write_on_batch_end(trainer, module, outputs, None, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
+        """Write everything, if that is to be written at once."""
+        if self.interval == "batch":
+            return
+        if trainer.predictions is None:
+            raise RunError(
+                f"{type(self).__name__}(write_interval={self.interval!r}) found no predictions: return_predictions=False "
+                "keeps none; leave that out, or write_interval='batch'."
+            )
+        self.write_on_epoch_end(trainer, module, trainer.predictions, None)
