@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 from echelon.strategies.errors import ConfigError
-from echelon.trainer.seed import capture_rng, derive, isolated_rng, restore_rng, seed_everything
+from echelon.trainer.seed import (
+    RngStream,
+    capture_rng,
+    derive,
+    isolated_rng,
+    restore_rng,
+    seed_everything,
+    seed_generators,
+)
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -117,6 +125,42 @@ def test_what_is_drawn_in_isolation_leaves_the_streams_outside_untouched():
         draw()
         raise KeyError("an error inside changes nothing")
     assert draw() == expected
+
+
+def test_a_stream_goes_on_where_it_was_left_and_does_not_touch_the_streams_outside():
+    def outside():
+        return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+    seed_everything(41)
+    alone = [outside() for _ in range(3)]
+    seed_everything(41)
+    first, second = RngStream(2**63 + 5), RngStream(6)
+    inside, mixed = [], []
+    for _ in range(3):
+        mixed.append(outside())
+        with first:
+            inside.append(draw())
+            with second:
+                inside.append(draw())
+    assert mixed == alone
+
+    first, second = RngStream(2**63 + 5), RngStream(6)
+    again = []
+    for _ in range(3):
+        with second:
+            again.append(draw())
+    for index in range(3):
+        with first:
+            again.insert(2 * index, draw())
+    assert inside == again
+    assert len(set(map(str, inside))) == 6
+
+
+def test_quick_seeding_starts_the_same_stream_every_time_from_64_bits():
+    seed_generators(2**64 - 1)
+    first = draw()
+    seed_generators(2**64 - 1)
+    assert draw() == first
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
