@@ -1,7 +1,28 @@
 """Checkpoints: safetensors and JSON in a folder that exists whole or not at all, verified when it is read."""
 
 from .commit import point, remove
+from .exporting import export
+from .finding import list_checkpoints, newest_valid, resolve
 from .loading import load, verify
 from .saving import save
+from .weights import Difference, difference, load_into, load_weights
+from .writer import AsyncWriter, SyncWriter, Writer
 
-__all__ = ["load", "point", "remove", "save", "verify"]
+__all__ = [
+    "AsyncWriter",
+    "Difference",
+    "SyncWriter",
+    "Writer",
+    "difference",
+    "export",
+    "list_checkpoints",
+    "load",
+    "load_into",
+    "load_weights",
+    "newest_valid",
+    "point",
+    "remove",
+    "resolve",
+    "save",
+    "verify",
+]

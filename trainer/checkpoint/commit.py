@@ -92,7 +92,7 @@ def point(link: str | Path, path: str | Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Clear away what dead writers of this machine left in `folder`; a checkpoint caught in being replaced comes back."""
-    for entry in list(folder.iterdir()) if folder.is_dir() else []:
+    for entry in unfinished(folder):
         found = _TEMPORARY.fullmatch(entry.name)
         if found is None or found["host"] != _host() or _is_alive(int(found["pid"])):
             continue
@@ -101,6 +101,11 @@ def sweep(folder: Path) -> None:
             entry.rename(target)
         else:
             _discard(entry)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Return what writes or removals left, or have under way, in a folder."""
+    return [entry for entry in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(entry.name)] if folder.is_dir() else []
 
 
 def sync(folder: Path) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import mmap
 import os
 import stat
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ class HashedFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._hash = hashlib.new(HASH_NAME)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-hash")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: list[Future[None]] = []
         self._small = bytearray()
         self._size = 0
 
@@ -50,47 +49,39 @@ class HashedFile:
         self._pool.shutdown(cancel_futures=kind is not None)
         os.close(self._descriptor)
 
-    def write(self, data: bytes | memoryview, owner: object = None) -> None:
-        """Append `data`, which has to stay unchanged until `finish`; `owner` keeps its memory alive."""
+    def write(self, data: bytes | memoryview, *, lasts: bool = True) -> None:
+        """Append `data`; where it does not last unchanged until `finish`, wait until it is hashed."""
         if len(data) < 1 << 16:
             self._small += data
-            if len(self._small) < _BLOCK:
-                return
-            data, owner = b"", None
+            if len(self._small) >= _BLOCK:
+                self._flush()
+            return
         self._flush()
-        for start in range(0, len(data), _BLOCK):
-            self._put(memoryview(data)[start : start + _BLOCK], owner)
+        self._put(memoryview(data))
+        if not lasts:
+            self._join()
 
     def finish(self) -> FileRecord:
         """Bring the file to the disk and return its size and hash."""
         self._flush()
         os.fsync(self._descriptor)
-        while self._pending:
-            self._pending.popleft().result()
+        self._join()
         return FileRecord(self._size, self._hash.hexdigest())
 
     def _flush(self) -> None:
         if self._small:
             block, self._small = self._small, bytearray()
-            self._put(memoryview(block), None)
+            self._put(memoryview(block))
 
-    def _put(self, block: memoryview, owner: object) -> None:
-        def update() -> None:
-            self._hash.update(block)
-            _keep(owner)
-
-        self._pending.append(self._pool.submit(update))
+    def _put(self, block: memoryview) -> None:
+        self._pending.append(self._pool.submit(self._hash.update, block))
         self._size += len(block)
-        rest = block
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
-        # temporary copies of device tensors live until they are hashed: let few wait
-        while len(self._pending) > 8:
-            self._pending.popleft().result()
+        while block:
+            block = block[os.write(self._descriptor, block[:_BLOCK]) :]
 
-
-def _keep(owner: object) -> None:
-    """Let a reference live until here."""
+    def _join(self) -> None:
+        while self._pending:
+            self._pending.pop().result()
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:

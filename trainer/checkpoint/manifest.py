@@ -64,6 +64,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}."
+            )
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one.")
         if path.stat().st_size > _LARGEST:

@@ -61,7 +61,7 @@ def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, s
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = pieces[name].tensor.cpu().contiguous()
-            file.write(memory_of(tensor), tensor)
+            file.write(memory_of(tensor), lasts=tensor is pieces[name].tensor)
         return file.finish()
 
 

@@ -1,0 +1,133 @@
+"""Finding checkpoints: all of a folder by age, the newest valid one, and the one that the user means."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...strategies.errors import CheckpointError
+from .disk import explain
+from .loading import verify
+from .manifest import MANIFEST, Manifest, read_manifest
+
+_logger = logging.getLogger("echelon")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that is, or was meant to be, a checkpoint."""
+
+    path: Path
+    saved_at: str
+    manifest: Manifest | None
+    fault: str = ""
+    """Why the manifest cannot be used; empty if it can."""
+
+
+def list_checkpoints(*folders: str | Path) -> list[Found]:
+    """Return the checkpoints of folders, oldest first, those with a damaged manifest included; links are left out."""
+    found = [_look(path) for folder in folders for path in _children(Path(folder)) if _is_candidate(path)]
+    return sorted(found, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
+
+
+def newest_valid(*folders: str | Path) -> Path | None:
+    """Return the newest checkpoint whose every byte verifies; None if there is no checkpoint at all.
+
+    Each newer one that is damaged is reported to the logger ``echelon``. The one returned was just verified: load it
+    with ``verify=False``.
+
+    Raises:
+        CheckpointError: if there are checkpoints, and all are damaged.
+    """
+    faults: list[str] = []
+    for checkpoint in reversed(list_checkpoints(*folders)):
+        try:
+            if checkpoint.manifest is None:
+                raise CheckpointError(checkpoint.fault)
+            verify(checkpoint.path)
+        except CheckpointError as error:
+            _logger.warning("Passed over the checkpoint %s: %s", checkpoint.path, error)
+            faults.append(str(error))
+            continue
+        return checkpoint.path
+    if faults:
+        raise CheckpointError(
+            f"No checkpoint in {_names(folders)} can be used; start anew without one. {' '.join(faults)}"
+        )
+    return None
+
+
+def resolve(ckpt_path: str | Path, *folders: str | Path) -> Path | None:
+    """Return the checkpoint that the user means: a path, or ``last`` for the newest valid one of `folders`.
+
+    ``last`` gives None where there is no checkpoint yet, so that the first run of a job needs no other command.
+
+    Raises:
+        CheckpointError: if the path is absent, or is something else than a checkpoint, with what it is.
+    """
+    if ckpt_path == "last":
+        return newest_valid(*folders)
+    path = Path(ckpt_path)
+    if (path / MANIFEST).is_file():
+        return path
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which is gone; give another one."
+        )
+    if path.is_file():
+        raise CheckpointError(
+            f"ckpt_path={str(path)!r} is a file, but a checkpoint of Echelon is a folder; "
+            "for the weights of such a file, call echelon.load_weights."
+        )
+    if not path.exists():
+        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist.{_nearest(path)}")
+    inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
+    if inside:
+        raise CheckpointError(
+            f"ckpt_path={str(path)!r} is a folder of checkpoints; give one of them: {', '.join(inside)}."
+        )
+    raise CheckpointError(
+        f"ckpt_path={str(path)!r} is not a checkpoint: it has no {MANIFEST} "
+        f"(found: {', '.join(sorted(child.name for child in _children(path))[:5]) or 'nothing'})."
+    )
+
+
+def _look(path: Path) -> Found:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="microseconds")
+        return Found(path, changed, None, str(error))
+    return Found(path, manifest.saved_at, manifest)
+
+
+def _is_candidate(path: Path) -> bool:
+    # a name that begins with a dot is a checkpoint that is being written or removed
+    if path.name.startswith(".") or path.is_symlink() or not path.is_dir():
+        return False
+    return path.suffix == ".ckpt" or (path / MANIFEST).is_file()
+
+
+def _children(folder: Path) -> Iterable[Path]:
+    try:
+        return list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
+
+
+def _nearest(path: Path) -> str:
+    there = [child.name for child in _children(path.parent) if not child.name.startswith(".")]
+    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.4)
+    if near:
+        return f" {path.parent} has {', '.join(near)}."
+    return (
+        f" {path.parent} has {len(there)} other entries." if path.parent.is_dir() else f" Neither does {path.parent}."
+    )
+
+
+def _names(folders: Iterable[str | Path]) -> str:
+    return ", ".join(str(folder) for folder in folders)

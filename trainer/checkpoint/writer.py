@@ -1,0 +1,215 @@
+"""Writers: how a run's checkpoints reach the disk, in the step's way or beside it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import commit
+from .saving import Snapshot, save, take, write
+
+Copies: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Pairs of a buffer and the tensor to copy to it."""
+
+
+class Writer(Protocol):
+    """What the trainer writes checkpoints with. All of it is called from one thread, in order."""
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        *,
+        mesh: Mapping[str, int] | None = None,
+        still: Collection[str] = (),
+    ) -> None:
+        """Save `state` as it is now. The parts named `still` do not change until the caller has called `settle`."""
+
+    def settle(self) -> None:
+        """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
+
+    def point(self, link: Path, path: Path) -> None:
+        """Make `link` stand for the checkpoint at `path`, once that is committed."""
+
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint, once every save before this call is committed."""
+
+    def check(self) -> None:
+        """Raise the error of a write that failed; at every step boundary."""
+
+    def close(self) -> None:
+        """Wait until everything is committed, and raise the error of a write that failed."""
+
+
+class SyncWriter:
+    """Writes while the caller waits."""
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        *,
+        mesh: Mapping[str, int] | None = None,
+        still: Collection[str] = (),
+    ) -> None:
+        """Write a checkpoint; it is committed on return."""
+        save(path, state, mesh=mesh)
+
+    def settle(self) -> None:
+        """Return: nothing is ever pending."""
+
+    def point(self, link: Path, path: Path) -> None:
+        """Replace `link`."""
+        commit.point(link, path)
+
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint."""
+        commit.remove(path)
+
+    def check(self) -> None:
+        """Return: errors were raised where they happened."""
+
+    def close(self) -> None:
+        """Return: nothing is ever pending."""
+
+
+class AsyncWriter:
+    """Writes in a thread; the caller waits only until the tensors are copied to buffers, which every save reuses.
+
+    At most one write is in flight: a second `save` waits for the first. After a failed write, what was to follow it
+    (links, removals) is dropped, and the error is raised by the next call of any method.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._settled = threading.Event()
+        self._settled.set()
+        self._lock = threading.Lock()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        *,
+        mesh: Mapping[str, int] | None = None,
+        still: Collection[str] = (),
+    ) -> None:
+        """Copy `state` and return; it is written in a thread.
+
+        Raises:
+            CheckpointError: for a value that a checkpoint cannot hold, or of an earlier write that failed.
+        """
+        self.close()
+        snapshot = take(state, mesh)
+        staged = self._allocate(snapshot)
+        copies = [
+            (part, staged[part][key], t) for part, tensors in snapshot.tensors.items() for key, t in tensors.items()
+        ]
+        later = [(buffer, tensor) for part, buffer, tensor in copies if part in still]
+        _copy([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
+        self._settled.clear()
+        self._submit(functools.partial(self._write, Path(path), replace(snapshot, tensors=staged), later, _now(later)))
+
+    def settle(self) -> None:
+        """Wait until the parts that `save` was told to be still are copied."""
+        self._settled.wait()
+
+    def point(self, link: Path, path: Path) -> None:
+        """Make `link` stand for the checkpoint at `path`, once that is committed."""
+        self._submit(functools.partial(commit.point, link, path))
+
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint, once every save before this call is committed."""
+        self._submit(functools.partial(commit.remove, path))
+
+    def check(self) -> None:
+        """Raise the error of a write that failed."""
+        with self._lock:
+            self._raise()
+
+    def close(self) -> None:
+        """Wait until everything is committed, and raise the error of a write that failed. The writer can be used again."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self.check()
+
+    def _allocate(self, snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
+        previous, self._buffers = self._buffers, {}
+        for part, tensors in snapshot.tensors.items():
+            for key, tensor in tensors.items():
+                buffer = previous.pop((part, key), None)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._buffers[part, key] = buffer
+        return {part: {key: self._buffers[part, key] for key in tensors} for part, tensors in snapshot.tensors.items()}
+
+    def _write(self, path: Path, snapshot: Snapshot, later: Copies, ready: torch.cuda.Event | None) -> None:
+        try:
+            _copy(later, ready)
+            later.clear()
+        finally:
+            self._settled.set()
+        write(path, snapshot)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._raise()
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="echelon-checkpoint")
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs.popleft()
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's thread raises it
+                with self._lock:
+                    self._error = error
+                    self._jobs.clear()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def _now(copies: Copies) -> torch.cuda.Event | None:
+    """Mark the present end of the device's work, which a copy in another thread has to wait for."""
+    if not any(tensor.is_cuda for _, tensor in copies):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _copy(copies: Copies, ready: torch.cuda.Event | None = None) -> None:
+    if not any(tensor.is_cuda for _, tensor in copies):
+        for buffer, tensor in copies:
+            buffer.copy_(tensor)
+        return
+    stream = torch.cuda.current_stream() if ready is None else torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        if ready is not None:
+            stream.wait_event(ready)
+        for buffer, tensor in copies:
+            buffer.copy_(tensor, non_blocking=True)
+    stream.synchronize()
