@@ -1,1 +1,92 @@
-"""Echelon."""
+"""Echelon: train a PyTorch model on one process, one machine or many, by changing one argument."""
+
+from __future__ import annotations
+
+from . import callbacks, strategies
+from .callbacks import (
+    BasePredictionWriter,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    Logger,
+    ModelCheckpoint,
+    ModelSummary,
+    NaNGuard,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from .strategies import SingleDeviceStrategy, Strategy
+from .strategies.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EchelonError,
+    MissingDependencyError,
+    ModuleError,
+    NonFiniteError,
+    RunError,
+)
+from .trainer.checkpoint import export, load_weights
+from .trainer.combined_loader import CombinedLoader
+from .trainer.data import DataModule
+from .trainer.loggers import CSVLogger, TensorBoardLogger
+from .trainer.loss import Loss
+from .trainer.module import TrainModule
+from .trainer.profiler import Profiler, PyTorchProfiler, SimpleProfiler
+from .trainer.seed import seed_everything
+from .trainer.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BasePredictionWriter",
+    "CSVLogger",
+    "Callback",
+    "CheckpointError",
+    "CombinedLoader",
+    "ConfigError",
+    "DataError",
+    "DataModule",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
+    "EarlyStopping",
+    "EchelonError",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "Logger",
+    "Loss",
+    "MissingDependencyError",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "ModuleError",
+    "NaNGuard",
+    "NonFiniteError",
+    "Profiler",
+    "PyTorchProfiler",
+    "RunError",
+    "SimpleProfiler",
+    "SingleDeviceStrategy",
+    "StochasticWeightAveraging",
+    "Strategy",
+    "TQDMProgressBar",
+    "TensorBoardLogger",
+    "ThroughputMonitor",
+    "Timer",
+    "TrainModule",
+    "Trainer",
+    "WeightAveraging",
+    "__version__",
+    "callbacks",
+    "export",
+    "load_weights",
+    "seed_everything",
+    "strategies",
+]

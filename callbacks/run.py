@@ -127,13 +127,17 @@ class Run(Protocol):
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole run: what a OneCycleLR wants as ``total_steps``."""
 
+    @property
+    def is_last_step(self) -> bool:
+        """Whether training ends at this step boundary, as far as is known now."""
+
     # --- what hooks may change ---
 
     should_stop: bool
     """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
 
     accumulate_grad_batches: int
-    """Micro-batches of an optimizer step; a new value holds from the next step on."""
+    """Micro-batches of an optimizer step; set it in ``on_train_epoch_start``, for that epoch and those after it."""
 
     # --- metrics ---
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -31,6 +31,9 @@ class Strategy(ABC):
     name: ClassVar[str]
     """What ``Trainer(strategy=...)`` calls it."""
 
+    uses_many_devices: ClassVar[bool] = False
+    """Whether ``devices="auto"`` means all there are, or one."""
+
     # --- before any process is started -------------------------------------------------------------------------------
 
     def check(self, hardware: Hardware, precision: Precision) -> None:
@@ -48,6 +51,7 @@ class Strategy(ABC):
         self.precision = precision
         self.device = hardware.device(self.local_rank)
         self.scaler = precision.make_scaler(self.device)
+        self._unscaled: set[Optimizer] = set()
         self.forward_context = precision.forward_context(self.device)
 
     def close(self) -> None:
@@ -101,20 +105,23 @@ class Strategy(ABC):
         """Return the context of one micro-batch; only the last one of a step has to synchronise gradients."""
         return nullcontext()
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss of which gradients are computed: scaled, if the precision scales."""
+        return self.scaler.scale(loss) if self.precision.uses_scaler else loss
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, of the scaled loss if the precision scales."""
-        if self.precision.uses_scaler:
-            loss = self.scaler.scale(loss)
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        """Compute the gradients of a loss; the arguments are those of ``Tensor.backward``."""
+        self.scaled(loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scaling of the gradients of `optimizer`; once before each of its steps."""
-        if self.precision.uses_scaler:
+        """Undo the loss scaling of the gradients of `optimizer`; a second call before its step does nothing."""
+        if self.precision.uses_scaler and optimizer not in self._unscaled:
             self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
 
-    def scale_gradients(self, optimizers: Iterable[Optimizer], factor: float) -> None:
+    def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply all gradients, where the weight of a step was not known before its last micro-batch."""
-        gradients = [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -139,6 +146,7 @@ class Strategy(ABC):
             return True
         scale = self.scaler.get_scale()
         self.scaler.update()
+        self._unscaled.clear()
         return self.scaler.get_scale() >= scale
 
     # --- state -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -66,7 +66,7 @@ class Settings:
     limit_test_batches: int | float = 1.0
     limit_predict_batches: int | float = 1.0
     overfit_batches: int | float = 0.0
-    """Train and validate on so many batches of the training data, unshuffled."""
+    """Train and validate on the same first batches, unshuffled."""
     fast_dev_run: bool | int = False
     """Run so many batches of everything (True: 1), without loggers, checkpoints and sanity check."""
 
@@ -118,8 +118,6 @@ class Settings:
     @property
     def last_epoch(self) -> int | None:
         """After how many epochs training ends; None for no limit."""
-        if self.fast_dev_run:
-            return 1
         if self.max_epochs is None:
             return 1000 if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
@@ -127,14 +125,21 @@ class Settings:
     @property
     def last_step(self) -> int | None:
         """After how many optimizer steps training ends; None for no limit."""
-        if self.fast_dev_run:
-            return int(self.fast_dev_run)
         return None if self.max_steps == -1 else self.max_steps
 
-    @property
-    def logs(self) -> bool:
-        """Whether ``self.log`` keeps anything."""
-        return not self.barebones
+    def effective(self) -> Settings:
+        """Return the settings with what ``fast_dev_run``, ``overfit_batches`` and ``barebones`` mean for the others."""
+        changed: dict[str, Any] = {}
+        if self.overfit_batches:
+            changed.update(limit_train_batches=self.overfit_batches, limit_val_batches=self.overfit_batches)
+        if self.fast_dev_run:
+            changed.update(dict.fromkeys(_LIMITS, int(self.fast_dev_run)))
+            changed.update(max_epochs=1, max_steps=int(self.fast_dev_run), val_check_interval=1.0, log_every_n_steps=1)
+        if self.fast_dev_run or self.barebones:
+            changed.update(logger=False, enable_checkpointing=False, num_sanity_val_steps=0)
+        if self.barebones:
+            changed.update(enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=0)
+        return replace(self, **changed) if changed else self
 
 
 def accepting(

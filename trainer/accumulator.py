@@ -1,0 +1,111 @@
+"""One logged number while its values come in: tensors are kept, and folded into a sum and a weight now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+Reduce = Literal["mean", "sum", "min", "max"] | Callable[[Tensor], Tensor]
+
+_FOLD_EVERY: Final = 256
+
+
+class Accumulator:
+    """Values and their weights, reduced by mean (weighted), sum, min, max, or a function of them all, in float64.
+
+    Adding costs an append; a mean divides once, at the end, so that a constant stays that constant.
+    """
+
+    __slots__ = ("_total", "_values", "_weight", "_weights", "reduce")
+
+    def __init__(self, reduce: Reduce) -> None:
+        self.reduce = reduce
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values: list[Tensor | float] = []
+        self._weights: list[float] = []
+        self._total: Tensor | None = None
+        self._weight = 0.0
+
+    def add(self, value: Tensor | float, weight: float) -> None:
+        """Take a value; a tensor must not change afterwards."""
+        self._values.append(value)
+        self._weights.append(weight)
+        if len(self._values) >= _FOLD_EVERY:
+            self._fold()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._total is None and not self._values
+
+    def partial(self) -> tuple[Tensor, float]:
+        """Return what this rank has: the (weighted) total and the weight; the values themselves, for a function."""
+        self._fold()
+        assert self._total is not None
+        return self._total, self._weight
+
+    def result(self, total: Tensor, weight: float | Tensor) -> Tensor:
+        """Return the reduced value of totals and weights, of this rank or of all."""
+        if callable(self.reduce):
+            return self.reduce(total)
+        return total / weight if self.reduce == "mean" else total
+
+    def value(self) -> Tensor:
+        """Return the reduced value of this rank."""
+        return self.result(*self.partial())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been added."""
+        total, weight = self.partial()
+        return {"total": total.cpu(), "weight": weight}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.clear()
+        self._total, self._weight = state_dict["total"], state_dict["weight"]
+
+    def _fold(self) -> None:
+        if not self._values:
+            return
+        values = _stack(self._values)
+        if self.reduce == "mean":
+            weights = torch.tensor(self._weights, dtype=values.dtype, device=values.device)
+            folded = torch.dot(values, weights)
+        elif callable(self.reduce):
+            folded = values
+        else:
+            folded = getattr(values, self.reduce)()
+        self._total = folded if self._total is None else self._merge(self._total.to(folded.device), folded)
+        self._weight += sum(self._weights)
+        self._values, self._weights = [], []
+
+    def _merge(self, old: Tensor, new: Tensor) -> Tensor:
+        if callable(self.reduce):
+            return torch.cat([old, new])
+        if self.reduce in ("mean", "sum"):
+            return old + new
+        return torch.minimum(old, new) if self.reduce == "min" else torch.maximum(old, new)
+
+
+def _stack(values: list[Tensor | float]) -> Tensor:
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not any(isinstance(value, Tensor) for value in values):
+        return torch.tensor(values, dtype=dtype)
+    return torch.stack([torch.as_tensor(value, device=device).reshape(()).to(dtype) for value in values])
+
+
+def to_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return scalars as Python numbers, waiting for the device once."""
+    if not values:
+        return {}
+    tensors = list(values.values())
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
+        return {name: tensor.item() for name, tensor in values.items()}
+    return dict(zip(values, torch.stack(tensors).tolist(), strict=True))

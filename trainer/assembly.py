@@ -1,0 +1,201 @@
+"""Putting a run together: callbacks, loggers, loaders, optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..callbacks.callback import Callback
+from ..callbacks.dispatch import overrides
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.model_summary import ModelSummary
+from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.run import Logger
+from ..strategies.errors import ConfigError, ModuleError
+from .checks import check_callbacks
+from .data import DataHooks, DataModule
+from .loading import EvaluationData, TrainData
+from .loggers import default_logger
+from .module import TrainModule
+from .optimizers import ManagedOptimizer, check_parameters, needs_closure, parse_optimizers
+from .session import Session, Task
+from .settings import Settings
+from .step import managed_step
+from .streams import Cut
+
+_LOADER_HOOKS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+def make_loggers(settings: Settings) -> list[Logger]:
+    """Return the loggers that the settings ask for."""
+    if isinstance(settings.logger, bool):
+        return [default_logger(settings.default_root_dir or ".")] if settings.logger else []
+    return list(settings.logger) if isinstance(settings.logger, Sequence) else [settings.logger]
+
+
+def make_callbacks(settings: Settings) -> list[Callback]:
+    """Return the user's callbacks and the default ones, in the order in which they are called.
+
+    Raises:
+        ConfigError: for what is no callback, and for one that another setting switches off.
+    """
+    given = settings.callbacks
+    mine = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+    check_callbacks(mine)
+    switches: tuple[tuple[str, type[Callback]], ...] = (
+        # shows the run; first, so that what others print comes above it
+        ("enable_progress_bar", TQDMProgressBar),
+        # once, before training
+        ("enable_model_summary", ModelSummary),
+        # last, so that it saves what all others have done at this step
+        ("enable_checkpointing", ModelCheckpoint),
+    )
+    for name, kind in switches:
+        has_one = any(isinstance(callback, kind) for callback in mine)
+        if has_one and not getattr(settings, name) and not settings.fast_dev_run:
+            raise ConfigError(
+                f"{name}=False (or barebones=True) switches {kind.__name__} off, but callbacks holds one; drop one of them."
+            )
+        if not has_one and getattr(settings, name):
+            mine.append(kind())
+    if settings.fast_dev_run:
+        mine = [callback for callback in mine if not isinstance(callback, ModelCheckpoint)]
+    return in_order(mine)
+
+
+def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the progress bar first and those that save checkpoints last."""
+
+    def rank(callback: Callback) -> int:
+        return 0 if isinstance(callback, TQDMProgressBar) else 2 if isinstance(callback, ModelCheckpoint) else 1
+
+    return sorted(callbacks, key=rank)
+
+
+def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) -> list[Callback]:
+    """Return the callbacks with those that the module brings along, which replace others of their class."""
+    brought = module.configure_callbacks()
+    brought = [brought] if isinstance(brought, Callback) else list(brought)
+    check_callbacks(brought)
+    kinds = {type(callback) for callback in brought}
+    return in_order([*(callback for callback in callbacks if type(callback) not in kinds), *brought])
+
+
+def source_of(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
+    """Return the loaders passed to the trainer, else the data module's, else the module's; None if nobody has any."""
+    if given is not None:
+        return given
+    hook = _LOADER_HOOKS[kind]
+    for owner in (datamodule, module):
+        if owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner)):
+            return getattr(owner, hook)()
+    return None
+
+
+def load_train_data(session: Session, given: Any) -> None:
+    """Give a session its training data.
+
+    Raises:
+        ModuleError: if there is none.
+    """
+    settings, strategy = session.settings, session.strategy
+    source = source_of("train", given, session.datamodule, session.module)
+    if source is None:
+        raise ModuleError(
+            f"There is no training loader: {type(session.module).__name__} defines no train_dataloader, and neither "
+            "train_dataloaders nor a datamodule with one was passed; pass one to fit()."
+        )
+    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, strategy.data_rank, strategy.data_size)
+    session.train_data = TrainData(
+        source,
+        seed=session.state.seed,
+        cut=cut,
+        limit=settings.limit_train_batches,
+        in_order=settings.overfit_batches > 0,
+    )
+    session.accumulate_grad_batches = session.train_data.accumulate
+
+
+def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
+    """Give a session its evaluation data; in `fit` there may be none.
+
+    Raises:
+        ModuleError: if there is none where there must be.
+    """
+    if session.task == "fit":
+        has_step = overrides(session.module, "validation_step", TrainModule)
+        if session.settings.limit_val_batches == 0 or not has_step:
+            if given is not None and not has_step:
+                warnings.warn(
+                    f"val_dataloaders were passed, but {type(session.module).__name__} defines no validation_step: "
+                    "nothing is validated.",
+                    stacklevel=2,
+                )
+            return
+    source = source_of(kind, given, session.datamodule, session.module)
+    if source is None:
+        if session.task == "fit":
+            return
+        raise ModuleError(
+            f"There is no loader to {kind}: {type(session.module).__name__} defines no {_LOADER_HOOKS[kind]}, and neither "
+            f"dataloaders nor a datamodule with one was passed; pass one to {kind}()."
+        )
+    name = "val" if kind == "validate" else kind
+    limit = getattr(session.settings, f"limit_{name}_batches")
+    session.evaluation_data = EvaluationData.of(source, limit, kind)
+
+
+def build_optimizers(session: Session) -> None:
+    """Ask the module for its optimizers, over the parameters as the strategy has left them.
+
+    Raises:
+        ModuleError: if it returns something else, or nothing where something would be trained.
+    """
+    module, strategy = session.module, session.strategy
+    returned = module.configure_optimizers()
+    if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
+        raise ModuleError(
+            f"{type(module).__name__}.configure_optimizers returned None; return an optimizer (is `return` missing?), "
+            "or [] to train without one."
+        )
+    found = parse_optimizers(returned)
+    check_parameters(found.optimizers, module)
+    session.needs_closure = [needs_closure(optimizer) for optimizer in found.optimizers]
+    if any(session.needs_closure) and strategy.precision.uses_scaler:
+        raise ConfigError(
+            f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss itself "
+            f"({[type(o).__name__ for o in found.optimizers]}) cannot take; use bf16-mixed or 32-true."
+        )
+    strategy.setup_optimizers(found.optimizers)
+    session.optimizers, session.schedulers = found.optimizers, found.schedulers
+    session.state.optimizer_steps = [0] * len(found.optimizers)
+    session.managed_optimizers = [
+        ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
+    ]
+    module._managed_optimizers = session.managed_optimizers
+
+
+def compile_in_place(module: nn.Module, compile: Any) -> None:
+    """Compile ``forward`` with torch.compile where the module has one, else each child; parameter names stay."""
+    if not compile:
+        return
+    options = {} if compile is True else dict(compile)
+    parts = [module] if overrides(module, "forward", nn.Module) else list(module.children())
+    for part in parts:
+        part.compile(**options)
+
+
+def root_dir(settings: Settings, task: Task) -> Path | None:
+    """Return the folder that a run will write to; None if it writes nothing there."""
+    if task != "fit" or not (settings.logger is True or settings.enable_checkpointing):
+        return None
+    return Path(settings.default_root_dir or ".")

@@ -1,0 +1,145 @@
+"""What can be known to be wrong before anything starts, said in the user's process."""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from ..callbacks.callback import Callback
+from ..callbacks.dispatch import HOOK_NAMES, overrides
+from ..callbacks.run import Logger
+from ..strategies.errors import ConfigError, ModuleError
+from .data import DataModule
+from .module import TrainModule
+from .session import Task
+from .settings import Settings
+
+_STEPS: Final = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def check_module(module: object, datamodule: object, task: Task) -> None:
+    """Check that there is a module with the step that is needed.
+
+    Raises:
+        ConfigError: if it, or the data module, is no such thing.
+        ModuleError: if it lacks a step or the optimizers.
+    """
+    if not isinstance(module, TrainModule):
+        hint = "derive its class from echelon.TrainModule" if isinstance(module, nn.Module) else "pass a TrainModule"
+        raise ConfigError(f"Trainer.{task} got a {type(module).__name__} ({module!r:.60}) to run; {hint}.")
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise ConfigError(
+            f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule, or pass loaders."
+        )
+    _check_step(module, _STEPS[task], task)
+    if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
+        raise ModuleError(
+            f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; define it to "
+            "return an optimizer, such as torch.optim.Adam(self.parameters())."
+        )
+    point_out_misspelt(module, TrainModule)
+
+
+def _check_step(module: TrainModule, step: str, task: Task) -> None:
+    if overrides(module, step, TrainModule):
+        return
+    if task == "predict" and overrides(module, "forward", nn.Module):
+        return
+    alternative = " or forward" if task == "predict" else ""
+    raise ModuleError(
+        f"{type(module).__name__} defines no {step}{alternative}{_near(module, step)}; "
+        f"define {step}(self, batch, batch_idx) to call trainer.{task}()."
+    )
+
+
+def _near(module: TrainModule, name: str) -> str:
+    found = difflib.get_close_matches(name, _own_methods(module, TrainModule), n=1, cutoff=0.6)
+    return f" (is {found[0]!r} meant to be it?)" if found else ""
+
+
+def _own_methods(instance: object, base: type) -> list[str]:
+    known = set(dir(base))
+    own = [vars(cls) for cls in type(instance).__mro__ if not issubclass(base, cls)]
+    return [name for names in own for name, value in names.items() if callable(value) and name not in known]
+
+
+def point_out_misspelt(instance: object, base: type) -> None:
+    """Warn of methods that look like a hook or a step, but for a slip: they would never be called."""
+    hooks = [name for name in dir(base) if name in HOOK_NAMES or name.startswith("on_") or name.endswith("_step")]
+    for name in _own_methods(instance, base):
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
+        if near and not name.startswith("_"):
+            warnings.warn(
+                f"{type(instance).__name__}.{name} is no hook and will not be called. Did you mean {near[0]!r}?", stacklevel=2
+            )
+
+
+def check_manual(module: TrainModule, settings: Settings) -> None:
+    """Check that nothing is asked of the trainer that a module with manual optimization does itself.
+
+    Raises:
+        ConfigError: if something is.
+    """
+    if module.automatic_optimization:
+        return
+    for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None), ("global_batch_size", None)):
+        value = getattr(settings, name)
+        if value != neutral:
+            raise ConfigError(
+                f"{name}={value} needs automatic optimization, but {type(module).__name__}.automatic_optimization is False; "
+                "do it in training_step, or drop the setting."
+            )
+
+
+def check_loggers(loggers: Sequence[Logger]) -> None:
+    """Check that no two loggers write to one folder.
+
+    Raises:
+        ConfigError: if two do.
+    """
+    seen: dict[tuple[type, str], Logger] = {}
+    for logger in loggers:
+        key = (type(logger), str(Path(logger.log_dir).absolute()))
+        if key in seen:
+            raise ConfigError(
+                f"Two loggers of type {type(logger).__name__} write to {logger.log_dir!r}; "
+                "give them different names or versions."
+            )
+        seen[key] = logger
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Check that callbacks are callbacks, and point out their misspelt hooks.
+
+    Raises:
+        ConfigError: for one that is none.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks holds {callback!r:.80}, a {type(callback).__name__}; pass instances of echelon.Callback."
+            )
+        point_out_misspelt(callback, Callback)
+
+
+def check_writable(folder: Path) -> None:
+    """Check that files can be made in a folder, making it if need be.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"default_root_dir={str(folder)!r} cannot be written to ({error.strerror}); give another folder, "
+            "or set logger=False and enable_checkpointing=False."
+        ) from error

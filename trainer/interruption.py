@@ -1,0 +1,71 @@
+"""What ends a run from outside: signals and the clock. A handler sets a flag; the step boundary reads it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Final
+
+_log = logging.getLogger(__name__)
+
+_SIGNALS: Final = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+
+
+class Interruption:
+    """Asks training to end at the next step boundary; a second signal ends the process at once.
+
+    SIGINT ends `fit` with KeyboardInterrupt, SIGTERM and SIGUSR1 with ``SystemExit(143)``, the code by which SLURM and
+    Kubernetes know a preempted job; in all three cases after a checkpoint. ``max_time`` ends it without an error.
+    """
+
+    def __init__(self, max_time: timedelta | None = None) -> None:
+        self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
+        self.signal: int | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
+    def is_time_up(self) -> bool:
+        """Whether ``max_time`` is over."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals inside the block, in the main thread; elsewhere Python leaves them to their handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        self.signal = number
+
+    def raise_if_requested(self) -> None:
+        """End as the signal asks, once training has been brought to an end.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT.
+            SystemExit: with 143 after SIGTERM or SIGUSR1.
+        """
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            _log.warning("%s received: training ended at a step boundary", signal.Signals(self.signal).name)
+            raise SystemExit(143)

@@ -1,0 +1,200 @@
+"""The training loop and the evaluation loop, in the order in which things happen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ..strategies.nested import map_tensors
+from .batches import check_batch, size_of
+from .seed import isolated_rng
+from .session import EvaluationStage, Session
+from .step import step_schedulers, take_step
+
+Results = list[dict[str, float]]
+"""For each loader what was logged on it."""
+
+
+def train(session: Session) -> None:
+    """Train until an end: of epochs, steps or time, or because a hook or a signal asked for it.
+
+    At every step boundary, in this order: update, step metrics, validation if due; at the end of an epoch its metrics,
+    hooks and schedulers; then, with nothing left undone, `on_train_step_end`, where checkpoints are saved.
+    """
+    state, hooks = session.state, session.hooks
+    hooks.call("on_train_start")
+    while not session.is_over():
+        _begin_epoch(session)
+        is_partial = False
+        for window in _windows(session):
+            goes_on = take_step(session, window)
+            _log_step(session)
+            if session.is_validation_due(len(window)):
+                validate(session)
+            if session.schedulers:
+                step_schedulers(session, "step", state.global_step, with_metric=True)
+            session.profiler.step()
+            if not goes_on or session.is_epoch_read():
+                break
+            for hook in hooks["on_train_step_end"]:
+                hook()
+            if session.is_over():
+                is_partial = True
+                break
+        _end_epoch(session, is_partial)
+        if not is_partial:
+            hooks.call("on_train_step_end")
+    hooks.call("on_train_end")
+
+
+def _begin_epoch(session: Session) -> None:
+    """Go to the next epoch, or on with one that was resumed."""
+    state, metrics = session.state, session.metrics
+    is_new = state.is_epoch_done or state.batches_in_epoch == 0
+    state.begin_epoch()
+    metrics.enter("train")
+    if is_new:
+        metrics.clear_stage()
+        session.reload_if_due()
+    session.hooks.call("on_train_epoch_start")
+    data = session.train_data
+    assert data is not None
+    data.recut(session.accumulate_grad_batches)
+    state.global_batch_size = data.global_batch_size
+    if is_new:
+        data.begin_epoch(state.epoch)
+
+
+def _windows(session: Session) -> Iterator[list[tuple[Any, int]]]:
+    """Yield the micro-batches of each step of the rest of the epoch; the first of a run is checked."""
+    assert session.train_data is not None
+    windows = session.train_data.windows(session.state.batches_in_epoch)
+    if session.state.global_step == 0:
+        first = next(windows, None)
+        if first is None:
+            return
+        check_batch(first[0][0], "training", session.moves_own_types)
+        yield first
+    while True:
+        with session.profiler.record("fetch"):
+            window = next(windows, None)
+        if window is None:
+            return
+        yield window
+
+
+def _log_step(session: Session) -> None:
+    every, step = session.settings.log_every_n_steps, session.state.global_step
+    if every and step % every == 0 and session.metrics.position == step:
+        session.log(session.metrics.step_values())
+
+
+def _end_epoch(session: Session, is_partial: bool) -> None:
+    """Do everything due at the end of an epoch; of one that is cut short, only what reports."""
+    state, metrics = session.state, session.metrics
+    if not is_partial and session.is_validation_due_at_epoch_end():
+        validate(session)
+    session.hooks.call("on_train_epoch_end")
+    session.log(metrics.end_stage())
+    if is_partial:
+        return
+    step_schedulers(session, "epoch", state.epoch + 1)
+    step_schedulers(session, "epoch", state.epoch + 1, with_metric=True)
+    state.is_epoch_done = True
+
+
+def validate(session: Session) -> None:
+    """Validate inside `fit`; the random streams of training do not notice."""
+    session.module.on_validation_model_zero_grad()
+    with isolated_rng():
+        evaluate(session, "validate")
+    session.validated_at = session.state.global_step
+
+
+def sanity_check(session: Session) -> None:
+    """Run a few validation batches before training, and forget them: a bug in validation shows at once."""
+    limit = session.settings.num_sanity_val_steps
+    if limit == 0 or not session.validates:
+        return
+    session.hooks.call("on_sanity_check_start")
+    with isolated_rng():
+        evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
+    session.metrics.forget()
+    session.hooks.call("on_sanity_check_end")
+
+
+def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
+    """Run every batch of the evaluation loaders through the stage's step, and reduce what was logged."""
+    name = _STEP_NAMES[stage]
+    module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
+    assert data is not None
+    outer, session.stage = session.stage, stage
+    logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
+    metrics.clear_stage()
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    getattr(module, f"on_{name}_model_eval")()
+    without_grad = torch.inference_mode() if session.settings.inference_mode else torch.no_grad()
+    with without_grad:
+        hooks.call(f"on_{name}_start")
+        hooks.call(f"on_{name}_epoch_start")
+        for dataloader_idx in range(len(data.loaders)):
+            _evaluate_loader(session, name, dataloader_idx, limit)
+        hooks.call(f"on_{name}_epoch_end")
+        values = metrics.end_stage()
+        if stage not in ("sanity_check", "predict"):
+            session.log(values)
+        hooks.call(f"on_{name}_end")
+    for part, mode in modes:
+        part.training = mode
+    getattr(module, f"on_{name}_model_train")()
+    metrics.clear_stage()
+    metrics.enter(logs_into)
+    session.stage = outer
+    numbers = {key: value.item() for key, value in values.items()}
+    return [_of_loader(numbers, index) for index in range(len(data.loaders))]
+
+
+_STEP_NAMES: dict[EvaluationStage, str] = {
+    "sanity_check": "validation",
+    "validate": "validation",
+    "test": "test",
+    "predict": "predict",
+}
+
+
+def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: float) -> None:
+    """Run the batches of one loader through a step."""
+    hooks, metrics, data = session.hooks, session.metrics, session.evaluation_data
+    assert data is not None
+    loader, count = data.loaders[dataloader_idx], min(data.num_batches[dataloader_idx], limit)
+    several = len(data.loaders) > 1
+    metrics.dataloader_idx = dataloader_idx if several else None
+    num_args = session.num_step_args(f"{name}_step", 3 if several else 2)
+    action = f"{name}_step"
+    for batch_idx, batch in enumerate(islice(loader, None if count == math.inf else int(count))):
+        if batch_idx == 0:
+            check_batch(batch, name, session.moves_own_types)
+        metrics.in_batch, metrics.batch_size = True, size_of(batch)
+        session.batch_idx = batch_idx
+        if session.transfer is not None:
+            batch = session.transfer(batch, dataloader_idx)
+        for hook in hooks[f"on_{name}_batch_start"]:
+            hook(batch, batch_idx, dataloader_idx)
+        with session.profiler.record(action):
+            output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
+        if session.predictions is not None:
+            session.predictions[dataloader_idx].append(map_tensors(torch.Tensor.cpu, output))
+        for hook in hooks[f"on_{name}_batch_end"]:
+            hook(output, batch, batch_idx, dataloader_idx)
+    metrics.in_batch, metrics.dataloader_idx = False, None
+
+
+def _of_loader(numbers: dict[str, float], index: int) -> dict[str, float]:
+    """Return what was logged on one loader, or on no particular one."""
+    mine = f"/dataloader_idx_{index}"
+    return {key: number for key, number in numbers.items() if "/dataloader_idx_" not in key or key.endswith(mine)}

@@ -1,0 +1,171 @@
+"""Session: one fit, validate, test or predict; what the loops use, built once by the Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..callbacks.callback import Callback
+from ..callbacks.dispatch import Hooks, overrides
+from ..callbacks.run import Logger, Run, Stage
+from ..strategies import Strategy
+from .accumulator import to_numbers
+from .batches import make_transfer, moves_own_types
+from .data import DataModule
+from .interruption import Interruption
+from .loading import EvaluationData, TrainData
+from .metrics import Metrics
+from .module import TrainModule
+from .optimizers import LRSchedulerConfig, ManagedOptimizer
+from .profiler import Profiler
+from .settings import Settings
+from .state import TrainState
+
+Task = Literal["fit", "validate", "test", "predict"]
+EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
+
+
+@dataclass
+class Session:
+    """Everything that one call of the Trainer works with, in one process."""
+
+    task: Task
+    run: Run
+    settings: Settings
+    strategy: Strategy
+    module: TrainModule
+    datamodule: DataModule | None
+    callbacks: Sequence[Callback]
+    loggers: Sequence[Logger]
+    profiler: Profiler
+    hooks: Hooks
+    metrics: Metrics
+    state: TrainState
+    interruption: Interruption
+
+    stage: Stage | None = None
+    train_data: TrainData | None = None
+    evaluation_data: EvaluationData | None = None
+    optimizers: Sequence[Optimizer] = ()
+    managed_optimizers: Sequence[ManagedOptimizer] = ()
+    schedulers: Sequence[LRSchedulerConfig] = ()
+    batch_idx: int = 0
+    """Of the micro-batch that runs, or ran last."""
+    should_stop: bool = False
+    validated_at: int = -1
+    """The global step of the newest validation."""
+    predictions: list[Any] | None = None
+    needs_closure: Sequence[bool] = ()
+    """For each optimizer whether it evaluates the loss itself (LBFGS)."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches of a step, from the next epoch on."""
+    reload: Callable[[], None] | None = None
+    """Asks the user's hooks for the loaders again; None where they were passed to `fit`."""
+
+    def __post_init__(self) -> None:
+        module = self.module
+        self.takes_batch_idx = self.num_step_args("training_step", 2) == 2
+        self.moves_own_types = moves_own_types(module, self.datamodule)
+        self.transfer = make_transfer(module, self.datamodule, self.strategy)
+        self.overrides_backward = overrides(module, "backward", TrainModule)
+        self.overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
+        overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
+        self.clips = self.settings.gradient_clip_val is not None or overrides_clipping
+
+    @property
+    def passes_closure(self) -> bool:
+        """Whether someone may call for the loss again."""
+        return self.overrides_optimizer_step or any(self.needs_closure)
+
+    def num_step_args(self, step_name: str, most: int) -> int:
+        """Return how many of (batch, batch_idx, dataloader_idx) a step of the user takes, at most so many."""
+        parameters = inspect.signature(getattr(self.module, step_name)).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return most
+        return min(most, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
+
+    def reload_if_due(self) -> None:
+        """Ask for the loaders again, every ``reload_dataloaders_every_n_epochs``."""
+        every = self.settings.reload_dataloaders_every_n_epochs
+        if every and self.reload is not None and self.state.epoch and self.state.epoch % every == 0:
+            self.reload()
+
+    # --- how long ----------------------------------------------------------------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether training ends at this step boundary."""
+        state, settings = self.state, self.settings
+        if self.interruption.is_requested:
+            return True
+        if settings.last_step is not None and state.global_step >= settings.last_step:
+            return True
+        epochs = state.epoch + state.is_epoch_done
+        if settings.last_epoch is not None and epochs >= settings.last_epoch:
+            return True
+        if not (self.should_stop or self.interruption.is_time_up()):
+            return False
+        return epochs >= settings.min_epochs and state.global_step >= settings.min_steps
+
+    def is_epoch_read(self) -> bool:
+        """Whether this epoch has no batches left; False where only reading on can tell."""
+        assert self.train_data is not None
+        return self.state.batches_in_epoch >= self.train_data.num_batches
+
+    # --- when to validate --------------------------------------------------------------------------------------------
+
+    @property
+    def validates(self) -> bool:
+        """Whether this fit validates at all."""
+        return self.evaluation_data is not None and any(self.evaluation_data.num_batches)
+
+    def is_validation_due(self, num_micro_batches: int) -> bool:
+        """Whether the step of so many micro-batches, just completed, has a validation inside the epoch."""
+        interval = self.validation_interval
+        if interval == math.inf or not self.validates or not self._validates_in_this_epoch():
+            return False
+        across_epochs = self.settings.check_val_every_n_epoch is None
+        count = self.state.batches_seen if across_epochs else self.state.batches_in_epoch
+        return count // interval > (count - num_micro_batches) // interval
+
+    def is_validation_due_at_epoch_end(self) -> bool:
+        """Whether the epoch, just completed, ends with a validation."""
+        at_end = self.settings.val_check_interval == 1.0 and isinstance(self.settings.val_check_interval, float)
+        if not at_end or not self.validates or self.validated_at == self.state.global_step:
+            return False
+        return self._validates_in_this_epoch()
+
+    def _validates_in_this_epoch(self) -> bool:
+        every = self.settings.check_val_every_n_epoch
+        return every is None or (self.state.epoch + 1) % every == 0
+
+    @property
+    def validation_interval(self) -> int | float:
+        """Micro-batches between validations inside an epoch; infinity for none there."""
+        assert self.train_data is not None
+        interval = self.settings.val_check_interval
+        if isinstance(interval, int):
+            return interval
+        if interval == 1.0 or self.train_data.num_batches == math.inf:
+            return math.inf
+        return max(1, int(self.train_data.num_batches * interval))
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, Tensor]) -> None:
+        """Send values to the loggers, with the epoch, at the current step."""
+        self.metrics.logged = dict(values)
+        if values:
+            self.log_numbers(to_numbers(values))
+
+    def log_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Send numbers to the loggers, with the epoch, at the current step."""
+        numbers = {**numbers, "epoch": self.state.epoch}
+        if self.strategy.rank == 0:
+            for logger in self.loggers:
+                logger.log_metrics(numbers, self.state.global_step)

@@ -1,0 +1,114 @@
+"""The state of a run as one dict: taken at a step boundary, and put back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..callbacks.dispatch import callback_states, load_callback_states
+from ..strategies.errors import CheckpointError
+from .hparams_json import jsonable
+from .seed import capture_rng, restore_rng
+from .session import Session
+
+_WEIGHTS: Final = ("state_dict", "hyper_parameters", "hyper_parameters_argument", "omitted_hyper_parameters")
+
+
+def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
+    """Return everything that a resumed run needs; the names are those of Lightning's checkpoints where it has one.
+
+    ``on_save_checkpoint`` of callbacks, module and data module may add to it. Collective: every rank calls it.
+    """
+    module = session.module
+    hyper_parameters, omitted = jsonable(module.hparams_initial)
+    state: dict[str, Any] = {
+        "state_dict": session.strategy.model_state(),
+        "hyper_parameters": hyper_parameters,
+        "hyper_parameters_argument": module.hparams_argument,
+        "omitted_hyper_parameters": omitted,
+    }
+    if not weights_only:
+        state.update(_training_state(session))
+    state.update(epoch=session.state.epoch, global_step=session.state.global_step)  # for the hooks; "loop" holds them
+    session.hooks.call("on_save_checkpoint", state)
+    del state["epoch"], state["global_step"]
+    return state
+
+
+def _training_state(session: Session) -> dict[str, Any]:
+    assert session.train_data is not None
+    datamodule = session.datamodule
+    return {
+        "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
+        "precision": session.strategy.scaler.state_dict(),
+        "loop": session.state.state_dict(),
+        "data": session.train_data.state_dict(),
+        "datamodule": datamodule.state_dict() if datamodule is not None else {},
+        "metrics": session.metrics.state_dict(),
+        "callbacks": callback_states(session.callbacks),
+        "rng": capture_rng(),
+    }
+
+
+def load_weights(session: Session, state: dict[str, Any]) -> None:
+    """Let the hooks see a checkpoint that was read, and load its weights. Collective: every rank calls it."""
+    loop = state.get("loop", {})
+    state.update(epoch=loop.get("epoch", 0), global_step=loop.get("global_step", 0))
+    session.hooks.call("on_load_checkpoint", state)
+    try:
+        session.strategy.load_model_state(state["state_dict"], strict=session.module.strict_loading)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The checkpoint's weights do not fit {type(session.module).__name__}: {error}. "
+            "Build the module as it was, or set strict_loading = False on it."
+        ) from error
+
+
+def load_training(session: Session, state: Mapping[str, Any]) -> None:
+    """Put a run back to where `take_state` saw it. Collective: every rank calls it.
+
+    Raises:
+        CheckpointError: if the checkpoint holds weights only, or other optimizers or schedulers than the run.
+    """
+    if "loop" not in state:
+        raise CheckpointError(
+            f"The checkpoint holds weights only ({sorted(state)}), no state to resume from; "
+            "load them with load_from_checkpoint and start a new fit."
+        )
+    assert session.train_data is not None
+    _check_number("optimizers", len(session.optimizers), len(state["optimizer_states"]))
+    _check_number("schedulers", len(session.schedulers), len(state["lr_schedulers"]))
+    for optimizer, saved in zip(session.optimizers, state["optimizer_states"], strict=True):
+        session.strategy.load_optimizer_state(optimizer, saved)
+    for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(_as_before(config.scheduler.state_dict(), saved))
+    if state["precision"]:
+        session.strategy.scaler.load_state_dict(state["precision"])
+    session.state.load_state_dict(state["loop"])
+    session.train_data.resume_epoch(session.state.epoch, state["data"])
+    if session.datamodule is not None:
+        session.datamodule.load_state_dict(state["datamodule"])
+    session.metrics.load_state_dict(state["metrics"])
+    session.metrics.position = session.state.global_step
+    load_callback_states(session.callbacks, state["callbacks"])
+
+
+def load_generators(state: Mapping[str, Any]) -> None:
+    """Put the random generators back, the last thing before training goes on."""
+    restore_rng(state["rng"])
+
+
+def _check_number(what: str, here: int, saved: int) -> None:
+    if here != saved:
+        raise CheckpointError(
+            f"configure_optimizers returned {here} {what}, the checkpoint holds {saved}; return as many as were saved."
+        )
+
+
+def _as_before(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's saved state with the Counter of a MultiStepLR as one: JSON has no such type."""
+    return {
+        name: Counter(value) if isinstance(current.get(name), Counter) else value for name, value in saved.items()
+    }
