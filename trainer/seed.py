@@ -79,12 +79,13 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     """Put the generators back to what `capture_rng` saw; those of absent libraries and devices are left out."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
-    torch.set_rng_state(state["torch"].cpu())
+    # clone: torch reads a state with aligned instructions and crashes on a view into a file (torch 2.14)
+    torch.set_rng_state(state["torch"].cpu().clone())
     if "numpy" in state:
         _set_numpy_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         for device, device_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(device_state.cpu(), device)
+            torch.cuda.set_rng_state(device_state.cpu().clone(), device)
 
 
 @contextmanager

@@ -104,6 +104,16 @@ def test_a_captured_state_restores_every_stream_exactly_even_through_json_and_te
     assert (draw(), draw()) == expected
 
 
+def test_a_state_that_lies_at_an_odd_address_is_restored_too():
+    seed_everything(13)
+    state = capture_rng()
+    expected = torch.rand(3)
+    shifted = torch.empty(state["torch"].numel() + 1, dtype=torch.uint8)[1:]
+    shifted.copy_(state["torch"])
+    restore_rng({**state, "torch": shifted})
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_a_state_without_numpy_leaves_numpy_alone():
     seed_everything(1)
     state = {name: value for name, value in capture_rng().items() if name != "numpy"}
