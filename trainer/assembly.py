@@ -177,7 +177,8 @@ def build_optimizers(session: Session) -> None:
         )
     strategy.setup_optimizers(found.optimizers)
     session.optimizers, session.schedulers = found.optimizers, found.schedulers
-    session.state.optimizer_steps = [0] * len(found.optimizers)
+    if not session.state.optimizer_steps:  # a resumed run has them
+        session.state.optimizer_steps = [0] * len(found.optimizers)
     session.managed_optimizers = [
         ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
     ]

@@ -163,6 +163,8 @@ class Metrics:
 
     def clear_stage(self) -> None:
         """Forget the values of the current stage's epoch."""
+        if self.stage == "train":
+            self._resumed.clear()
         for entry in self._entries.values():
             for accumulator in (entry.step, entry.epoch):
                 if accumulator is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from ..strategies.errors import CheckpointError, ConfigError
 from . import checkpoint
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
+
+_PARTS: Final = ("model", "hyper_parameters", "hyper_parameters_argument", "omitted_hyper_parameters")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,7 +34,7 @@ def load_module(
     found = checkpoint.resolve(path)
     if found is None:
         raise CheckpointError(f"checkpoint_path={str(path)!r} names no checkpoint; give the path of one.")
-    state = checkpoint.load(found, parts=("state_dict", "hyper_parameters", "hyper_parameters_argument", "omitted_hyper_parameters"))
+    state = checkpoint.load(found, parts=_PARTS)
     saved = from_jsonable(state["hyper_parameters"])
     arguments = {**init_arguments(cls, saved, state["hyper_parameters_argument"]), **given}
     try:
@@ -47,5 +49,5 @@ def load_module(
     if map_location is not None:
         module.to(map_location)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
-    checkpoint.load_into(module, state["state_dict"], strict=strict)
+    checkpoint.load_into(module, state["model"], strict=strict)
     return module

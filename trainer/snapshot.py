@@ -12,7 +12,8 @@ from .hparams_json import jsonable
 from .seed import capture_rng, restore_rng
 from .session import Session
 
-_WEIGHTS: Final = ("state_dict", "hyper_parameters", "hyper_parameters_argument", "omitted_hyper_parameters")
+# Lightning's names, which hooks see, and those of the files
+_PARTS: Final = {"state_dict": "model", "optimizer_states": "optimizers"}
 
 
 def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     state.update(epoch=session.state.epoch, global_step=session.state.global_step)  # for the hooks; "loop" holds them
     session.hooks.call("on_save_checkpoint", state)
     del state["epoch"], state["global_step"]
-    return state
+    return {_PARTS.get(name, name): value for name, value in state.items()}
 
 
 def _training_state(session: Session) -> dict[str, Any]:
@@ -52,8 +53,14 @@ def _training_state(session: Session) -> dict[str, Any]:
     }
 
 
-def load_weights(session: Session, state: dict[str, Any]) -> None:
-    """Let the hooks see a checkpoint that was read, and load its weights. Collective: every rank calls it."""
+def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
+    """Let the hooks see (and change) what was read, and load the weights. Collective: every rank calls it.
+
+    Raises:
+        CheckpointError: if they do not fit the module.
+    """
+    names = {part: name for name, part in _PARTS.items()}
+    state = {names.get(part, part): value for part, value in saved.items()}
     loop = state.get("loop", {})
     state.update(epoch=loop.get("epoch", 0), global_step=loop.get("global_step", 0))
     session.hooks.call("on_load_checkpoint", state)
@@ -66,32 +73,40 @@ def load_weights(session: Session, state: dict[str, Any]) -> None:
         ) from error
 
 
-def load_training(session: Session, state: Mapping[str, Any]) -> None:
-    """Put a run back to where `take_state` saw it. Collective: every rank calls it.
+def load_position(session: Session, state: Mapping[str, Any]) -> None:
+    """Put the counters and the seed of the sample order back, before the data is asked for.
 
     Raises:
-        CheckpointError: if the checkpoint holds weights only, or other optimizers or schedulers than the run.
+        CheckpointError: if the checkpoint holds weights only.
     """
     if "loop" not in state:
         raise CheckpointError(
             f"The checkpoint holds weights only ({sorted(state)}), no state to resume from; "
             "load them with load_from_checkpoint and start a new fit."
         )
+    session.state.load_state_dict(state["loop"])
+    session.metrics.position = session.state.global_step
+
+
+def load_training(session: Session, state: Mapping[str, Any]) -> None:
+    """Put a run back to where `take_state` saw it. Collective: every rank calls it.
+
+    Raises:
+        CheckpointError: if the checkpoint holds other optimizers or schedulers than the run.
+    """
     assert session.train_data is not None
-    _check_number("optimizers", len(session.optimizers), len(state["optimizer_states"]))
+    _check_number("optimizers", len(session.optimizers), len(state["optimizers"]))
     _check_number("schedulers", len(session.schedulers), len(state["lr_schedulers"]))
-    for optimizer, saved in zip(session.optimizers, state["optimizer_states"], strict=True):
+    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
         session.strategy.load_optimizer_state(optimizer, saved)
     for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(_as_before(config.scheduler.state_dict(), saved))
     if state["precision"]:
         session.strategy.scaler.load_state_dict(state["precision"])
-    session.state.load_state_dict(state["loop"])
     session.train_data.resume_epoch(session.state.epoch, state["data"])
     if session.datamodule is not None:
         session.datamodule.load_state_dict(state["datamodule"])
     session.metrics.load_state_dict(state["metrics"])
-    session.metrics.position = session.state.global_step
     load_callback_states(session.callbacks, state["callbacks"])
 
 

@@ -40,7 +40,7 @@ from .numerics import numerics
 from .profiler import profiler_by_name
 from .session import Session, Task
 from .settings import Settings, accepting, parse_time
-from .snapshot import load_generators, load_training, load_weights, take_state
+from .snapshot import load_generators, load_position, load_training, load_weights, take_state
 from .state import TrainState
 from .view import RunView
 
@@ -231,13 +231,16 @@ class Trainer(RunView):
     def _fit(self, request: _Request) -> None:
         """Fit, in this process."""
         with self._connected(request) as session, numerics(self.settings):
+            saved = self._read(request.ckpt_path)
+            if saved is not None:
+                load_position(session, saved)  # the order of the samples hangs on the seed
             load_train_data(session, request.train_loaders)
             load_evaluation_data(session, "validate", request.evaluation_loaders)
             session.reload = partial(_reload, session, request)
             self._set_up_module(session)
             build_optimizers(session)
-            saved = self._load(session, request.ckpt_path)
             if saved is not None:
+                load_weights(session, saved)
                 load_training(session, saved)
             self._introduce(session, is_resumed=saved is not None)
             session.hooks.call("on_fit_start")
@@ -257,7 +260,9 @@ class Trainer(RunView):
             load_evaluation_data(session, request.task, request.evaluation_loaders)
             assert session.evaluation_data is not None
             self._set_up_module(session)
-            self._load(session, request.ckpt_path)
+            saved = self._read(request.ckpt_path)
+            if saved is not None:
+                load_weights(session, saved)
             if keeps_predictions:
                 session.predictions = [[] for _ in session.evaluation_data.loaders]
             stage: Any = request.task
@@ -329,19 +334,10 @@ class Trainer(RunView):
         compile_in_place(session.module, self.settings.compile)
         self.strategy.setup_module(session.module)
 
-    def _load(self, session: Session, ckpt_path: str | Path | None) -> dict[str, Any] | None:
-        """Load the weights of a checkpoint, and return all of it; None without one."""
+    def _read(self, ckpt_path: str | Path | None) -> dict[str, Any] | None:
+        """Return the content of a checkpoint; None without one, also for ``last`` where there is none yet."""
         if ckpt_path is None:
             return None
-        path = self._find(session, ckpt_path)
-        if path is None:
-            return None
-        saved = checkpoint.load(path)
-        load_weights(session, saved)
-        return saved
-
-    def _find(self, session: Session, ckpt_path: str | Path) -> Path | None:
-        """Return the checkpoint that is meant; None for ``last`` where there is none yet."""
         if ckpt_path == "best":
             callback = self.checkpoint_callback
             if callback is None or not callback.best_model_path:
@@ -349,10 +345,11 @@ class Trainer(RunView):
                     f"ckpt_path='best' needs a checkpoint saved before, found {callback!r}; "
                     "fit with a ModelCheckpoint first, or give a path."
                 )
-            return checkpoint.resolve(callback.best_model_path)
+            ckpt_path = callback.best_model_path
         given = {callback.dirpath for callback in self.checkpoint_callbacks}
         runs = Path(self.log_dir).parent.glob("*/checkpoints") if self.loggers else ()
-        return checkpoint.resolve(ckpt_path, *sorted({*given, *map(str, runs)} - {""}))
+        path = checkpoint.resolve(ckpt_path, *sorted({*given, *map(str, runs)} - {""}))
+        return checkpoint.load(path) if path is not None else None
 
     def _introduce(self, session: Session, *, is_resumed: bool) -> None:
         """Tell the loggers what is run."""
