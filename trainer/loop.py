@@ -56,6 +56,7 @@ def _begin_epoch(session: Session) -> None:
     state, metrics = session.state, session.metrics
     is_new = state.is_epoch_done or state.batches_in_epoch == 0
     state.begin_epoch()
+    session.batch_idx = state.batches_in_epoch
     metrics.enter("train")
     if is_new:
         metrics.clear_stage()
