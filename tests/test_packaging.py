@@ -1,0 +1,152 @@
+"""What is installed: built, installed and imported for real, from a copy of the tree."""
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import echelon
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
+REQUIREMENTS = [
+    Requirement(line)
+    for lines in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for line in lines
+]
+OF_NO_TREE = shutil.ignore_patterns(
+    ".*", "build", "dist", "*.egg-info", "__pycache__", "echelon_logs", "lightning_logs"
+)
+
+
+def run(*command, folder):
+    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(*arguments, folder):
+    return run(sys.executable, "-m", "pip", "--no-input", *arguments, folder=folder)
+
+
+def build_wheel(tree, out):
+    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out, tree, folder=out.parent)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Return a copy of the tree: a build leaves files behind."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("build") / "any name", ignore=OF_NO_TREE)
+
+
+@pytest.fixture(scope="module")
+def wheel(tree):
+    return build_wheel(tree, tree.parent / "wheel")
+
+
+def import_from(site, folder):
+    """Import echelon in a fresh process, from a folder treated as site-packages, ahead of those of this environment."""
+    here = sysconfig.get_path("purelib")
+    program = f"""
+import site
+site.addsitedir({str(site)!r})
+site.addsitedir({here!r})
+import echelon, echelon.callbacks, echelon.strategies, echelon.trainer.cli
+print(echelon.__file__)
+"""
+    return Path(run(sys.executable, "-S", "-c", program, folder=folder).strip())
+
+
+def source_files(tree):
+    folders = [tree.joinpath(*package.split(".")[1:]) for package in PACKAGES]
+    return {str(Path("echelon") / file.relative_to(tree)) for folder in folders for file in folder.glob("*.py")}
+
+
+def installed_files(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name for name in names if ".dist-info/" not in name}
+
+
+def test_the_listed_packages_are_those_of_the_tree():
+    files = [file.relative_to(ROOT) for file in ROOT.glob("[!.]*/**/*.py")]
+    floors = {file.parts[0] for file in files if (ROOT / file.parts[0] / "__init__.py").exists()} - {"build"}
+    folders = {file.parent for file in files if file.parts[0] in floors}
+    assert sorted(PACKAGES) == sorted({"echelon", *(".".join(["echelon", *folder.parts]) for folder in folders)})
+    assert all((ROOT / folder / "__init__.py").exists() for folder in folders)
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tree, wheel):
+    assert installed_files(wheel) == {*source_files(tree), "echelon/py.typed"}
+
+
+def test_the_wheel_of_the_source_distribution_is_the_same(tree, wheel):
+    backend = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    name = run(sys.executable, "-c", backend, tree.parent, folder=tree).split()[-1]
+    shutil.unpack_archive(tree.parent / name, tree.parent / "sdist", filter="data")
+    (unpacked,) = (tree.parent / "sdist").iterdir()
+    assert installed_files(build_wheel(unpacked, tree.parent / "wheel of sdist")) == installed_files(wheel)
+
+
+def test_the_installed_wheel_is_imported_from_any_folder_and_brings_the_command(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip("install", "--no-index", "--no-deps", "--target", site, wheel, folder=tmp_path)
+    assert import_from(site, elsewhere) == site / "echelon" / "__init__.py"
+    scripts = next(site.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "echelon = echelon.trainer.cli:main" in scripts
+
+
+def test_an_editable_install_is_imported_from_any_folder(tree, tmp_path):
+    site = tmp_path / "site"
+    pip(
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        site,
+        "--editable",
+        tree,
+        folder=tmp_path,
+    )
+    assert import_from(site, tmp_path) == tree / "__init__.py"
+
+
+def test_the_metadata_says_what_it_needs(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_string(archive.read(name).decode())
+    assert metadata["Name"] == "echelon"
+    assert metadata["Version"] == echelon.__version__
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    assert [str(requirement) for requirement in required if requirement.name == "torch"] == ["torch>=2.11"]
+    assert all("extra ==" in str(requirement.marker) for requirement in required if requirement.name == "torchvision")
+    licences = [file for file in archive.namelist() if file.endswith(".dist-info/licenses/LICENSE")]
+    assert "Apache License" in archive.read(licences[0]).decode()
+
+
+def test_ci_pins_every_requirement_to_one_version_that_fits():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines)
+    pinned = dict(line.split("==") for line in lines)
+    assert len(pinned) == len(lines)
+    for requirement in REQUIREMENTS:
+        if requirement.name != "echelon":
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+    assert (pinned["torch"], pinned["torchvision"]) == ("2.14.1", "0.29.1")
+    assert "lightning" not in pinned
