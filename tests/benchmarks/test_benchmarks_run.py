@@ -1,0 +1,36 @@
+"""The benchmarks run, at a size that measures nothing, and print what they promise."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name, *arguments, folder):
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SIZE = ("--steps", "3", "--warmup", "1", "--rounds", "2")
+
+
+def test_overhead_prints_every_contender_relative_to_the_plain_loop(tmp_path):
+    lines = run("overhead.py", *SIZE, folder=tmp_path).splitlines()
+    assert lines[0].split() == ["us/step", "ratio", "excess", "us"]
+    assert lines[1].startswith("plain loop") and float(lines[1].split()[-2]) == 1.0
+    assert {line[:22].strip() for line in lines[2:4]} == {"echelon", "echelon barebones"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overhead_as_json_holds_every_round(tmp_path):
+    result = json.loads(run("overhead.py", *SIZE, "--json", folder=tmp_path))
+    assert result["steps"] == 3
+    for row in result["contenders"].values():
+        assert len(row["rounds"]) == 2
+        assert row["us_per_step"] == pytest.approx(sum(row["rounds"]) / 2)
