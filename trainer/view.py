@@ -122,6 +122,11 @@ class RunView:
         return self.session.is_over()
 
     @property
+    def is_last_batch(self) -> bool:
+        """Whether the current micro-batch is the last of its epoch, as far as the data knows."""
+        return self.session.batch_idx + 1 >= self.num_training_batches
+
+    @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of an epoch on this rank, limits applied; infinity if the data does not know."""
         data = self.session.train_data
@@ -157,7 +162,9 @@ class RunView:
         """Optimizer steps of the whole run: what a OneCycleLR wants as ``total_steps``."""
         data, settings = self.session.train_data, self.settings
         if data is None:
-            raise RunError(f"estimated_stepping_batches is known during fit; found the task {self.session.task!r}. Call fit.")
+            raise RunError(
+                f"estimated_stepping_batches is known during fit; found the task {self.session.task!r}. Call fit."
+            )
         by_steps = math.inf if settings.last_step is None else settings.last_step
         if data.num_batches == math.inf or settings.last_epoch is None:
             return by_steps
