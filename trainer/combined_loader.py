@@ -26,7 +26,7 @@ class CombinedLoader:
     - ``min_size``: a batch of each, in the structure of `iterables`, until the shortest is over.
     - ``max_size``: until the longest is over; None for those that are over before.
     - ``max_size_cycle``: until the longest is over; the others begin again.
-    - ``sequential``: one loader after the other; ``batch_idx`` begins at 0 for each, ``dataloader_idx`` is its position.
+    - ``sequential``: one loader after the other; ``batch_idx`` begins at 0 for each, ``dataloader_idx`` says which.
 
     Raises:
         ConfigError: for another mode.

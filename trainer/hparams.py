@@ -100,8 +100,8 @@ class HyperparametersMixin:
 def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str, Any] | None:
     """Return the arguments of every ``__init__`` of `owner` that is running, seen from `frame`; None if none is.
 
-    A subclass calls its base's ``__init__``, so several run at once; where two have one argument, the subclass's counts.
-    ``**kwargs`` are taken apart, ``*args`` have no names and are left out. For a dataclass, its fields.
+    A subclass calls its base's ``__init__``, so several run at once; where two have one argument, the subclass's
+    counts. ``**kwargs`` are taken apart, ``*args`` have no names and are left out. For a dataclass, its fields.
     """
     if dataclasses.is_dataclass(owner) and not isinstance(owner, type):
         return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner) if field.init}
@@ -120,8 +120,8 @@ def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str,
 def init_arguments(cls: type, hparams: Mapping[str, Any], argument: str | None = None) -> dict[str, Any]:
     """Return the keyword arguments that make an instance of `cls` again from its (loaded) hyper-parameters.
 
-    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. A mapping becomes
-    the dataclass that the argument is annotated with.
+    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. A mapping
+    becomes the dataclass that the argument is annotated with.
     """
     parameters = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -144,13 +144,14 @@ def _caller() -> types.FrameType | None:
 def _chosen(arguments: Mapping[str, Any] | None, names: Sequence[str], owner: str) -> dict[str, Any]:
     if arguments is None:
         raise ModuleError(
-            f"save_hyperparameters({', '.join(map(repr, names))}) was called outside {owner}.__init__, where there are no "
-            "arguments to keep; call it inside, or give it a dict."
+            f"save_hyperparameters({', '.join(map(repr, names))}) was called outside {owner}.__init__, where there are "
+            "no arguments to keep; call it inside, or give it a dict."
         )
     for name in names:
         if name not in arguments:
             raise ConfigError(
-                f"save_hyperparameters({name!r}), but {owner}.__init__ has no such argument.{did_you_mean(name, arguments)}"
+                f"save_hyperparameters({name!r}), but {owner}.__init__ has no such argument."
+                f"{did_you_mean(name, arguments)}"
             )
     return {name: arguments[name] for name in names} if names else dict(arguments)
 
@@ -163,8 +164,8 @@ def _items(given: object) -> Mapping[str, Any]:
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
         return {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     raise ConfigError(
-        f"save_hyperparameters({given!r}) has no names to keep it under; give names of arguments, or a dict, Namespace, "
-        "dataclass or OmegaConf object."
+        f"save_hyperparameters({given!r}) has no names to keep it under; give names of arguments, or a dict, "
+        "Namespace, dataclass or OmegaConf object."
     )
 
 

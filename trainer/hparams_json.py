@@ -18,7 +18,7 @@ import torch
 from .hparams import AttributeDict
 
 
-class _NotStorable(Exception):
+class _NotStorableError(Exception):
     """A value that has no JSON form; it never leaves this file."""
 
 
@@ -35,7 +35,7 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in hparams.items():
         try:
             stored[str(name)] = _encode(value)
-        except _NotStorable:
+        except _NotStorableError:
             omitted.append(str(name))
     return stored, omitted
 
@@ -82,7 +82,7 @@ def _encode_container(value: Any) -> Any:
         return {"$set": sorted((_encode(item) for item in value), key=repr)}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_encode(item) for item in value]
-    raise _NotStorable
+    raise _NotStorableError
 
 
 def _decode(value: Any) -> Any:

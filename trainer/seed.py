@@ -106,7 +106,7 @@ def isolated_rng() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the CPU generators of this process or worker with a 64-bit seed, quickly; NumPy's if something imported it."""
+    """Seed the CPU generators of this process or worker with 64 bits, quickly; NumPy's if something imported it."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -116,8 +116,8 @@ def seed_generators(seed: int) -> None:
 class RngStream:
     """A stream of random numbers of its own, begun by a seed: what runs inside ``with stream:`` draws from it alone.
 
-    Costs about 25 us a time, against 85 for `isolated_rng`: NumPy's generator is exchanged, not copied. That forgets the
-    second half of a pair of normals that ``np.random.randn`` keeps for its next call, outside and inside.
+    Costs about 25 us a time, against 85 for `isolated_rng`: NumPy's generator is exchanged, not copied. That forgets
+    the second half of a pair of normals that ``np.random.randn`` keeps for its next call, outside and inside.
     """
 
     def __init__(self, seed: int) -> None:

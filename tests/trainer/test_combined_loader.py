@@ -5,9 +5,10 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+
 from echelon.strategies.errors import ConfigError, DataError
 from echelon.trainer.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
 
 SHORT, LONG = ["a", "b"], [0, 1, 2]
 

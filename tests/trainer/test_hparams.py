@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from echelon.strategies.errors import ConfigError, ModuleError
-from echelon.trainer.hparams import AttributeDict, HyperparametersMixin, init_arguments
 from omegaconf import OmegaConf
 from torch import nn
+
+from echelon.strategies.errors import ConfigError, ModuleError
+from echelon.trainer.hparams import AttributeDict, HyperparametersMixin, init_arguments
 
 
 class Net(HyperparametersMixin, nn.Module):

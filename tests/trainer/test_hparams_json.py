@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from echelon.trainer.hparams_json import from_jsonable, jsonable
 from omegaconf import OmegaConf
 from torch import nn
+
+from echelon.trainer.hparams_json import from_jsonable, jsonable
 
 
 class Mode(enum.Enum):

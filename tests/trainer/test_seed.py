@@ -6,6 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
+
 from echelon.strategies.errors import ConfigError
 from echelon.trainer.seed import (
     RngStream,
@@ -16,7 +18,6 @@ from echelon.trainer.seed import (
     seed_everything,
     seed_generators,
 )
-from torch.utils.data import DataLoader, Dataset
 
 
 def draw():
@@ -130,10 +131,15 @@ def test_what_is_drawn_in_isolation_leaves_the_streams_outside_untouched():
     state = capture_rng()
     expected = draw()
     restore_rng(state)
-    with pytest.raises(KeyError), isolated_rng():
-        seed_everything(99)
-        draw()
-        raise KeyError("an error inside changes nothing")
+
+    def fail():
+        with isolated_rng():
+            seed_everything(99)
+            draw()
+            raise KeyError("an error inside changes nothing")
+
+    with pytest.raises(KeyError):
+        fail()
     assert draw() == expected
 
 
