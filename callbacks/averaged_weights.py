@@ -18,8 +18,8 @@ AverageMany = Callable[..., None]
 class AveragedWeights:
     """torch's ``AveragedModel`` over a module's tensors, without a copy of the module or of what it refers to.
 
-    Averaged are the parameters, and with `use_buffers` the floating-point buffers that the module's state has; the other
-    buffers are the module's own.
+    Averaged are the parameters, and with `use_buffers` the floating-point buffers that the module's state has; the
+    other buffers are the module's own.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class AveragedWeights:
         missing = sorted(set(self._live.names) - set(state))
         if missing:
             raise CheckpointError(
-                f"The saved average has no {', '.join(missing[:5])}; resume with the module and use_buffers as they were, "
-                "or without weight averaging."
+                f"The saved average has no {', '.join(missing[:5])}; resume with the module and use_buffers as they "
+                "were, or without weight averaging."
             )
         for name, average in zip(self._live.names, self._model.module.parameters(), strict=True):
             average.copy_(state[name])

@@ -23,17 +23,18 @@ _log = logging.getLogger(__name__)
 class LossSpikePolicy(Callback):
     """Leave out updates whose loss or gradient norm is an outlier, and end training if that does not help.
 
-    Every step's loss and gradient norm (the mean over all ranks) are compared with a running mean and standard deviation
-    of the steps before, spikes left out. A step that lies more than `threshold` deviations above, or is not finite, is a
-    spike: its gradients are dropped before the optimizer sees them, so weights and optimizer state stay as they are,
-    while step counter, schedules and data go on. Decisions depend on nothing but these numbers, which are part of the
-    checkpoint: a resumed run decides the same. One collective and one number read from the device a step.
+    Every step's loss and gradient norm (the mean over all ranks) are compared with a running mean and standard
+    deviation of the steps before, spikes left out. A step that lies more than `threshold` deviations above, or is not
+    finite, is a spike: its gradients are dropped before the optimizer sees them, so weights and optimizer state stay as
+    they are, while step counter, schedules and data go on. Decisions depend on nothing but these numbers, which are
+    part of the checkpoint: a resumed run decides the same. One collective and one read from the device a step.
 
     With ``16-mixed``, gradients that overflow at a finite loss are left to the scaler.
 
     Args:
         action: ``skip``: leave this update out and go on; ``stop``: leave it out and end training.
-        threshold: how many standard deviations above the mean a spike begins; a spread below 1% of the mean counts as 1%.
+        threshold: how many standard deviations above the mean a spike begins; a deviation below 1% of the mean counts
+            as 1%.
         window: over about how many steps the mean and the deviation reach.
         warmup: how many steps are only looked at.
         max_consecutive: end training after so many spikes in a row.

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..strategies.errors import ConfigError
 from .callback import Callback
 from .checkpoint_name import CheckpointName, numbered
-from .monitored import Mode, MonitoredMetric
+from .monitored import Mode, MonitoredMetric, check_mode
 from .run import Run
 
 _DEFAULT_NAME: Final = "{epoch}-{step}"
@@ -34,23 +34,20 @@ class _Kept:
     """The top k, in the order in which they were saved."""
     newest: str = ""
     """What ``last.ckpt`` stands for, one of the top k or one that is kept for this reason only."""
-    doomed: tuple[str, ...] = ()
-    """Those to delete as soon as what replaces them is on disk."""
 
-    def drop_unneeded(self, before: _Kept) -> _Kept:
-        """Doom what `before` kept and this does not."""
-        needed = {*self.scores, self.newest}
-        return replace(
-            self, doomed=tuple(name for name in (*before.scores, before.newest) if name and name not in needed)
-        )
+    @property
+    def names(self) -> list[str]:
+        """Everything that is kept."""
+        return [name for name in dict.fromkeys((*self.scores, self.newest)) if name]
 
 
 class ModelCheckpoint(Callback):
     """Save checkpoints while training, keep the best `save_top_k`, and know where they are.
 
-    Everything is saved in `on_train_step_end`, when the step's validation is over (and in `on_train_end`, where training
-    ends inside an epoch); the other hooks only mark what is due. A monitored value picks the best only at the step at which it was computed: where it is due earlier, the
-    decision waits for it. Retention deletes what it replaces after the new checkpoint is on disk, and nothing else.
+    Everything is saved in `on_train_step_end`, when the step's validation is over, and in `on_train_end`, where
+    training ends inside an epoch; the other hooks only mark what is due. A monitored value picks the best only at the
+    step at which it was computed: where it is due earlier, the decision waits for it. Retention deletes what it
+    replaces after the new checkpoint is on disk, and nothing else.
 
     Args:
         dirpath: the folder; by default ``<log_dir>/checkpoints``.
@@ -93,6 +90,7 @@ class ModelCheckpoint(Callback):
             raise ConfigError(f"save_top_k={save_top_k} is not possible; give a count, 0 for none or -1 for all.")
         if save_last not in (None, True, False, "link"):
             raise ConfigError(f"save_last={save_last!r} is not possible; give True, False or 'link'.")
+        check_mode("ModelCheckpoint", mode)
         self.dirpath = "" if dirpath is None else str(dirpath)
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
@@ -165,14 +163,13 @@ class ModelCheckpoint(Callback):
             "dirpath": self.dirpath,
             "scores": {name: score if math.isfinite(score) else None for name, score in self._kept.scores.items()},
             "newest": self._kept.newest,
-            "doomed": list(self._kept.doomed),
             "best": self._ranked()[0] if self._kept.scores else self._saved_best,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what is kept; `on_fit_start` forgets what is no longer in the folder."""
         scores = {name: float("nan") if score is None else float(score) for name, score in state_dict["scores"].items()}
-        self._kept = _Kept(scores, state_dict["newest"], tuple(state_dict["doomed"]))
+        self._kept = _Kept(scores, state_dict["newest"])
         self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
 
     # --- when --------------------------------------------------------------------------------------------------------
@@ -184,17 +181,13 @@ class ModelCheckpoint(Callback):
             self.dirpath = trainer.strategy.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Forget what is no longer (or not) in the folder, and finish deletions that a kill interrupted. Collective."""
+        """Forget what is not in the folder (any more). Collective: every rank calls it."""
         kept = self._kept
-        on_disk = trainer.strategy.broadcast(
-            [n for n in (*kept.scores, kept.newest) if n and Path(self._path(n)).is_dir()]
-        )
+        on_disk = trainer.strategy.broadcast([name for name in kept.names if Path(self._path(name)).is_dir()])
         scores = {name: score for name, score in kept.scores.items() if name in on_disk}
         self._kept = _Kept(scores, kept.newest if kept.newest in on_disk else "")
         if not trainer.strategy.broadcast(Path(self._saved_best).is_dir()):
             self._saved_best = ""
-        for name in kept.doomed:
-            trainer.remove_checkpoint(self._path(name))
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Nothing is due yet, whatever was validated before."""
@@ -259,7 +252,7 @@ class ModelCheckpoint(Callback):
             assert score is not None
             scores[name] = score
         newest = name if is_in_top_k or self.save_last is True else before.newest
-        self._commit(trainer, name, _Kept(scores, newest if self.save_last else "").drop_unneeded(before))
+        self._commit(trainer, name, _Kept(scores, newest if self.save_last else ""))
 
     def _admit(self, scores: dict[str, float], score: float) -> bool:
         """Make place for a new score, by removing the worst if that is worse; return whether there is place."""
@@ -295,9 +288,9 @@ class ModelCheckpoint(Callback):
             raise
         if self.save_last:
             trainer.point_to_checkpoint(self._path(_LAST), self._path(kept.newest))
-        for doomed in kept.doomed:
-            trainer.remove_checkpoint(self._path(doomed))
-        self._kept = replace(kept, doomed=())
+        for replaced in before.names:
+            if replaced not in kept.names and Path(self._path(replaced)).is_dir():
+                trainer.remove_checkpoint(self._path(replaced))
         self._saved_at = trainer.global_step
         if self.verbose:
             score = (
@@ -318,7 +311,7 @@ class _Clock:
         self._began, self._began_at, self._next_look = time.monotonic(), step, step
 
     def is_over(self, trainer: Run) -> bool:
-        """Return what rank 0's clock says; if so, begin anew. Collective where it looks: at the same steps on all ranks.
+        """Return what rank 0's clock says; if so, begin anew. Collective where it looks: at the same steps on each.
 
         It looks again after half of the steps that would fill the rest of the interval at the pace so far.
         """

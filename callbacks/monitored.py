@@ -28,8 +28,7 @@ class MonitoredMetric:
     """
 
     def __init__(self, owner: str, monitor: str, mode: Mode) -> None:
-        if mode not in _MODES:
-            raise ConfigError(f"{owner}(mode={mode!r}) is not possible; give mode='min' or mode='max'.")
+        check_mode(owner, mode)
         self._owner, self._monitor = owner, monitor
         self._sign = 1.0 if mode == "max" else -1.0
         self._is_pending = False
@@ -81,6 +80,12 @@ class MonitoredMetric:
     def is_better(self, value: float, than: float) -> bool:
         """Return whether a value is strictly better than another."""
         return self.rank_of(value) > self.rank_of(than)
+
+
+def check_mode(owner: str, mode: str) -> None:
+    """Raise `ConfigError` unless `mode` is one of the two."""
+    if mode not in _MODES:
+        raise ConfigError(f"{owner}(mode={mode!r}) is not possible; give mode='min' or mode='max'.")
 
 
 def describe_logged(metrics: Mapping[str, object], wanted: str) -> str:

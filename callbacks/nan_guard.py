@@ -72,10 +72,11 @@ class NaNGuard(Callback):
             if id(p) in checked and p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())
         ]
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        although = " although the loss is" if self._losses else ""
         raise NonFiniteError(
             f"The gradient of {', '.join(bad[:_NAMED]) or 'a parameter outside of the module'}{more} is not finite "
-            f"{where} {self._batches}) although the loss is; lower the learning rate, clip (gradient_clip_val), or find "
-            "the operation with Trainer(detect_anomaly=True)."
+            f"{where} {self._batches or [trainer.batch_position]}){although}; lower the learning rate, set "
+            "gradient_clip_val, or find the operation with Trainer(detect_anomaly=True)."
         )
 
 

@@ -74,7 +74,7 @@ class BasePredictionWriter(Callback):
             return
         if trainer.predictions is None:
             raise RunError(
-                f"{type(self).__name__}(write_interval={self.interval!r}) found no predictions: return_predictions=False "
-                "keeps none; leave that out, or write_interval='batch'."
+                f"{type(self).__name__}(write_interval={self.interval!r}) found no predictions: with "
+                "return_predictions=False none are kept; leave that out, or set write_interval='batch'."
             )
         self.write_on_epoch_end(trainer, module, trainer.predictions, None)

@@ -52,7 +52,7 @@ class StochasticWeightAveraging(WeightAveraging):
         is_fraction = isinstance(swa_epoch_start, float)
         if not (0.0 <= swa_epoch_start <= 1.0 if is_fraction else swa_epoch_start >= 1):
             raise ConfigError(
-                f"swa_epoch_start={swa_epoch_start!r} is not possible; give an epoch from 1, or a fraction from 0.0 to 1.0."
+                f"swa_epoch_start={swa_epoch_start!r} is not possible; give an epoch from 1, or a fraction up to 1.0."
             )
         if annealing_epochs < 0:
             raise ConfigError(f"annealing_epochs={annealing_epochs} is not possible; give 0 or more.")

@@ -14,7 +14,9 @@ from .averaged_weights import AveragedWeights, AverageMany, AverageOne
 from .callback import Callback
 from .run import Run
 
-_MODEL: Final = "model"
+_WEIGHTS: Final = "state_dict"
+_CALLBACKS: Final = "callbacks"
+"""A part of all checkpoints but those of weights only."""
 _TRAINED: Final = "trained_weights"
 
 
@@ -57,39 +59,39 @@ class WeightAveraging(Callback):
         self._saved: Mapping[str, Any] = {}
         self._saved_count = 0
         self._latest_step = 0
-        self._latest_epoch = -1
+        self._has_epoch_ended = False
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to average after this optimizer step, or after this epoch; override it for another policy.
 
         Args:
             step_idx: the step that has just been made, from 0; None at the end of an epoch.
-            epoch_idx: the epoch that ends, from 0; None after a step.
+            epoch_idx: the epoch that has been completed, from 0; None after a step.
         """
         return step_idx is not None
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many weights were averaged, and when last."""
-        count = self._average.count if self._average is not None else 0
-        return {"count": count, "latest_step": self._latest_step, "latest_epoch": self._latest_epoch} if count else {}
+        """Return how many weights were averaged."""
+        return {"count": self._average.count} if self._average is not None and self._average.count else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the numbers back."""
+        """Take the number back."""
         self._saved_count = state_dict["count"]
-        self._latest_step, self._latest_epoch = state_dict["latest_step"], state_dict["latest_epoch"]
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Save the average as the model, which is what was validated, and the module's own weights beside it."""
         if self._average is not None and self._average.count:
-            checkpoint[_MODEL], checkpoint[_TRAINED] = self._average.exchange_in(checkpoint[_MODEL])
+            checkpoint[_WEIGHTS], trained = self._average.exchange_in(checkpoint[_WEIGHTS])
+            if _CALLBACKS in checkpoint:
+                checkpoint[_TRAINED] = trained
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Keep the saved average until `on_fit_start`, and let the module go on with its own weights."""
         if self._is_fitting and _TRAINED in checkpoint:
-            self._saved = checkpoint[_MODEL]
-            checkpoint[_MODEL] = {**checkpoint[_MODEL], **checkpoint[_TRAINED]}
+            self._saved = checkpoint[_WEIGHTS]
+            checkpoint[_WEIGHTS] = {**checkpoint[_WEIGHTS], **checkpoint[_TRAINED]}
 
     # --- when --------------------------------------------------------------------------------------------------------
 
@@ -103,8 +105,7 @@ class WeightAveraging(Callback):
         if self._saved:
             self._average.load(self._saved, self._saved_count)
             self._saved = {}
-        else:
-            self._latest_step, self._latest_epoch = trainer.global_step, -1
+        self._latest_step, self._has_epoch_ended = trainer.global_step, False
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Average, if this micro-batch completed a step and the policy says so."""
@@ -115,9 +116,13 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Average, if the policy says so for this epoch."""
-        if trainer.current_epoch > self._latest_epoch:
-            self._latest_epoch = trainer.current_epoch
+        """Note that the epoch ends; one that training leaves before its end has no `on_train_step_end` after this."""
+        self._has_epoch_ended = True
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Average, if an epoch has ended and the policy says so for it; before any checkpoint of this step."""
+        if self._has_epoch_ended:
+            self._has_epoch_ended = False
             if self.should_update(epoch_idx=trainer.current_epoch):
                 self._update()
 

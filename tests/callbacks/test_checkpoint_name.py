@@ -42,7 +42,9 @@ def test_a_broken_template_is_refused_at_once(template: str) -> None:
 
 
 def test_a_format_that_does_not_fit_is_named_with_the_value() -> None:
-    with pytest.raises(ConfigError, match=r"val_loss=0\.5 cannot be written as '\{val_loss:d\}'.*give it another format"):
+    with pytest.raises(
+        ConfigError, match=r"val_loss=0\.5 cannot be written as '\{val_loss:d\}'.*give it another format"
+    ):
         CheckpointName("{val_loss:d}").fill({"val_loss": 0.5})
 
 

@@ -1,0 +1,119 @@
+"""LossSpikePolicy: an outlier leaves no trace in the weights, and every decision is on record and repeatable."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import Scripted, batches, trainer_in
+from torch import Tensor
+
+from echelon import ModelCheckpoint
+from echelon.callbacks import LossSpikePolicy
+from echelon.strategies.errors import ConfigError
+
+
+class Spiking(Scripted):
+    """Multiplies the loss at the given global steps."""
+
+    def __init__(self, spikes: dict[int, float]) -> None:
+        super().__init__(lr=0.01)
+        torch.manual_seed(0)
+        self.net.reset_parameters()
+        self.spikes = spikes
+        self.weights: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.weights.append(self.net.weight.detach().clone())
+        return super().training_step(batch, batch_idx) * self.spikes.get(self.global_step, 1.0)
+
+
+def policy(**arguments: Any) -> LossSpikePolicy:
+    return LossSpikePolicy(**{"warmup": 4, "threshold": 8.0, **arguments})
+
+
+@pytest.mark.parametrize("factor", [1e3, float("nan"), float("inf")])
+def test_a_spike_is_skipped_and_training_goes_on(tmp_path: Path, factor: float) -> None:
+    module, spikes = Spiking({6: factor}), policy()
+    trainer = trainer_in(tmp_path, spikes, max_epochs=3)
+    trainer.fit(module, batches())
+    assert torch.equal(module.weights[6], module.weights[7])
+    assert not torch.equal(module.weights[7], module.weights[8])
+    assert trainer.global_step == 12
+    assert [(d["global_step"], d["epoch"], d["batch_idx"], d["action"]) for d in spikes.decisions] == [
+        (6, 1, 2, "skip")
+    ]
+
+
+def test_a_spike_leaves_the_optimizer_as_if_there_had_been_no_step(tmp_path: Path) -> None:
+    with_spike, without = Spiking({7: 1e3}), Spiking({})
+    trainer_in(tmp_path, policy(), max_epochs=2).fit(with_spike, batches())
+    trainer_in(tmp_path, policy(), max_steps=7).fit(without, batches())
+    assert torch.equal(with_spike.net.weight, without.net.weight)
+
+
+def test_a_spike_can_end_training_with_the_weights_before_it(tmp_path: Path) -> None:
+    module, spikes = Spiking({6: 1e3}), policy(action="stop")
+    trainer = trainer_in(tmp_path, spikes, max_epochs=3)
+    trainer.fit(module, batches())
+    assert trainer.global_step == 7
+    assert torch.equal(module.net.weight, module.weights[6])
+    assert spikes.decisions[0]["action"] == "stop"
+
+
+def test_too_many_spikes_in_a_row_end_training(tmp_path: Path) -> None:
+    spikes = policy(max_consecutive=3)
+    trainer = trainer_in(tmp_path, spikes, max_epochs=5)
+    trainer.fit(Spiking({5: 1e3, 7: 1e3, 8: 1e3, 9: 1e3}), batches())
+    assert trainer.global_step == 10
+    assert [d["action"] for d in spikes.decisions] == ["skip", "skip", "skip", "stop"]
+
+
+def test_nothing_is_judged_while_warming_up_but_what_is_not_finite(tmp_path: Path) -> None:
+    spikes = policy(warmup=10)
+    trainer_in(tmp_path, spikes, max_epochs=2).fit(Spiking({3: 1e3, 5: float("nan")}), batches())
+    assert [d["global_step"] for d in spikes.decisions] == [5]
+
+
+def test_a_resumed_run_decides_the_same(tmp_path: Path) -> None:
+    factors = {6: 1e3, 9: 1e3, 10: 2.0}
+    whole, first, second = policy(), policy(), policy()
+    module = Spiking(factors)
+    trainer_in(tmp_path, whole, max_epochs=3).fit(module, batches())
+    saving = ModelCheckpoint(tmp_path / "ckpt")
+    trainer_in(tmp_path, first, saving, max_steps=7).fit(Spiking(factors), batches())
+    resumed = Spiking(factors)
+    trainer_in(tmp_path, second, max_epochs=3).fit(resumed, batches(), ckpt_path=saving.best_model_path)
+    assert second.state_dict() == whole.state_dict()
+    assert torch.equal(module.net.weight, resumed.net.weight)
+
+
+def test_an_accumulated_step_is_judged_as_one(tmp_path: Path) -> None:
+    module, spikes = Spiking({5: 1e3}), policy()
+    trainer_in(tmp_path, spikes, max_epochs=4, accumulate_grad_batches=2).fit(module, batches())
+    assert [d["global_step"] for d in spikes.decisions] == [5]
+    assert spikes.decisions[0]["batch_idx"] == 3
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    class Two(Spiking):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([self.net.weight], 0.1), torch.optim.SGD([self.net.bias], 0.1)]
+
+    with pytest.raises(ConfigError, match="LossSpikePolicy needs 1 optimizer, found 2"):
+        trainer_in(tmp_path, policy(), max_epochs=1).fit(Two({}), batches())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"action": "rollback"}, "action='rollback' is not possible; give 'skip' or 'stop'"),
+        ({"threshold": 0.0}, "threshold=0.0 is not possible"),
+        ({"window": 0}, "window=0 is not possible"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LossSpikePolicy(**arguments)

@@ -1,0 +1,255 @@
+"""ModelCheckpoint: what is saved when, what is kept, which is best, and that a resumed run goes on with it."""
+
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import Scripted, batches, trainer_in
+
+from echelon.callbacks import Callback, ModelCheckpoint
+from echelon.strategies.errors import CheckpointError, ConfigError
+
+NAN = float("nan")
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fit(folder: Path, checkpoint: ModelCheckpoint, module: Scripted | None = None, **settings: Any) -> Any:
+    """Fit 3 epochs of 4 steps, with a validation after each."""
+    ckpt_path = settings.pop("ckpt_path", None)
+    callbacks = settings.pop("also", [])
+    trainer = trainer_in(folder, *callbacks, checkpoint, **{"max_epochs": 3, **settings})
+    trainer.fit(module or Scripted(), batches(), batches(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_without_monitor_the_newest_is_kept(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint()
+    fit(tmp_path, checkpoint)
+    assert names_in(tmp_path / "checkpoints") == ["epoch=2-step=12.ckpt"]
+    assert checkpoint.best_model_path == str(tmp_path / "checkpoints" / "epoch=2-step=12.ckpt")
+    assert checkpoint.best_model_score is None
+
+
+def test_the_best_k_are_kept(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{epoch}-{val_loss:.1f}", monitor="val_loss", save_top_k=2)
+    fit(tmp_path, checkpoint, Scripted([0.3, 0.1, 0.5, 0.2]), max_epochs=4)
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-val_loss=0.1.ckpt", "epoch=3-val_loss=0.2.ckpt"]
+    assert Path(checkpoint.best_model_path).name == "epoch=1-val_loss=0.1.ckpt"
+    assert Path(checkpoint.kth_best_model_path).name == "epoch=3-val_loss=0.2.ckpt"
+    assert checkpoint.best_model_score is not None
+    assert checkpoint.best_model_score.item() == pytest.approx(0.1)
+    assert sorted(score.item() for score in checkpoint.best_k_models.values()) == pytest.approx([0.1, 0.2])
+
+
+def test_mode_max_keeps_the_largest(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", mode="max")
+    fit(tmp_path, checkpoint, Scripted([0.3, 0.5, 0.4]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt"]
+
+
+def test_nan_is_best_only_as_long_as_there_is_nothing_else(tmp_path: Path) -> None:
+    only_nan = ModelCheckpoint(tmp_path / "nan", monitor="val_loss")
+    fit(tmp_path, only_nan, Scripted([NAN, NAN, NAN]))
+    assert names_in(tmp_path / "nan") == ["epoch=0-step=4.ckpt"]
+    for mode in ("min", "max"):
+        checkpoint = ModelCheckpoint(tmp_path / mode, monitor="val_loss", mode=mode)
+        fit(tmp_path, checkpoint, Scripted([NAN, 0.5, NAN]))
+        assert names_in(tmp_path / mode) == ["epoch=1-step=8.ckpt"]
+
+
+def test_last_is_a_relative_link_to_the_newest(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", save_last=True)
+    fit(tmp_path, checkpoint, Scripted([0.1, 0.3, 0.2]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "epoch=2-step=12.ckpt", "last.ckpt"]
+    assert os.readlink(checkpoint.last_model_path) == "epoch=2-step=12.ckpt"
+
+
+def test_link_stands_for_the_newest_of_the_best(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", save_last="link")
+    fit(tmp_path, checkpoint, Scripted([0.3, 0.1, 0.2]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt", "last.ckpt"]
+    assert os.readlink(checkpoint.last_model_path) == "epoch=1-step=8.ckpt"
+
+
+def test_save_top_k_0_saves_only_the_last(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", save_top_k=0, save_last=True))
+    assert names_in(tmp_path / "ckpt") == ["epoch=2-step=12.ckpt", "last.ckpt"]
+    fit(tmp_path, ModelCheckpoint(tmp_path / "none", save_top_k=0))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_step_waits_for_the_validation_that_computes_its_metric(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{step}", monitor="val_loss", save_top_k=-1, every_n_train_steps=3)
+    fit(tmp_path, checkpoint, Scripted([0.3, 0.2, 0.1]))
+    # due at 3, 6, 9 and 12; validated at 4, 8 and 12
+    assert names_in(tmp_path / "ckpt") == ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
+
+
+def test_last_does_not_wait_for_the_metric(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", save_last=True, every_n_train_steps=3)
+    saved: list[str] = []
+
+    class Watch(Callback):
+        def on_train_step_end(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step == 4:  # checkpoints of this step come after every other callback
+                saved.extend(names_in(tmp_path / "ckpt"))
+
+    trainer = trainer_in(tmp_path, checkpoint, Watch(), max_epochs=1)
+    trainer.fit(Scripted([0.3]), batches(), batches())
+    assert saved == ["epoch=0-step=3.ckpt", "last.ckpt"]
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "last.ckpt"]
+
+
+def test_a_stale_metric_never_picks_the_best(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(
+        tmp_path / "ckpt", "{epoch}", monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=True
+    )
+    fit(tmp_path, checkpoint, Scripted([0.3, 0.2]), max_epochs=5, check_val_every_n_epoch=2)
+    assert names_in(tmp_path / "ckpt") == ["epoch=1.ckpt", "epoch=3.ckpt"]
+
+
+def test_what_the_module_logs_at_the_end_of_an_epoch_can_be_monitored(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{epoch}", monitor="train_end")
+    fit(tmp_path, checkpoint, Scripted(epoch_values=[0.3, 0.1, 0.2]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=1.ckpt"]
+    assert checkpoint.best_model_score is not None
+    assert checkpoint.best_model_score.item() == pytest.approx(0.1)
+
+
+def test_each_validation_inside_an_epoch_can_be_the_best(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{step}", monitor="val_loss")
+    fit(tmp_path, checkpoint, Scripted([0.3, 0.2, 0.1, 0.4]), max_epochs=2, val_check_interval=0.5)
+    assert names_in(tmp_path / "ckpt") == ["step=6.ckpt"]
+
+
+def test_a_monitor_that_is_never_logged_is_an_error_that_lists_what_was(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"monitor='vall_loss'.*logged were 'train_loss', 'val_loss': monitor one of them"
+    ):
+        fit(tmp_path, ModelCheckpoint(monitor="vall_loss"), Scripted([0.3, 0.2, 0.1]))
+
+
+def test_names_that_exist_get_a_version(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", "same", save_top_k=-1))
+    assert names_in(tmp_path / "ckpt") == ["same-v1.ckpt", "same-v2.ckpt", "same.ckpt"]
+
+
+def test_files_of_others_in_the_folder_survive(tmp_path: Path) -> None:
+    other = tmp_path / "ckpt" / "epoch=0-step=4.ckpt"
+    other.mkdir(parents=True)
+    (other / "theirs").write_text("kept")
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt"))
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "epoch=2-step=12.ckpt"]
+    assert (other / "theirs").read_text() == "kept"
+
+
+def test_every_n_epochs_saves_in_those_epochs(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", "{epoch}", save_top_k=-1, every_n_epochs=2), max_epochs=5)
+    assert names_in(tmp_path / "ckpt") == ["epoch=1.ckpt", "epoch=3.ckpt"]
+
+
+def test_every_n_train_steps_counts_optimizer_steps(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{step}", save_top_k=-1, every_n_train_steps=2)
+    fit(tmp_path, checkpoint, max_epochs=2, accumulate_grad_batches=2)
+    assert names_in(tmp_path / "ckpt") == ["step=2.ckpt", "step=4.ckpt"]
+
+
+def test_an_interval_of_time_saves_when_it_has_passed(tmp_path: Path) -> None:
+    always = ModelCheckpoint(tmp_path / "always", "{step}", save_top_k=-1, train_time_interval=timedelta(0))
+    never = ModelCheckpoint(tmp_path / "never", train_time_interval=timedelta(days=1))
+    fit(tmp_path, always, also=[never], max_epochs=1)
+    assert names_in(tmp_path / "always") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert not (tmp_path / "never").exists()
+
+
+def test_training_that_ends_inside_an_epoch_is_saved(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=-1, max_steps=6)
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-step=6.ckpt"]
+
+
+def test_last_is_where_training_ended(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", save_last=True, every_n_train_steps=5))
+    assert names_in(tmp_path / "ckpt") == ["epoch=2-step=10.ckpt", "epoch=2-step=12.ckpt", "last.ckpt"]
+    assert os.readlink(tmp_path / "ckpt" / "last.ckpt") == "epoch=2-step=12.ckpt"
+
+
+def test_weights_only_leaves_out_what_only_resuming_needs(tmp_path: Path) -> None:
+    fit(
+        tmp_path,
+        ModelCheckpoint(tmp_path / "full"),
+        also=[ModelCheckpoint(tmp_path / "bare", save_weights_only=True, every_n_epochs=3)],
+    )
+    full, bare = (names_in(tmp_path / kind / "epoch=2-step=12.ckpt") for kind in ("full", "bare"))
+    assert "model.safetensors" in bare
+    assert len(bare) < len(full)
+
+
+def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").write_text("a file where the folder should be")
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss")
+    with pytest.raises(CheckpointError):
+        fit(tmp_path, checkpoint, Scripted([0.3, 0.2, 0.1]))
+    assert checkpoint.best_model_path == ""
+    assert checkpoint.best_model_score is None
+
+
+def test_a_resumed_run_keeps_the_same_as_one_that_never_stopped(tmp_path: Path) -> None:
+    def checkpoint(folder: str) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / folder, monitor="val_loss", save_top_k=2, save_last=True)
+
+    values = [0.3, 0.1, 0.5, 0.2, 0.4]
+    whole = checkpoint("whole")
+    fit(tmp_path, whole, Scripted(values), max_epochs=5)
+    fit(tmp_path, checkpoint("halves"), Scripted(values[:3]), max_epochs=3)
+    resumed = checkpoint("halves")
+    fit(tmp_path, resumed, Scripted(values[3:]), max_epochs=5, ckpt_path=str(tmp_path / "halves" / "last.ckpt"))
+    assert names_in(tmp_path / "halves") == names_in(tmp_path / "whole")
+    assert Path(resumed.best_model_path).name == Path(whole.best_model_path).name
+    assert resumed.best_model_score == whole.best_model_score
+
+
+def test_a_folder_that_was_moved_resumes(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "old", monitor="val_loss"), Scripted([0.3, 0.1]), max_epochs=2)
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    checkpoint = ModelCheckpoint(tmp_path / "new", monitor="val_loss")
+    path = str(tmp_path / "new" / "epoch=1-step=8.ckpt")
+    fit(tmp_path, checkpoint, Scripted([0.2]), max_epochs=3, ckpt_path=path)
+    assert checkpoint.best_model_path == path
+    assert names_in(tmp_path / "new") == ["epoch=1-step=8.ckpt"]
+
+
+def test_a_resumed_run_in_another_folder_ranks_anew_and_deletes_nothing(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "old", monitor="val_loss"), Scripted([0.3, 0.1]), max_epochs=2)
+    old = str(tmp_path / "old" / "epoch=1-step=8.ckpt")
+    checkpoint = ModelCheckpoint(tmp_path / "new", monitor="val_loss")
+    fit(tmp_path, checkpoint, Scripted([]), max_epochs=2, ckpt_path=old)
+    assert checkpoint.best_model_path == old
+    checkpoint = ModelCheckpoint(tmp_path / "new", monitor="val_loss")
+    fit(tmp_path, checkpoint, Scripted([0.2]), max_epochs=3, ckpt_path=old)
+    assert checkpoint.best_model_path == str(tmp_path / "new" / "epoch=2-step=12.ckpt")
+    assert names_in(tmp_path / "old") == ["epoch=1-step=8.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "least"}, "mode='least'.*give mode='min' or mode='max'"),
+        ({"save_top_k": -2}, "save_top_k=-2 is not possible"),
+        ({"save_last": "yes"}, "save_last='yes' is not possible"),
+        ({"filename": "{epoch"}, r"filename='\{epoch' is not a template"),
+        (
+            {"every_n_train_steps": 10, "every_n_epochs": 1},
+            "every_n_train_steps=10, every_n_epochs=1 exclude each other",
+        ),
+        ({"every_n_epochs": -1}, "every_n_epochs=-1 is not possible"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelCheckpoint(**arguments)
