@@ -39,7 +39,7 @@ class Bar(Protocol):
         """Let the clock run on."""
 
     def end(self, done: int, postfix: Postfix) -> None:
-        """End a count; another may `begin`."""
+        """Show the end of a count; another may `begin`, or `close` follow."""
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         """Show the last state and leave it standing if `keep`, otherwise vanish."""
@@ -95,14 +95,17 @@ class TqdmBar:
         self._bar.unpause()
 
     def end(self, done: int, postfix: Postfix) -> None:
+        self.show(done, postfix)
         if self._leave:
-            self.close(done, postfix, keep=True)
+            self._bar.close()
+            self._bar = None
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         if self._bar is None:
             return
         if keep:
             self.show(done, postfix)
+        self._bar.n = done  # a widget that is closed before its end does not vanish, but turns red
         self._bar.leave = keep
         self._bar.close()
         self._bar = None
@@ -122,6 +125,7 @@ class LineBar:
         self._initial = done
         self._started = monotonic()
         self._paused = self._started
+        self._has_ended = False
 
     def show(self, done: int, postfix: Postfix) -> None:
         if done < self._total and monotonic() >= self._printed_at + self.interval:
@@ -134,11 +138,12 @@ class LineBar:
         self._started += monotonic() - self._paused
 
     def end(self, done: int, postfix: Postfix) -> None:
-        if self._lines < _FREE_LINES or monotonic() >= self._printed_at + 1.0:
+        self._has_ended = self._lines < _FREE_LINES or monotonic() >= self._printed_at + 1.0
+        if self._has_ended:
             self._print(done, postfix)
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
-        if keep:
+        if keep and not self._has_ended:
             self._print(done, postfix)
 
     def _print(self, done: int, postfix: Postfix) -> None:

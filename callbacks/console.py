@@ -1,4 +1,4 @@
-"""Where a run speaks to its user: in a terminal, in a notebook, or into a file; and lines that no progress bar tears."""
+"""Where a run speaks to its user: in a terminal, in a notebook, or a file; and lines that no progress bar tears."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ThroughputMonitor(Callback):
     (micro-batches), ``flops_per_sec`` and ``mfu`` of one; each is the mean over the last `window_size` steps.
     ``throughput/samples``, ``tokens`` and ``seconds`` count from the very first `fit`: resumed, they go on. Time is
     training time, without validation, on the host's clock: nothing waits for the device. The hooks run on every rank,
-    rank 0 logs, nothing communicates. A step that is not logged costs 0.3 us, and what the two functions cost.
+    rank 0 logs, nothing communicates. A step that is not logged costs 0.6 us, and what the two functions cost.
 
     MFU (Chowdhery et al. 2022) is the FLOPs that the model does in a second over those that the device could do. With
     activation checkpointing a counted batch holds the recomputation, too: give `flops_per_batch` then.

@@ -174,7 +174,7 @@ def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None)
             duration = timedelta(**value)
         else:
             duration = value
-        if duration is not None and duration < timedelta():
+        if duration is not None and (not isinstance(duration, timedelta) or duration < timedelta()):
             raise ValueError
     except (TypeError, ValueError):
         raise ConfigError(

@@ -1,0 +1,263 @@
+"""The progress bar, on a real pseudo-terminal and piped: what one sees, and how often it is written."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import Scripted, batches, trainer_in
+from terminal import terminal
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from echelon import Callback, Trainer
+from echelon.callbacks import LambdaCallback, TQDMProgressBar
+from echelon.callbacks.bars import LineBar, TqdmBar, open_bar
+from echelon.callbacks.console import current_console, say
+from echelon.strategies.errors import ConfigError
+
+
+class Shown(Scripted):
+    """Logs its loss into the bar."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", 0.5)
+
+
+class Endless(IterableDataset[Tensor]):
+    """Batches whose number nobody knows beforehand."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(torch.ones(2, 2), torch.ones(2, 1))] * 7)
+
+
+def trainer_with_bar(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    return trainer_in(folder, *callbacks, **{"enable_progress_bar": True, "max_epochs": 2, **settings})
+
+
+def epochs_of(lines: list[str]) -> list[str]:
+    return [found.group(1) for line in lines if (found := re.match(r"Epoch (\d+/\d+|\d+): ", line))]
+
+
+# --- in a terminal ---------------------------------------------------------------------------------------------------
+
+
+def test_one_complete_bar_is_left_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, num_sanity_val_steps=1).fit(Shown([1.0, 1.0]), batches(), batches(4))
+    assert len(seen.screen) == 1
+    assert re.match(r"Epoch 1/1: 100%\|█+\| 4/4 \[.*shown=[\d.e-]+\]$", seen.screen[0])
+    assert "Validating" in seen.written
+    assert "Sanity checking" in seen.written
+
+
+def test_leave_keeps_the_bar_of_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, TQDMProgressBar(leave=True), max_epochs=3).fit(Shown(), batches(), batches(4))
+    assert epochs_of(seen.screen) == ["0/2", "1/2", "2/2"]
+    assert all("100%" in line and "4/4" in line for line in seen.screen)
+
+
+def test_a_narrow_terminal_gets_no_second_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, columns=30) as seen:
+        trainer_with_bar(tmp_path).fit(Shown(), batches(), batches(4))
+    assert len(seen.screen) == 1
+    assert len(seen.screen[0]) <= 30
+
+
+def test_what_is_said_while_a_bar_is_drawn_stands_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: say(f"said {batch_idx}")
+    )
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, talk, max_epochs=1).fit(Shown(), batches())
+    assert seen.screen[:4] == ["said 0", "said 1", "said 2", "said 3"]
+    assert len(seen.screen) == 5
+    assert "4/4" in seen.screen[4]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_bar_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def interrupt(trainer: object, module: object, outputs: object, batch: object, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise error("enough")
+
+    trainer = trainer_with_bar(tmp_path, LambdaCallback(on_train_batch_end=interrupt))
+    with terminal(monkeypatch) as seen:
+        with pytest.raises(error):
+            trainer.fit(Shown(), batches())
+        print("afterwards")
+    assert len(seen.screen) == 2
+    assert re.match(r"Epoch 0/1: .* 2/4 |Epoch 0/1: .* 3/4 ", seen.screen[0])
+    assert seen.screen[1] == "afterwards"
+
+
+def test_a_second_fit_draws_again_after_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    bar = TQDMProgressBar()
+    with terminal(monkeypatch) as seen:
+        with pytest.raises(KeyboardInterrupt):
+            trainer_with_bar(tmp_path, bar, LambdaCallback(on_validation_batch_end=interrupt)).fit(
+                Shown(), batches(), batches(4)
+            )
+        trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches())
+    assert len(seen.screen) == 2
+    assert "4/4" in seen.screen[1]
+
+
+def test_an_unknown_length_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as seen:
+        loader = torch.utils.data.DataLoader(Endless(), batch_size=None)
+        trainer_with_bar(tmp_path, max_epochs=1).fit(Shown(), loader)
+    assert len(seen.screen) == 1
+    assert "Epoch 0/0: 7it [" in seen.screen[0]
+
+
+def test_a_resumed_epoch_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_in(tmp_path, max_epochs=1, max_steps=3)
+    trainer.fit(Shown(), batches())
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, max_epochs=1).fit(Shown(), batches(), ckpt_path=tmp_path / "middle.ckpt")
+    counts = re.findall(r"(\d+)/4", seen.written)
+    assert counts[0] == "3"
+    assert counts[-1] == "4"
+    assert "0/4" not in seen.written
+
+
+def test_evaluations_leave_their_bar_and_predictions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_with_bar(tmp_path)
+    with terminal(monkeypatch) as seen:
+        trainer.validate(Scripted(), [batches(4), batches(8)])
+        trainer.test(Shown(), batches(4))
+        trainer.predict(Predicting(), batches(4))
+    bars = [line.split(":")[0] + line.split("|")[2].split("[")[0] for line in seen.screen if "%|" in line]
+    assert bars == ["Validating 6/6 ", "Testing 2/2 ", "Predicting 2/2 "]
+
+
+class Predicting(Scripted):
+    """Predicts something."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+class Counting(TQDMProgressBar):
+    """Counts how often metrics are read."""
+
+    reads = 0
+
+    def get_metrics(self, trainer: Any, module: Any) -> dict[str, float | str]:
+        self.reads += 1
+        return {"own": "metric"}
+
+
+def test_metrics_are_read_only_for_a_redraw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = Counting()
+    began = time.monotonic()
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches(1000))
+    redraws = (time.monotonic() - began) / TqdmBar.interval
+    assert 1 <= bar.reads <= redraws + 4
+    assert "500/500" in seen.screen[-1]
+    assert "own=metric" in seen.screen[-1]
+
+
+def test_refresh_rate_is_a_multiple_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TqdmBar, "interval", 0.0)
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, TQDMProgressBar(refresh_rate=3), max_epochs=1).fit(Shown(), batches(16))
+    assert list(dict.fromkeys(re.findall(r"(\d)/8", seen.written))) == ["0", "3", "6", "8"]
+
+
+def test_refresh_rate_zero_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, TQDMProgressBar(refresh_rate=0)).fit(Shown(), batches(), batches(4))
+    assert seen.written == ""
+
+
+# --- piped -----------------------------------------------------------------------------------------------------------
+
+
+def test_piped_output_has_a_line_an_epoch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer_with_bar(tmp_path, max_epochs=3, num_sanity_val_steps=1).fit(Shown(), batches(), batches(4))
+    output = capfd.readouterr()
+    lines = output.out.splitlines()
+    assert epochs_of(lines) == ["0/2", "1/2", "2/2"]
+    assert all(re.match(r"Epoch ./2: 4/4 \[00:\d\d, [\d.]+it/s, shown=[\d.e-]+\]$", line) for line in lines)
+    assert "\r" not in output.out
+    assert output.err == ""
+
+
+def test_piped_output_of_many_short_epochs_is_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    trainer_with_bar(tmp_path, max_epochs=100).fit(Shown(), batches(2))
+    allowed = 10 + (time.monotonic() - began) + 1
+    lines = capfd.readouterr().out.splitlines()
+    assert 10 <= len(lines) <= allowed
+    assert lines[-1].startswith("Epoch 99/99: 1/1")
+
+
+def test_a_long_epoch_has_a_line_now_and_then(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bar = TQDMProgressBar(seconds_between_lines=0.0)
+    trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches())
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split(" ")[2] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+
+
+def test_a_negative_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match="refresh_rate=-1 is not possible"):
+        TQDMProgressBar(refresh_rate=-1)
+
+
+# --- in a notebook ---------------------------------------------------------------------------------------------------
+
+
+def pretend_kernel(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+    """Put the one function of IPython's there by which a kernel is known."""
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: types.SimpleNamespace(config=config)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+
+
+def test_a_kernel_is_a_notebook_and_a_terminals_ipython_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_kernel(monkeypatch, {"IPKernelApp": {}})
+    assert current_console() in ("notebook", "plain_notebook")
+    pretend_kernel(monkeypatch, {"TerminalIPythonApp": {}})
+    assert current_console() in ("terminal", "file")
+
+
+def test_widgets_are_used_only_where_they_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_kernel(monkeypatch, {"IPKernelApp": {}})
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert current_console() == "plain_notebook"
+    (tmp_path / "ipywidgets.py").touch()
+    assert current_console() == "notebook"
+
+
+def test_below_the_first_bar_there_is_a_second_only_where_the_cursor_moves() -> None:
+    settings: dict[str, Any] = {"leave": False, "seconds_between_lines": 30.0}
+    assert open_bar("plain_notebook", line=1, **settings) is None
+    assert open_bar("file", line=1, **settings) is None
+    assert isinstance(open_bar("file", line=0, **settings), LineBar)
+    assert isinstance(open_bar("plain_notebook", line=0, **settings), TqdmBar)
+    assert isinstance(open_bar("terminal", line=1, **settings), TqdmBar)
