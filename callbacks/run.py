@@ -30,6 +30,9 @@ class Logger(Protocol):
     def log_dir(self) -> str:
         """The folder of this run; the parent of its ``checkpoints``."""
 
+    def open(self) -> None:
+        """Take the folder of the run: from here on `log_dir` is final. Called before the hooks of a `fit`."""
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers at a position of the step axis: the number of optimizer steps completed."""
 

@@ -117,7 +117,11 @@ def build_config(config: Config) -> Experiment:
     settings: dict[str, Any] = build(values.get("trainer") or {}, "trainer")
     callbacks = settings.pop("callbacks", None) or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    trainer = Trainer(**settings, callbacks=[*callbacks, _SaveConfig(config.text)])
+    try:
+        trainer = Trainer(**settings, callbacks=[*callbacks, _SaveConfig(config.text)])
+    except ConfigError as error:
+        error.add_note("This is about the keys below trainer.")
+        raise
     module = build(values["module"], "module")
     return Experiment(trainer, module, build(values.get("data"), "data"), values.get("ckpt_path"))
 

@@ -51,7 +51,7 @@ def check(value: object, key: str, base: type = object) -> None:
         found = find_class(value[TARGET], f"{key}.{TARGET}")
         if not issubclass(found, base):
             raise ConfigError(
-                f"{key}.{TARGET}={value[TARGET]!r} is no {base.__name__}; name a class that is derived from {base.__name__}."
+                f"{key}.{TARGET}={value[TARGET]!r} is no {base.__name__}; name a class derived from {base.__name__}."
             )
         _check_arguments(found, value, key)
     for name, item in value.items():
@@ -98,7 +98,7 @@ def find_class(path: object, key: str) -> type[Any]:
     if not isinstance(found, type):
         classes = [name for name in dir(module) if isinstance(getattr(module, name), type)]
         raise ConfigError(
-            f"{key}={path!r}: the module {module_name!r} has no class {class_name!r}.{did_you_mean(class_name, classes)}"
+            f"{key}={path!r}: module {module_name!r} has no class {class_name!r}.{did_you_mean(class_name, classes)}"
         )
     _refuse_library(path, found.__module__, key)
     return found

@@ -275,6 +275,9 @@ class Trainer(RunView):
         session = self._session = self._open_session(request)
         status = "failed"
         try:
+            if request.task == "fit" and self.is_global_zero:
+                for logger in self.loggers:
+                    logger.open()
             self._set_up(session)
             self.profiler.start(self.log_dir, self.strategy.rank)
             yield session

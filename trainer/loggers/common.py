@@ -93,14 +93,14 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     text = str(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return `plain` hyper-parameters as one level of names (``optimizer/lr``); what is no finite number becomes text."""
+    """Return `plain` hyper-parameters as one level of names (``optimizer/lr``), as finite numbers or text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in params.items():
         name = f"{prefix}{key}"

@@ -59,8 +59,12 @@ class CSVLogger:
 
     @property
     def log_dir(self) -> str:
-        """The folder of this run; with a version number of our choice, final once something is written."""
+        """The folder of this run."""
         return str(self._folder.path)
+
+    def open(self) -> None:
+        """Create the folder of the run; a version number of our choice is final from here on."""
+        self._folder.claim()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`."""
