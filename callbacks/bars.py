@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from ..strategies.errors import MissingDependencyError
-from .console import Console
+from .console import Console, say
 
 _FREE_LINES: Final = 10
 """So many finished epochs get their line however short they are; the later ones at most one a second."""
@@ -151,7 +151,7 @@ class LineBar:
         rate = (done - self._initial) / elapsed if elapsed > 0 else 0.0
         count = f"{done}" if math.isinf(self._total) else f"{done}/{int(self._total)}"
         details = [_clock(elapsed), f"{rate:.1f}it/s", postfix() if postfix is not None else ""]
-        print(f"{self._description}: {count} [{', '.join(filter(None, details))}]", flush=True)
+        say(f"{self._description}: {count} [{', '.join(filter(None, details))}]")
         self._lines += 1
         self._printed_at = monotonic()
 

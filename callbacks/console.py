@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from typing import Literal
+from typing import Final, Literal
 
 Console = Literal["terminal", "notebook", "plain_notebook", "file"]
+
+_BOX: Final = str.maketrans("┏┳┓┡╇┩└┴┘━─┃│…", "+++++++++--||.")
 
 
 def current_console() -> Console:
@@ -17,13 +19,23 @@ def current_console() -> Console:
 
 
 def say(text: str) -> None:
-    """Print to standard output; above a progress bar, if one is drawn there."""
+    """Print to standard output; above a progress bar, if one is drawn there; without characters that it cannot show."""
+    text = _encodable(text, sys.stdout.encoding or "utf-8")
     if "tqdm" not in sys.modules:
         print(text, flush=True)
         return
     from tqdm import tqdm
 
     tqdm.write(text)
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """Return the text as it is, or with ASCII boxes, as on a pipe of a Windows console."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_BOX).encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def _is_notebook() -> bool:

@@ -68,8 +68,8 @@ class LearningRateMonitor(Callback):
         self._by_epoch = [group for group in groups if (interval or group.interval) == "epoch"]
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Log what the epoch starts with."""
-        if self._by_epoch:
+        """Log what the epoch starts with; on resume inside of it, that has been logged already."""
+        if self._by_epoch and trainer.batch_position == 0:
             trainer.log_metrics(self._read(self._by_epoch))
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:

@@ -93,6 +93,17 @@ def test_an_optimizer_without_scheduler_is_logged(tmp_path: Path) -> None:
     assert logger.series("lr-SGD") == [(0, 0.5), (4, 0.5)]
 
 
+def test_a_resumed_epoch_is_not_logged_again(tmp_path: Path) -> None:
+    module = Configured(lambda parameters: SGD(parameters, lr=0.5))
+    first = trainer_in(tmp_path, max_epochs=1, max_steps=2)
+    first.fit(module, batches())
+    first.save_checkpoint(tmp_path / "middle.ckpt")
+    logger = RecordingLogger(str(tmp_path))
+    second = trainer_in(tmp_path, LearningRateMonitor(), max_epochs=2, logger=logger)
+    second.fit(module, batches(), ckpt_path=tmp_path / "middle.ckpt")
+    assert logger.series("lr-SGD") == [(4, 0.5)]
+
+
 def test_groups_and_optimizers_have_lightnings_names(tmp_path: Path) -> None:
     def configure(parameters: Any) -> Any:
         weight, bias = parameters

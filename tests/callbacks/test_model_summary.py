@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from scripted import Scripted, batches, trainer_in
 from torch import Tensor, nn
 
 from echelon.callbacks import ModelSummary, summarize
@@ -21,6 +24,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(x)) * self.scale.sum()
+
+
+class Exemplary(Scripted):
+    """Has a forward, and a float32 input for it."""
+
+    example_input_array = torch.randn(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
 
 
 def test_parameters_are_counted_by_trainability() -> None:
@@ -94,6 +106,19 @@ def test_a_module_without_parts_or_parameters_has_a_summary() -> None:
     summary = summarize(nn.Identity())
     assert (summary.layers, summary.total_parameters) == ((), 0)
     assert "parameters in total" in str(summary)
+
+
+def test_fit_prints_the_summary_in_the_precision_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = Scripted()
+    module.example_input_array = torch.randn(4, 2)
+    trainer = trainer_in(
+        tmp_path, ModelSummary(max_depth=-1), enable_model_summary=True, max_epochs=1, precision="bf16-true"
+    )
+    trainer.fit(module, batches())
+    printed = capsys.readouterr().out
+    assert printed.count("Linear") == 1
+    assert "[4, 2]" in printed
+    assert "[4, 1]" in printed
 
 
 def test_a_depth_below_minus_one_is_refused() -> None:
