@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,38 @@ def test_an_error_of_the_users_own_keeps_its_traceback(folder: Path) -> None:
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
     assert "in training_step" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_with_the_code_that_schedulers_know_and_a_checkpoint(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
+    path = folder / "configs" / "config_parts.py"
+    path.write_text(PARTS.replace('self.log("loss", loss)', 'print("step", self.global_step, flush=True)'))
+    words = [*_ECHELON, "fit", "configs/run.yaml", "trainer.max_epochs=-1", "trainer.logger=true"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        while run.stdout.readline() != "step 3\n":
+            assert run.poll() is None
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == code, errors
+    assert "Traceback" not in errors
+    assert list(folder.glob("echelon_logs/version_0/checkpoints/*.ckpt"))
+
+
+def test_every_command_runs_and_checkpoints_have_one_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = "configs/run.yaml"
+    assert main(["fit", config, "trainer.default_root_dir=out"]) == 0
+    capsys.readouterr()
+    assert main(["validate", config, "ckpt_path=last", "trainer.default_root_dir=out"]) == 0
+    assert "val_loss" in capsys.readouterr().out
+    assert main(["predict", config, "ckpt_path=last", "trainer.default_root_dir=out"]) == 0
+    assert capsys.readouterr().out.count("predicting 2") == 2
+    assert main(["ckpt", "ls", "out/checkpoints"]) == 0
+    assert "epoch=1-step=4.ckpt" in capsys.readouterr().out
+    sys.modules.pop("config_parts")

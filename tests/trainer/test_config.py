@@ -48,8 +48,14 @@ class Net(TrainModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.encoder(batch[0]).square().mean())
+
     def test_step(self, batch, batch_idx):
         self.log("test_loss", self.encoder(batch[0]).square().mean())
+
+    def predict_step(self, batch, batch_idx):
+        print("predicting", len(batch[0]))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.lr)
@@ -63,7 +69,7 @@ class Data(DataModule):
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(self.size, 3)), batch_size=2)
 
-    test_dataloader = train_dataloader
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 class Mine(Callback):
