@@ -109,12 +109,8 @@ def test_a_module_without_parts_or_parameters_has_a_summary() -> None:
 
 
 def test_fit_prints_the_summary_in_the_precision_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = Scripted()
-    module.example_input_array = torch.randn(4, 2)
-    trainer = trainer_in(
-        tmp_path, ModelSummary(max_depth=-1), enable_model_summary=True, max_epochs=1, precision="bf16-true"
-    )
-    trainer.fit(module, batches())
+    settings = {"enable_model_summary": True, "max_epochs": 1, "precision": "bf16-true"}
+    trainer_in(tmp_path, ModelSummary(max_depth=-1), **settings).fit(Exemplary(), batches())
     printed = capsys.readouterr().out
     assert printed.count("Linear") == 1
     assert "[4, 2]" in printed
