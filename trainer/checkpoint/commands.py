@@ -47,8 +47,9 @@ def show(path: str | Path) -> str:
     """Return what a checkpoint holds: its origin, its files, every tensor and every other value."""
     manifest = read_manifest(Path(path))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()) or "one process"
+    origin = f"by Echelon {manifest.echelon_version}, torch {manifest.torch_version}, {mesh}"
     lines = [
-        f"{path}: saved {manifest.saved_at} by Echelon {manifest.echelon_version}, torch {manifest.torch_version}, {mesh}",
+        f"{path}: saved {manifest.saved_at} {origin}",
         *(f"  {name:40} {_bytes(file.size):>10}" for name, file in manifest.files.items()),
     ]
     for part, value in load(path, verify=False).items():

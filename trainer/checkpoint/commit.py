@@ -91,16 +91,23 @@ def point(link: str | Path, path: str | Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Clear away what dead writers of this machine left in `folder`; a checkpoint caught in being replaced comes back."""
+    """Clear away what dead writers left in `folder`; a checkpoint that they were replacing comes back."""
     for entry in unfinished(folder):
         found = _TEMPORARY.fullmatch(entry.name)
         if found is None or found["host"] != _host() or _is_alive(int(found["pid"])):
             continue
-        target = folder / found["name"]
-        if found["kind"] == "old" and (entry / MANIFEST).is_file() and not os.path.lexists(target):
-            entry.rename(target)
+        if is_stranded(entry):
+            entry.rename(folder / found["name"])
         else:
             _discard(entry)
+
+
+def is_stranded(path: Path) -> bool:
+    """Return whether a folder is a checkpoint whose writer died while replacing it: whole, but not under its name."""
+    found = _TEMPORARY.fullmatch(path.name)
+    if found is None or found["kind"] != "old":
+        return False
+    return (path / MANIFEST).is_file() and not os.path.lexists(path.with_name(found["name"]))
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -125,7 +132,7 @@ def _check_replaceable(path: Path) -> None:
     except CheckpointError as error:
         if not (path / MANIFEST).is_file():
             raise CheckpointError(
-                f"{path} exists and is not a checkpoint, so it is not overwritten; choose another name, or move it away."
+                f"{path} exists and is not a checkpoint, so it is not overwritten; choose another name."
             ) from error
 
 
@@ -136,7 +143,7 @@ def _move(new: Path, path: Path) -> None:
     elif not os.path.lexists(path):
         new.rename(path)
     elif not _exchange(new, path):
-        # no atomic exchange here (NFS, macOS): `sweep` brings the old one back if we die between these two lines
+        # no atomic exchange here (NFS, macOS): if we die between these two lines, the old one is found as stranded
         old = _temporary(path, "old")
         path.rename(old)
         new.rename(path)

@@ -74,7 +74,11 @@ class HashedFile:
             self._put(memoryview(block))
 
     def _put(self, block: memoryview) -> None:
-        self._pending.append(self._pool.submit(self._hash.update, block))
+        try:
+            self._pending.append(self._pool.submit(self._hash.update, block))
+        except RuntimeError:  # the program is ending, and a write still under way may start no thread
+            self._join()
+            self._hash.update(block)
         self._size += len(block)
         while block:
             block = block[os.write(self._descriptor, block[:_BLOCK]) :]
@@ -129,6 +133,7 @@ def explain(error: OSError) -> str:
         errno.EIO: "look at the disk's health, and save elsewhere",
         errno.ENAMETOOLONG: "choose a shorter name",
     }
+    remedy = remedies.get(error.errno or 0, "check the folder and its file system")
     code = errno.errorcode.get(error.errno or 0, "unknown error")
     where = f" at {error.filename}" if error.filename else ""
-    return f"{error.strerror or error} ({code}){where}; {remedies.get(error.errno or 0, 'check the folder and its file system')}"
+    return f"{error.strerror or error} ({code}){where}; {remedy}"

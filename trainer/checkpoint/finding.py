@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...strategies.errors import CheckpointError
+from .commit import is_stranded
 from .disk import explain
 from .loading import verify
 from .manifest import MANIFEST, Manifest, read_manifest
@@ -106,8 +107,9 @@ def _look(path: Path) -> Found:
 
 
 def _is_candidate(path: Path) -> bool:
-    # a name that begins with a dot is a checkpoint that is being written or removed
-    if path.name.startswith(".") or path.is_symlink() or not path.is_dir():
+    if path.name.startswith("."):  # being written or removed
+        return is_stranded(path)
+    if path.is_symlink() or not path.is_dir():
         return False
     return path.suffix == ".ckpt" or (path / MANIFEST).is_file()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
 from .disk import FileRecord, MappedFile, explain
-from .manifest import Manifest, read_manifest
+from .manifest import LARGEST_JSON, Manifest, read_manifest
 from .saving import STATE
 from .tensors import Piece, collect, read_tensors
 from .values import decode
@@ -102,6 +102,8 @@ def _open(path: Path, record: FileRecord) -> MappedFile:
 
 
 def _read_state(file: MappedFile) -> dict[str, Any]:
+    if file.size > LARGEST_JSON:
+        raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")
     try:
         state = json.loads(file.content())
     except (ValueError, RecursionError, MemoryError) as error:

@@ -17,7 +17,9 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = "echelon-checkpoint"
 FORMAT_VERSION: Final = 1
 
-_LARGEST: Final = 256 << 20
+LARGEST_JSON: Final = 256 << 20
+"""Bytes; what is larger is not parsed."""
+
 _BEFORE_HASH: Final = b',\n "sha256": "'
 _AFTER_HASH: Final = b'"\n}\n'
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
@@ -70,7 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one.")
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > LARGEST_JSON:
             raise CheckpointError(
                 f"{path} has {path.stat().st_size} bytes, more than any manifest; use another checkpoint."
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...strategies.errors import CheckpointError
 from .commit import committed
 from .disk import FileRecord, write_bytes
-from .manifest import MANIFEST, Manifest
+from .manifest import LARGEST_JSON, MANIFEST, Manifest
 from .tensors import Piece, write_tensors
 from .values import encode
 
@@ -35,9 +35,10 @@ class Snapshot:
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] | None = None) -> None:
-    """Write `state` as a checkpoint folder at `path`; it exists whole or not at all, and replaces an older one only then.
+    """Write `state` as a checkpoint folder at `path`, which exists whole or not at all.
 
-    Top-level keys are parts, which can be loaded one by one. The tensors of the part ``model`` keep their names.
+    Top-level keys are parts, which can be loaded one by one. The tensors of the part ``model`` keep their names. An
+    older checkpoint at `path` is replaced once the new one is complete.
 
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or if the disk refuses.
@@ -57,6 +58,10 @@ def take(state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> Sna
         text = json.dumps(encoded, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The state cannot be written as JSON ({error}); store smaller plain values.") from None
+    if len(text) > LARGEST_JSON:
+        raise CheckpointError(
+            f"The state has {len(text)} bytes of plain values, more than {LARGEST_JSON}; store long lists as tensors."
+        )
     return Snapshot(text, tensors, dict(mesh or {}))
 
 

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...strategies.errors import CheckpointError, MissingDependencyError
 
@@ -132,19 +134,9 @@ class _Encoder:
         )
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
-            kind = (
-                "meta"
-                if tensor.is_meta
-                else "quantized"
-                if tensor.is_quantized
-                else "nested"
-                if tensor.is_nested
-                else "sparse"
-            )
-            raise CheckpointError(
-                f"{path} is a {kind} tensor of shape {tuple(tensor.shape)}; make it a dense tensor before saving."
-            )
+        unfit = _unfit(tensor)
+        if unfit:
+            raise CheckpointError(f"{path} is {unfit}; make it a dense tensor before saving.")
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.detach().resolve_conj())
         if tensor.dtype not in SAFETENSORS_DTYPES:
@@ -162,6 +154,19 @@ class _Encoder:
         self.tensors[unique] = tensor
         self._known[memory] = unique
         return unique
+
+
+def _unfit(tensor: Tensor) -> str:
+    """Say why the elements of a tensor are not simply in its memory; empty if they are."""
+    if is_lazy(tensor):
+        return "a lazy parameter that has no shape yet"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}, which wraps other tensors"
+    kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
+    kind = next(
+        (name for name, holds in kinds.items() if holds), "sparse" if tensor.layout is not torch.strided else ""
+    )
+    return f"a {kind} tensor" if kind else ""
 
 
 def _join(key: str, name: object) -> str:

@@ -68,7 +68,8 @@ def load_weights(
     chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
     if weights and not chosen:
         raise CheckpointError(
-            f"No weight of {path} matches include={include!r} and exclude={exclude!r}; it has {', '.join(list(weights)[:_SHOWN])}."
+            f"No weight of {path} matches include={include!r} and exclude={exclude!r}; it has "
+            f"{', '.join(list(weights)[:_SHOWN])}."
         )
     return chosen
 
@@ -164,8 +165,9 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
         if isinstance(error, OSError):
             raise
         raise CheckpointError(
-            f"{path} cannot be read safely ({str(error).splitlines()[0] if str(error) else type(error).__name__:.200}). If you "
-            "trust its author, save torch.load(path, weights_only=False)['state_dict'] with torch.save and read that."
+            f"{path} cannot be read safely ({type(error).__name__}: {str(error).splitlines()[:1]!s:.200}). "
+            "If you trust its author, read it with torch.load(path, weights_only=False), torch.save its state dict, "
+            "and load that."
         ) from None
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]

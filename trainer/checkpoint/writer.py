@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from . import commit
 from .saving import Snapshot, save, take, write
+
+_logger = logging.getLogger("echelon")
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 """Pairs of a buffer and the tensor to copy to it."""
@@ -139,7 +142,7 @@ class AsyncWriter:
             self._raise()
 
     def close(self) -> None:
-        """Wait until everything is committed, and raise the error of a write that failed. The writer can be used again."""
+        """Wait until everything is committed; raise the error of a write that failed. More can be saved afterwards."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -182,6 +185,8 @@ class AsyncWriter:
             try:
                 job()
             except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's thread raises it
+                # said here too, since a program that is ending calls nothing more
+                _logger.error("%s", error)
                 with self._lock:
                     self._error = error
                     self._jobs.clear()

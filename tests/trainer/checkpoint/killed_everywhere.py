@@ -1,0 +1,167 @@
+"""A program that forks a writer for each system call of a save, kills it there, and looks at what is left.
+
+Run by test_ckpt_commit.py in a process of its own: forking wants a process without threads.
+Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import random
+import shutil
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.trainer.checkpoint import list_checkpoints, load, newest_valid, point, remove, save
+from echelon.trainer.checkpoint.commit import is_stranded, sweep, unfinished
+
+TOUCHING_THE_DISK = {
+    "open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir", "symlink", "scandir",
+}  # fmt: skip
+
+
+def state(step: int) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.full((300, 100), float(step))},
+        "optimizers": {"m": torch.full((10,), float(step))},
+        "trainer": {"step": step},
+    }
+
+
+def in_child(work: Callable[[], None], kill_at: int) -> bool:
+    """Run `work` in a fork that kills itself before its system call number `kill_at`; return whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def profile(frame: object, event: str, function: Any) -> None:
+            nonlocal count
+            if event == "c_call" and getattr(function, "__name__", "") in TOUCHING_THE_DISK:
+                count += 1
+                if count == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(profile)
+        work()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or status == 0, status
+    return os.WIFSIGNALED(status)
+
+
+def check(folder: Path, allowed: set[int]) -> None:
+    """Every checkpoint under its name is whole and consistent, and the newest is one of `allowed` steps."""
+    found = list_checkpoints(folder)
+    assert found
+    for checkpoint in found:
+        loaded = load(checkpoint.path)
+        assert (loaded["model"]["w"] == loaded["trainer"]["step"]).all()
+        assert (loaded["optimizers"]["m"] == loaded["trainer"]["step"]).all()
+    newest = newest_valid(folder)
+    assert newest is not None
+    assert load(newest)["trainer"]["step"] in allowed
+    link = folder / "last.ckpt"
+    if link.is_symlink() and not any(is_stranded(checkpoint.path) for checkpoint in found):
+        assert load(link)["trainer"]["step"] in allowed | {1, 2}
+
+
+def at_every_call(folder: Path, work: Callable[[], None], allowed: set[int]) -> int:
+    kill_at, was_killed = 0, True
+    while was_killed:
+        kill_at += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        save(folder / "a.ckpt", state(1))
+        point(folder / "last.ckpt", folder / "a.ckpt")
+        was_killed = in_child(work, kill_at)
+        check(folder, allowed)
+        sweep(folder)
+        assert unfinished(folder) == []
+        check(folder, allowed)
+    return kill_at - 1
+
+
+def fresh(folder: Path) -> int:
+    def work() -> None:
+        save(folder / "b.ckpt", state(2))
+        point(folder / "last.ckpt", folder / "b.ckpt")
+
+    return at_every_call(folder, work, {1, 2})
+
+
+def replace(folder: Path) -> int:
+    return at_every_call(folder, lambda: save(folder / "a.ckpt", state(2)), {1, 2})
+
+
+def replace_without_exchange(folder: Path) -> int:
+    def work() -> None:
+        forbid_exchange()
+        save(folder / "a.ckpt", state(2))
+
+    return at_every_call(folder, work, {1, 2})
+
+
+def forbid_exchange() -> None:
+    """Let the kernel refuse renameat2 to this process, as a file system without it does."""
+    number = {"x86_64": 316, "aarch64": 276}[platform.machine()]
+    refuse = 0x00050000 | errno.ENOSYS
+    program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, refuse), (0x06, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    filter_ = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, filter_, 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def removing(folder: Path) -> int:
+    def work() -> None:
+        save(folder / "b.ckpt", state(2))
+        point(folder / "last.ckpt", folder / "b.ckpt")
+        remove(folder / "a.ckpt")
+
+    return at_every_call(folder, work, {1, 2})
+
+
+def at_random(folder: Path) -> int:
+    """Kill a writer of one checkpoint after another from outside, wherever it is."""
+    chance = random.Random(0)
+    save(folder / "0.ckpt", state(0))
+    step = 0
+    for _ in range(40):
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                step += 1
+                save(folder / f"{step}.ckpt", state(step))
+                point(folder / "last.ckpt", folder / f"{step}.ckpt")
+                remove(folder / f"{step - 1}.ckpt")
+        time.sleep(chance.uniform(0.0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        check(folder, set(range(10_000)))
+        newest = newest_valid(folder)
+        assert newest is not None
+        reached = load(newest)["trainer"]["step"]
+        assert reached >= step
+        step = reached
+    return 40
+
+
+if __name__ == "__main__":
+    modes = {
+        "fresh": fresh,
+        "replace": replace,
+        "remove": removing,
+        "replace-without-exchange": replace_without_exchange,
+        "random": at_random,
+    }
+    print(modes[sys.argv[2]](Path(sys.argv[1])))
