@@ -63,7 +63,8 @@ def make_callbacks(settings: Settings) -> list[Callback]:
         has_one = any(isinstance(callback, kind) for callback in mine)
         if has_one and not getattr(settings, name) and not settings.fast_dev_run:
             raise ConfigError(
-                f"{name}=False (or barebones=True) switches {kind.__name__} off, but callbacks holds one; drop one of them."
+                f"{name}=False (or barebones=True) switches {kind.__name__} off, but callbacks holds one; drop "
+                "one of them."
             )
         if not has_one and getattr(settings, name):
             mine.append(kind())
@@ -146,7 +147,8 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
         if session.task == "fit":
             return
         raise ModuleError(
-            f"There is no loader to {kind}: {type(session.module).__name__} defines no {_LOADER_HOOKS[kind]}, and neither "
+            f"There is no loader to {kind}: {type(session.module).__name__} defines no {_LOADER_HOOKS[kind]}, and "
+            "neither "
             f"dataloaders nor a datamodule with one was passed; pass one to {kind}()."
         )
     name = "val" if kind == "validate" else kind
@@ -172,7 +174,8 @@ def build_optimizers(session: Session) -> None:
     session.needs_closure = [needs_closure(optimizer) for optimizer in found.optimizers]
     if any(session.needs_closure) and strategy.precision.uses_scaler:
         raise ConfigError(
-            f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss itself "
+            f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss "
+            "itself "
             f"({[type(o).__name__ for o in found.optimizers]}) cannot take; use bf16-mixed or 32-true."
         )
     strategy.setup_optimizers(found.optimizers)
@@ -182,7 +185,7 @@ def build_optimizers(session: Session) -> None:
     session.managed_optimizers = [
         ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
     ]
-    module._managed_optimizers = session.managed_optimizers
+    module.attach_optimizers(session.managed_optimizers)
 
 
 def compile_in_place(module: nn.Module, compile: Any) -> None:

@@ -32,7 +32,8 @@ def check_batch(batch: Any, what: str, moves_own_types: bool) -> None:
     if moves_own_types or next(iterate_tensors(batch), None) is not None or hasattr(batch, "to"):
         return
     raise DataError(
-        f"The first {what} batch holds no tensor: it is a {type(batch).__name__} ({batch!r:.80}). Return tensors from the "
+        f"The first {what} batch holds no tensor: it is a {type(batch).__name__} ({batch!r:.80}). Return tensors "
+        "from the "
         "data set or its collate_fn, or override transfer_batch_to_device for batches of another kind."
     )
 
@@ -60,10 +61,7 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = precision.convert_batch(batch)
-        if move is not None:
-            batch = move(batch, strategy.device, dataloader_idx)
-        else:
-            batch = strategy.to_device(batch)
+        batch = strategy.to_device(batch) if move is None else move(batch, strategy.device, dataloader_idx)
         return after(batch, dataloader_idx) if after is not None else batch
 
     return transfer

@@ -35,12 +35,14 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         raise ConfigError(f"Trainer.{task} got a {type(module).__name__} ({module!r:.60}) to run; {hint}.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise ConfigError(
-            f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule, or pass loaders."
+            f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule, or pass "
+            "loaders."
         )
     _check_step(module, _STEPS[task], task)
     if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
         raise ModuleError(
-            f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; define it to "
+            f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; "
+            "define it to "
             "return an optimizer, such as torch.optim.Adam(self.parameters())."
         )
     point_out_misspelt(module, TrainModule)
@@ -76,7 +78,8 @@ def point_out_misspelt(instance: object, base: type) -> None:
         near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
         if near and not name.startswith("_"):
             warnings.warn(
-                f"{type(instance).__name__}.{name} is no hook and will not be called. Did you mean {near[0]!r}?", stacklevel=2
+                f"{type(instance).__name__}.{name} is no hook and will not be called. Did you mean {near[0]!r}?",
+                stacklevel=2,
             )
 
 
@@ -92,7 +95,8 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
         value = getattr(settings, name)
         if value != neutral:
             raise ConfigError(
-                f"{name}={value} needs automatic optimization, but {type(module).__name__}.automatic_optimization is False; "
+                f"{name}={value} needs automatic optimization, but {type(module).__name__}.automatic_optimization "
+                "is False; "
                 "do it in training_step, or drop the setting."
             )
 

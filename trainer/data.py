@@ -21,7 +21,9 @@ class DataHooks:
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or a list, dict or `CombinedLoader` of them."""
-        raise DataError(f"{type(self).__name__} has no train_dataloader; define it, or pass train_dataloaders= to fit().")
+        raise DataError(
+            f"{type(self).__name__} has no train_dataloader; define it, or pass train_dataloaders= to fit()."
+        )
 
     def val_dataloader(self) -> Any:
         """Return the validation loader, or a list or dict of them."""
@@ -33,7 +35,9 @@ class DataHooks:
 
     def predict_dataloader(self) -> Any:
         """Return the loader to predict, or a list or dict of them."""
-        raise DataError(f"{type(self).__name__} has no predict_dataloader; define it, or pass dataloaders= to predict().")
+        raise DataError(
+            f"{type(self).__name__} has no predict_dataloader; define it, or pass dataloaders= to predict()."
+        )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch as it shall be moved to the device."""

@@ -118,7 +118,9 @@ class EvaluationData:
         counts = [limited(limit, length_of(loader), name, stage) for loader in loaders]
         if limit and 0 in counts:
             at = counts.index(0)
-            warnings.warn(f"Loader {at} to {stage} has no batches ({loaders[at]!r:.60}); nothing is read of it.", stacklevel=2)
+            warnings.warn(
+                f"Loader {at} to {stage} has no batches ({loaders[at]!r:.60}); nothing is read of it.", stacklevel=2
+            )
         return cls(loaders, counts)
 
 
@@ -152,7 +154,9 @@ def limited(limit: int | float, length: int | None, name: str, what: str) -> Cou
     """
     if length is None:
         if isinstance(limit, float) and limit not in (0.0, 1.0):
-            raise ConfigError(f"{name}={limit} is a fraction, but the {what} loader has no length; give batches as an int.")
+            raise ConfigError(
+                f"{name}={limit} is a fraction, but the {what} loader has no length; give batches as an int."
+            )
         return math.inf if isinstance(limit, float) and limit else limit
     if isinstance(limit, int):
         if limit > length > 0:
@@ -161,6 +165,7 @@ def limited(limit: int | float, length: int | None, name: str, what: str) -> Cou
     count = int(length * limit)
     if count == 0 and limit > 0 and length > 0:
         raise ConfigError(
-            f"{name}={limit} of {length} batches is less than one batch; give at least {1 / length:.3g}, or batches as an int."
+            f"{name}={limit} of {length} batches is less than one batch; give at least {1 / length:.3g}, or "
+            "batches as an int."
         )
     return count

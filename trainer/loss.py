@@ -67,7 +67,7 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
 
 
 def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
-    """Return what ``on_train_batch_end`` gets: a mapping with the detached ``"loss"`` and whatever was returned beside it."""
+    """Return what ``on_train_batch_end`` gets: the detached ``"loss"`` and what was returned beside it."""
     if output is None:
         return None
     if isinstance(output, Mapping):
@@ -76,6 +76,6 @@ def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
 
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number as a detached float64 tensor on the device of `like` (float32 where the device has no float64)."""
+    """Return a number as a detached float64 tensor where `like` is (float32 on a device without float64)."""
     dtype = torch.float32 if like.device.type == "mps" else torch.float64
     return torch.as_tensor(value, device=like.device).detach().to(dtype)

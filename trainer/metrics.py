@@ -66,7 +66,8 @@ class _Entry:
 class Metrics:
     """All logged numbers of a run.
 
-    The loop says where the run is (`enter`, `in_batch`, `position`, `batch_size`); nothing is computed before it is read.
+    The loop says where the run is (`enter`, `in_batch`, `position`, `batch_size`); nothing is computed before it is
+    read.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -105,7 +106,9 @@ class Metrics:
             )
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ModuleError(f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log one number.")
+                raise ModuleError(
+                    f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log one number."
+                )
             value = value.detach().clone()
         elif not isinstance(value, int | float):
             value = self._number(entry, value)
@@ -140,14 +143,17 @@ class Metrics:
             return float(value)
         except (TypeError, ValueError):
             raise ModuleError(
-                f"self.log({entry.name!r}, ...) got {type(value).__name__} ({value!r:.60}); log a number or a scalar tensor."
+                f"self.log({entry.name!r}, ...) got {type(value).__name__} ({value!r:.60}); log a number or a "
+                "scalar tensor."
             ) from None
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def step_values(self) -> dict[str, Tensor]:
         """Return what the current optimizer step logged for the loggers. Collective: every rank calls it."""
-        entries = [e for e in self._entries.values() if e.step is not None and e.stamp == self.position and e.scope.logger]
+        entries = [
+            e for e in self._entries.values() if e.step is not None and e.stamp == self.position and e.scope.logger
+        ]
         return self._reduced(entries, "step")
 
     def end_stage(self) -> dict[str, Tensor]:
@@ -251,16 +257,19 @@ def _reduce_across(
     strategy: Strategy, partials: Mapping[str, tuple[Accumulator, Tensor, float, bool]]
 ) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
-    shared: dict[str, dict[str, tuple[Accumulator, Tensor, float]]] = {}
+    shared: dict[Literal["sum", "min", "max"], dict[str, tuple[Accumulator, Tensor, float]]] = {}
     for key, (accumulator, total, weight, is_shared) in partials.items():
         if is_shared and not callable(accumulator.reduce):
-            op = "sum" if accumulator.reduce == "mean" else accumulator.reduce
-            shared.setdefault(op, {})[key] = (accumulator, total, weight)
+            operation = "sum" if accumulator.reduce == "mean" else accumulator.reduce
+            shared.setdefault(operation, {})[key] = (accumulator, total, weight)
         else:
             values[key] = accumulator.result(total, weight)
     for op, group in shared.items():
-        pairs = torch.stack([torch.stack([total, torch.full_like(total, weight)]) for _, total, weight in group.values()])
-        reduced = strategy.all_reduce(pairs, op)  # type: ignore[arg-type]
+        pairs = [
+            torch.stack([total, torch.full_like(total, weight)]).to(strategy.device)
+            for _, total, weight in group.values()
+        ]
+        reduced = strategy.all_reduce(torch.stack(pairs), op)
         for (key, (accumulator, _, _)), (total, weight_of_all) in zip(group.items(), reduced, strict=True):
             values[key] = accumulator.result(total, weight_of_all)
     return values

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from ..callbacks.callback import Callback
 from ..callbacks.run import Logger, Run
 from ..strategies.errors import ModuleError, RunError
+from .accumulator import Reduce
 from .data import DataHooks
 from .hparams import HyperparametersMixin
-from .metrics import Metrics, Reduce
+from .metrics import Metrics
 from .module_hooks import ModuleHooks
 from .optimizers import ManagedOptimizer
 from .restoring import load_module
@@ -47,37 +48,42 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of one micro-batch: ``training_step(self, batch, batch_idx)``.
 
         Return a scalar tensor, a mapping with ``"loss"``, a `Loss`, or None to skip the batch.
         """
-        raise ModuleError(f"{type(self).__name__} defines no training_step; define training_step(self, batch, batch_idx).")
+        raise ModuleError(
+            f"{type(self).__name__} defines no training_step; define training_step(self, batch, batch_idx)."
+        )
 
-    def validation_step(self, *args: Any) -> Any:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch: ``validation_step(self, batch, batch_idx, dataloader_idx=0)``; use `log`."""
-        raise ModuleError(f"{type(self).__name__} defines no validation_step; define validation_step(self, batch, batch_idx).")
+        raise ModuleError(
+            f"{type(self).__name__} defines no validation_step; define validation_step(self, batch, batch_idx)."
+        )
 
-    def test_step(self, *args: Any) -> Any:
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch: ``test_step(self, batch, batch_idx, dataloader_idx=0)``; use `log`."""
         raise ModuleError(f"{type(self).__name__} defines no test_step; define test_step(self, batch, batch_idx).")
 
-    def predict_step(self, *args: Any) -> Any:
-        """Return the predictions for one batch; by default what ``forward`` returns for it, or for its first element."""
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the predictions for one batch; by default what ``forward`` returns for it or its first element."""
         batch = args[0]
         return self(batch[0] if isinstance(batch, list | tuple) and batch else batch)
 
     # --- what the user builds ----------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Build layers here rather than in ``__init__`` when the strategy should decide where; may be called again."""
+        """Build layers here rather than in ``__init__`` when the strategy should decide where; may be called twice."""
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer; a list of them; two lists, of optimizers and schedulers; a dict with ``"optimizer"`` and
-        ``"lr_scheduler"``; several such dicts; or None to train without one.
+        """Return an optimizer; or several, with schedulers or without.
 
-        A scheduler is given bare, or as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``), ``frequency``,
-        ``monitor``, ``strict`` and ``name``.
+        That is: an optimizer; a list of them; two lists, of optimizers and schedulers; a dict with ``"optimizer"`` and
+        ``"lr_scheduler"``; a list of such dicts; None in manual optimization without one. A scheduler is given bare, or
+        as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``), ``frequency``, ``monitor``,
+        ``strict``, ``name``.
         """
         raise ModuleError(
             f"{type(self).__name__} defines no configure_optimizers; define it to return an optimizer, "
@@ -92,7 +98,7 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss; override to do it in another way."""
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        loss.backward(*args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
@@ -150,7 +156,9 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
         if self._toggled:
-            raise RunError("toggle_optimizer was called twice, the first still holds; call untoggle_optimizer in between.")
+            raise RunError(
+                "toggle_optimizer was called twice, the first still holds; call untoggle_optimizer in between."
+            )
         mine = {parameter for group in _unwrap(optimizer).param_groups for parameter in group["params"]}
         for other in self._managed_optimizers:
             for group in other.optimizer.param_groups:
@@ -213,7 +221,9 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         metrics = self._metrics
         if metrics is None:
             if self._trainer is None:
-                warnings.warn(f"self.log({name!r}, ...) without a trainer does nothing; fit the module first.", stacklevel=2)
+                warnings.warn(
+                    f"self.log({name!r}, ...) without a trainer does nothing; fit the module first.", stacklevel=2
+                )
             return
         scope = (on_step, on_epoch, reduce_fx, prog_bar, logger, sync_dist and not rank_zero_only, add_dataloader_idx)
         metrics.log(name, value, scope, batch_size)
@@ -243,9 +253,13 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
             raise RunError(f"{type(self).__name__}.trainer is None outside a run; call trainer.fit(module) first.")
         return self._trainer
 
-    @trainer.setter
-    def trainer(self, trainer: Run | None) -> None:
-        object.__setattr__(self, "_trainer", trainer)
+    def attach(self, trainer: Run, metrics: Metrics | None) -> None:
+        """Let a trainer run this module, with what `log` writes to; None to ignore it."""
+        self._trainer, self._metrics = trainer, metrics
+
+    def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer]) -> None:
+        """Take what `optimizers` returns."""
+        self._managed_optimizers = optimizers
 
     @property
     def current_epoch(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,7 @@ class ModuleHooks:
     """The hooks that a module shares with callbacks; it is called after them, and reads ``self.trainer``."""
 
     def setup(self, stage: str) -> None:
-        """Called first of all, in every process, before the module is moved; `stage` is fit, validate, test or predict."""
+        """Called first of all, in every process, before the module is moved; `stage` is the trainer's method."""
 
     def teardown(self, stage: str) -> None:
         """Called last of all, also after an error."""

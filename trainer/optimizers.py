@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` may return, brought into one form; and the optimizers as the user's module sees them."""
+"""What ``configure_optimizers`` may return, brought into one form; and optimizers as the user's module sees them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,15 @@ class LRSchedulerConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
             raise ModuleError(
-                f"configure_optimizers returned the scheduler {self.scheduler!r:.80} without a step(); return a torch scheduler."
+                f"configure_optimizers returned the scheduler {self.scheduler!r:.80} without a step(); return a "
+                "torch scheduler."
             )
         if self.interval not in ("epoch", "step"):
             raise ModuleError(f"The scheduler's interval={self.interval!r} is not known; give 'epoch' or 'step'.")
         if not isinstance(self.frequency, int) or self.frequency < 1:
-            raise ModuleError(f"The scheduler's frequency={self.frequency!r} is not possible; give an int of at least 1.")
+            raise ModuleError(
+                f"The scheduler's frequency={self.frequency!r} is not possible; give an int of at least 1."
+            )
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.monitor is None:
             raise ModuleError(
                 "ReduceLROnPlateau needs a metric, but monitor=None; return "
@@ -108,7 +111,7 @@ def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
     for one in dicts:
         unknown = set(one) - {"optimizer", "lr_scheduler"}
         if unknown or "optimizer" not in one:
-            key = sorted(unknown)[0] if unknown else "optimizer"
+            key = min(unknown) if unknown else "optimizer"
             hint = did_you_mean(key, ["optimizer", "lr_scheduler"]) if unknown else " Give the optimizer under it."
             raise ModuleError(f"configure_optimizers returned a dict with the keys {sorted(one)}; check {key!r}.{hint}")
         found.optimizers.append(one["optimizer"])
@@ -123,9 +126,13 @@ def _scheduler(given: Any) -> LRSchedulerConfig:
     known = [f.name for f in fields(LRSchedulerConfig)]
     for key in given:
         if key not in (*known, "reduce_on_plateau"):
-            raise ModuleError(f"configure_optimizers returned a scheduler with the key {key!r}.{did_you_mean(key, known)}")
+            raise ModuleError(
+                f"configure_optimizers returned a scheduler with the key {key!r}.{did_you_mean(key, known)}"
+            )
     if "scheduler" not in given:
-        raise ModuleError(f"configure_optimizers returned a scheduler dict with {sorted(given)}; add the key 'scheduler'.")
+        raise ModuleError(
+            f"configure_optimizers returned a scheduler dict with {sorted(given)}; add the key 'scheduler'."
+        )
     return LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
 
 
@@ -137,7 +144,8 @@ def _checked(found: Optimizers) -> Optimizers:
         owner = getattr(config.scheduler, "optimizer", None)
         if owner is not None and owner not in found.optimizers:
             raise ModuleError(
-                f"The scheduler {type(config.scheduler).__name__} belongs to an optimizer ({type(owner).__name__}) that "
+                f"The scheduler {type(config.scheduler).__name__} belongs to an optimizer "
+                f"({type(owner).__name__}) that "
                 "configure_optimizers did not return; return both."
             )
     return found
@@ -145,7 +153,8 @@ def _checked(found: Optimizers) -> Optimizers:
 
 def _wrong(value: object) -> ModuleError:
     return ModuleError(
-        f"configure_optimizers returned {type(value).__name__} ({value!r:.80}); return a torch optimizer, a list of them, "
+        f"configure_optimizers returned {type(value).__name__} ({value!r:.80}); return a torch optimizer, a list "
+        "of them, "
         "([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'."
     )
 
@@ -161,7 +170,8 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if mine and not any(parameter in mine for parameter in held):
             raise ModuleError(
-                f"{type(optimizer).__name__} holds {len(held)} parameters, none of which is the module's: it would train "
+                f"{type(optimizer).__name__} holds {len(held)} parameters, none of which is the module's: it "
+                "would train "
                 "nothing; build it in configure_optimizers from self.parameters()."
             )
 

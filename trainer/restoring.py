@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.errors import CheckpointError
 from . import checkpoint
 from .hparams import init_arguments
 from .hparams_json import from_jsonable

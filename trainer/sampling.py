@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -115,8 +116,8 @@ class Share:
 
     def num_micro_batches(self, num_entries: int) -> int:
         """Return into how many micro-batches this rank's part of such a global batch is cut."""
-        part = self.of(num_entries)
-        return -(-(part.stop - part.start) // (self.micro_batch_size or 1))
+        part = len(range(num_entries)[self.of(num_entries)])
+        return math.ceil(part / (self.micro_batch_size or 1))
 
 
 class IndexStream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import types
@@ -103,7 +102,7 @@ class Settings:
     compile: bool | Mapping[str, Any] = False
     """True, or arguments of ``torch.compile``: compile the module in place."""
     barebones: bool = False
-    """Switch off everything that costs time: loggers, checkpoints, progress bar, summary, sanity check, ``self.log``."""
+    """Switch off what costs time: loggers, checkpoints, progress bar, summary, sanity check, ``self.log``."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -150,15 +149,17 @@ def accepting(
     def decorate(initialise: Callable[[S, Settings], None]) -> Callable[Concatenate[S, P], None]:
         known = [field.name for field in fields(Settings)]
 
-        @functools.wraps(initialise)
-        def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
+        def __init__(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
             if args:
                 raise ConfigError(f"Trainer takes keyword arguments only, found {args!r}; write Trainer(max_epochs=3).")
             for name, value in kwargs.items():
                 if name not in known:
-                    raise ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
+                    raise ConfigError(
+                        f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}"
+                    )
             initialise(self, build(*args, **kwargs))
 
+        __init__.__doc__ = initialise.__doc__
         signature = inspect.signature(Settings)
         myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         __init__.__signature__ = signature.replace(parameters=[myself, *signature.parameters.values()])  # type: ignore[attr-defined]
@@ -241,7 +242,8 @@ def _check_counts(settings: Settings) -> None:
             raise ConfigError(f"{name}={value} is not possible; give {smallest} or more{meaning}.")
     if settings.gradient_clip_val is not None and not settings.gradient_clip_val > 0:
         raise ConfigError(
-            f"gradient_clip_val={settings.gradient_clip_val} is not possible; give a number above 0, or None for no clipping."
+            f"gradient_clip_val={settings.gradient_clip_val} is not possible; give a number above 0, or None for "
+            "no clipping."
         )
 
 
@@ -260,15 +262,19 @@ def _check_amounts(settings: Settings) -> None:
     interval = settings.val_check_interval
     if interval <= 0 or (isinstance(interval, float) and interval > 1.0):
         raise ConfigError(
-            f"val_check_interval={interval} is not possible; give a fraction of an epoch up to 1.0, or batches as an int."
+            f"val_check_interval={interval} is not possible; give a fraction of an epoch up to 1.0, or batches as "
+            "an int."
         )
     if settings.check_val_every_n_epoch is None and isinstance(interval, float):
         raise ConfigError(
-            f"check_val_every_n_epoch=None counts batches across epochs, but val_check_interval={interval} is a fraction; "
+            f"check_val_every_n_epoch=None counts batches across epochs, but val_check_interval={interval} is a "
+            "fraction; "
             "give val_check_interval as an int."
         )
     if not isinstance(settings.fast_dev_run, bool) and settings.fast_dev_run < 0:
-        raise ConfigError(f"fast_dev_run={settings.fast_dev_run} is not possible; give True, False or a number of batches.")
+        raise ConfigError(
+            f"fast_dev_run={settings.fast_dev_run} is not possible; give True, False or a number of batches."
+        )
 
 
 def _check_combinations(settings: Settings) -> None:
@@ -287,4 +293,6 @@ def _check_combinations(settings: Settings) -> None:
     }
     for name, is_wanted in wanted.items():
         if is_wanted:
-            raise ConfigError(f"barebones=True switches {name} off, but {name}={getattr(settings, name)!r}; drop one of them.")
+            raise ConfigError(
+                f"barebones=True switches {name} off, but {name}={getattr(settings, name)!r}; drop one of them."
+            )

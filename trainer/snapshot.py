@@ -124,6 +124,4 @@ def _check_number(what: str, here: int, saved: int) -> None:
 
 def _as_before(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scheduler's saved state with the Counter of a MultiStepLR as one: JSON has no such type."""
-    return {
-        name: Counter(value) if isinstance(current.get(name), Counter) else value for name, value in saved.items()
-    }
+    return {name: Counter(value) if isinstance(current.get(name), Counter) else value for name, value in saved.items()}

@@ -20,7 +20,7 @@ class Weights:
     """What each micro-batch of a window weighs, so that the step's gradient is the mean over all its samples.
 
     With `Loss` the unit is whatever the user counts: the gradient is the sum of totals over the sum of counts. Those
-    come only with the last micro-batch, so gradients are first of totals over the first count, and corrected at the end.
+    come only with the last micro-batch: gradients are first of totals over the first count, and corrected at the end.
     """
 
     def __init__(self, window: Window) -> None:
@@ -39,7 +39,8 @@ class Weights:
         """
         if (self._used or self._first_count is not None) and isinstance(loss, Loss) == (self._first_count is None):
             raise ModuleError(
-                f"training_step returned a {type(loss).__name__} after another kind of loss in the same optimizer step; "
+                f"training_step returned a {type(loss).__name__} after another kind of loss in the same optimizer "
+                "step; "
                 "return a Loss always, or never."
             )
         if isinstance(loss, Loss):
@@ -95,7 +96,9 @@ def take_step(session: Session, window: Window) -> bool:
         if goes_on:
             with strategy.accumulating(index == last):
                 with session.profiler.record("training_step"):
-                    output = strategy.run("training_step", *((batch, batch_idx) if session.takes_batch_idx else (batch,)))
+                    output = strategy.run(
+                        "training_step", *((batch, batch_idx) if session.takes_batch_idx else (batch,))
+                    )
                 if session.module.automatic_optimization:
                     loss = loss_of(output)
                     if index == 0:
@@ -228,7 +231,9 @@ def _compute_again(session: Session, window: Window) -> Tensor:
     for index, (batch, size) in enumerate(window):
         batch = batch if session.transfer is None else session.transfer(batch, 0)
         with session.strategy.accumulating(index == len(window) - 1):
-            loss = loss_of(session.strategy.run("training_step", *((batch, session.batch_idx)[: 1 + session.takes_batch_idx])))
+            loss = loss_of(
+                session.strategy.run("training_step", *((batch, session.batch_idx)[: 1 + session.takes_batch_idx]))
+            )
             if loss is not None:
                 session.strategy.backward(weights.weigh(loss, size))
     correction = weights.correction()

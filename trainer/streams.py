@@ -179,7 +179,8 @@ class IterableStream:
 
     def _skip(self, batches: Iterator[Any], rng: AbstractContextManager[None]) -> None:
         warnings.warn(
-            f"{type(self._loader).__name__} cannot go to a position: its first {self.position} batches are read again and "
+            f"{type(self._loader).__name__} cannot go to a position: its first {self.position} batches are read "
+            "again and "
             "dropped, which is exact only if it yields the same each time. Give it state_dict and load_state_dict, or "
             "use torchdata's StatefulDataLoader, to resume at once.",
             stacklevel=2,
@@ -221,10 +222,13 @@ def check_loader(loader: Any) -> None:
     """Raise `DataError` unless batches can be read from it, judging without reading."""
     if isinstance(loader, Dataset):
         raise DataError(
-            f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) instead."
+            f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
+            "instead."
         )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise DataError(f"{loader!r:.80} is no loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable.")
+        raise DataError(
+            f"{loader!r:.80} is no loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
+        )
 
 
 def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:

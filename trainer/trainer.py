@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..callbacks.dispatch import Hooks
 from ..callbacks.console import say
+from ..callbacks.dispatch import Hooks
 from ..callbacks.run import Run
 from ..callbacks.table import render_table
 from ..strategies import Hardware, Precision, strategy_by_name
@@ -153,7 +153,7 @@ class Trainer(RunView):
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
     ) -> list[Any] | None:
-        """Return what ``predict_step`` returns for every batch, on the CPU, in order; for several loaders a list of lists.
+        """Return what ``predict_step`` returns for every batch, in order and on the CPU; for several loaders, lists.
 
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
@@ -301,8 +301,7 @@ class Trainer(RunView):
         metrics = Metrics(self.strategy)
         metrics.position = self.state.global_step
         run: Run = self
-        module._trainer = run
-        module._metrics = None if settings.barebones else metrics
+        module.attach(run, None if settings.barebones else metrics)
         if request.datamodule is not None:
             request.datamodule.trainer = run
         return Session(
