@@ -32,7 +32,7 @@ class Callback:
         """Take back what `state_dict` returned; called before `on_fit_start`, only if a state was saved."""
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Called first of all, in every process, before the module is moved; `stage` is fit, validate, test or predict."""
+        """Called first of all, in every process, before the module is moved; `stage` is the trainer's method."""
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Called last of all, also after an error."""
@@ -85,10 +85,14 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Called after the last validation batch; what is logged here is part of the validation."""
 
-    def on_validation_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called before each validation batch."""
 
-    def on_validation_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after each with what ``validation_step`` returned."""
 
     def on_test_start(self, trainer: Run, module: nn.Module) -> None:
@@ -103,10 +107,14 @@ class Callback:
     def on_test_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Called after the last test batch; what is logged here is part of the test."""
 
-    def on_test_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(
+        self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called before each test batch."""
 
-    def on_test_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after each with what ``test_step`` returned."""
 
     def on_predict_start(self, trainer: Run, module: nn.Module) -> None:
@@ -121,10 +129,14 @@ class Callback:
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Called after the last batch; ``trainer.predictions`` holds everything."""
 
-    def on_predict_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(
+        self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called before each batch to predict."""
 
-    def on_predict_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after each with what ``predict_step`` returned."""
 
     def on_before_zero_grad(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:

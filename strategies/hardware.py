@@ -49,13 +49,15 @@ def _device_type(accelerator: str) -> str:
         raise ConfigError(
             f"accelerator={accelerator!r} is not a known accelerator.{did_you_mean(str(accelerator), _ACCELERATORS)}"
         )
-    available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    found = [name for name, is_available in available.items() if accelerator != "cpu" and is_available()]
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = [name for name, is_available in is_there.items() if is_available]
+    if accelerator == "cpu":
+        return accelerator
     if accelerator in ("auto", "gpu"):
         if accelerator == "gpu" and not found:
             raise ConfigError("accelerator='gpu', but torch finds no GPU here; use accelerator='cpu' or 'auto'.")
         return found[0] if found else "cpu"
-    if accelerator != "cpu" and accelerator not in found:
+    if accelerator not in found:
         raise ConfigError(f"accelerator={accelerator!r}, but torch finds none here; use accelerator='cpu' or 'auto'.")
     return accelerator
 
@@ -65,7 +67,9 @@ def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int,
     if isinstance(devices, str):
         devices = _parse(devices)
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise ConfigError(f"devices={devices!r} is not possible; give a count, -1 for all, 'auto' or a list of indices.")
+        raise ConfigError(
+            f"devices={devices!r} is not possible; give a count, -1 for all, 'auto' or a list of indices."
+        )
     if isinstance(devices, int):
         if devices == -1:
             return tuple(range(available))
@@ -75,7 +79,9 @@ def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int,
     else:
         indices = tuple(int(index) for index in devices)
     if device_type != "cpu" and (not indices or max(indices) >= available or len(set(indices)) < len(indices)):
-        raise ConfigError(f"devices={devices!r}, but this machine has {available} {device_type} device(s); choose of those.")
+        raise ConfigError(
+            f"devices={devices!r}, but this machine has {available} {device_type} device(s); choose of those."
+        )
     return indices or (0,)
 
 
@@ -85,4 +91,6 @@ def _parse(devices: str) -> int | list[int]:
     try:
         return [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
     except ValueError:
-        raise ConfigError(f"devices={devices!r} is not possible; give a count, 'auto' or indices such as '0,1'.") from None
+        raise ConfigError(
+            f"devices={devices!r} is not possible; give a count, 'auto' or indices such as '0,1'."
+        ) from None

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from .nested import map_tensors
 from .errors import ConfigError, did_you_mean
+from .nested import map_tensors
 
 # name -> (dtype of parameters, dtype of autocast)
 _MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {

@@ -111,7 +111,7 @@ class Strategy(ABC):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss; the arguments are those of ``Tensor.backward``."""
-        self.scaled(loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.scaled(loss).backward(*args, **kwargs)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the loss scaling of the gradients of `optimizer`; a second call before its step does nothing."""
