@@ -19,7 +19,7 @@ _COMMANDS: Final = {
     "fit": "train the module, validating as the config says",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
-    "predict": "compute predictions",
+    "predict": "compute predictions; a BasePredictionWriter among the callbacks keeps them",
 }
 
 _EPILOG: Final = """\
@@ -111,8 +111,11 @@ def _start(command: str, config: Config) -> None:
     from .config import build_config
 
     built = build_config(config)
-    trainer = built.trainer
-    start = {"fit": trainer.fit, "validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[
-        command
-    ]
-    start(built.module, datamodule=built.data, ckpt_path=built.ckpt_path)
+    trainer, module, data, ckpt_path = built.trainer, built.module, built.data, built.ckpt_path
+    if command == "fit":
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    elif command == "predict":
+        trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
+    else:
+        evaluate = trainer.validate if command == "validate" else trainer.test
+        evaluate(module, datamodule=data, ckpt_path=ckpt_path)
