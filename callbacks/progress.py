@@ -203,7 +203,12 @@ class TQDMProgressBar(Callback):
             self._due = monotonic() + bar.interval
 
     def _postfix(self, trainer: Run, module: nn.Module) -> Postfix:
-        return lambda: ", ".join(f"{name}={_short(value)}" for name, value in self.get_metrics(trainer, module).items())
+        def text() -> str:
+            metrics = self.get_metrics(trainer, module)
+            short = {name.replace("/dataloader_idx_", "/"): _short(value) for name, value in metrics.items()}
+            return ", ".join(f"{name}={value}" for name, value in short.items())
+
+        return text
 
     def _close(self, postfix: Postfix) -> None:
         self._end_evaluation(keep=False)

@@ -36,6 +36,13 @@ class Shown(Scripted):
         self.log("test_loss", 0.5)
 
 
+class Validated(Shown):
+    """Logs one metric for each validation loader."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_acc", 0.00125 if dataloader_idx else 0.25, prog_bar=True)
+
+
 class Endless(IterableDataset[Tensor]):
     """Batches whose number nobody knows beforehand."""
 
@@ -61,6 +68,12 @@ def test_one_complete_bar_is_left_in_a_terminal(tmp_path: Path, monkeypatch: pyt
     assert re.match(r"Epoch 1/1: 100%\|█+\| 4/4 \[.*shown=[\d.e-]+\]$", seen.screen[0])
     assert "Validating" in seen.written
     assert "Sanity checking" in seen.written
+
+
+def test_metrics_of_several_loaders_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, columns=150) as seen:
+        trainer_with_bar(tmp_path, max_epochs=1).fit(Validated(), batches(), [batches(4), batches(4)])
+    assert "val_acc/0=0.250, val_acc/1=1.25e-03]" in seen.screen[0]
 
 
 def test_leave_keeps_the_bar_of_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
