@@ -16,7 +16,7 @@ class Scripted(TrainModule):
 
     def __init__(self, val_losses: Iterable[float] = (), epoch_values: Iterable[float] = (), lr: float = 0.1) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 1)
+        self.net: Any = nn.Linear(2, 1)
         self.lr = lr
         self.val_losses = list(val_losses)
         self.epoch_values = list(epoch_values)

@@ -42,6 +42,20 @@ def test_a_change_within_min_delta_is_no_improvement(tmp_path: Path) -> None:
     assert epochs_until_stop(tmp_path, stopping, Scripted([0.0, 0.5, 0.75])) == 3
 
 
+def test_an_improvement_starts_the_count_anew(tmp_path: Path) -> None:
+    stopping = EarlyStopping("val_loss", patience=2)
+    assert epochs_until_stop(tmp_path, stopping, Scripted([0.5, 0.6, 0.4, 0.5, 0.3]), max_epochs=5) == 5
+    assert stopping.wait_count == 0
+
+
+def test_a_validation_before_training_is_no_check(tmp_path: Path) -> None:
+    stopping, module = EarlyStopping("val_loss", check_on_train_epoch_end=True), Scripted([0.5, 0.4])
+    trainer = trainer_in(tmp_path, stopping, max_epochs=2, check_val_every_n_epoch=2)
+    trainer.validate(module, batches(), verbose=False)
+    trainer.fit(module, batches(), batches())
+    assert stopping.best_score.item() == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "values", "reason"),
     [

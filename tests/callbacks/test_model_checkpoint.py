@@ -236,6 +236,34 @@ def test_a_resumed_run_in_another_folder_ranks_anew_and_deletes_nothing(tmp_path
     assert names_in(tmp_path / "old") == ["epoch=1-step=8.ckpt"]
 
 
+def test_a_run_that_was_over_already_saves_nothing_more(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", save_last=True))
+    before = names_in(tmp_path / "ckpt")
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", save_last=True)
+    fit(tmp_path, checkpoint, ckpt_path=str(tmp_path / "ckpt" / "last.ckpt"))
+    assert names_in(tmp_path / "ckpt") == before
+    assert checkpoint.best_model_path.endswith("epoch=2-step=12.ckpt")
+
+
+def test_another_fit_keeps_the_best_until_it_has_one_of_its_own(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint()
+    fit(tmp_path / "first", checkpoint)
+    best = checkpoint.best_model_path
+    fit(tmp_path / "second", checkpoint, max_epochs=0)
+    assert checkpoint.best_model_path == best
+    fit(tmp_path / "second", checkpoint, max_epochs=1)
+    assert checkpoint.best_model_path == str(tmp_path / "second" / "checkpoints" / "epoch=0-step=4.ckpt")
+    assert Path(best).is_dir()
+
+
+def test_a_validation_before_training_saves_nothing(tmp_path: Path) -> None:
+    module = Scripted([0.3, 0.2])
+    trainer = trainer_in(tmp_path, ModelCheckpoint(tmp_path / "ckpt", "{step}", save_top_k=-1), max_epochs=1)
+    trainer.validate(module, batches(), verbose=False)
+    trainer.fit(module, batches(), batches())
+    assert names_in(tmp_path / "ckpt") == ["step=4.ckpt"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

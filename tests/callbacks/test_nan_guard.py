@@ -83,7 +83,7 @@ def test_each_step_of_manual_optimization_is_checked(tmp_path: Path) -> None:
 def test_large_but_finite_values_of_any_dtype_are_finite() -> None:
     large = torch.tensor([3e38, -3e38])
     wide = torch.tensor([1e300], dtype=torch.float64)
-    sparse = torch.sparse_coo_tensor([[1]], torch.tensor([2.0]), (3,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (3,), check_invariants=True)
     half = torch.tensor([6e4], dtype=torch.float16)
     assert _largest([large, wide, sparse, half, torch.empty(0)]) == 1e300
     assert _largest([torch.empty(0)]) is None
