@@ -144,6 +144,12 @@ def test_a_line_that_a_kill_left_unfinished_is_dropped(tmp_path: Path) -> None:
     assert [tuple(row.values()) for row in _rows(again)] == [("1", "1.0", "2.0"), ("2", "3.0", "4.0")]
 
 
+def test_a_save_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write to '.*file/echelon_logs/version_0' \(Not a directory\); give"):
+        CSVLogger(tmp_path / "file").open()
+
+
 def test_resuming_where_nothing_was_logged_creates_nothing(tmp_path: Path) -> None:
     CSVLogger(tmp_path).resume_at(5)
     assert list(tmp_path.iterdir()) == []

@@ -56,9 +56,22 @@ class VersionFolder:
         return self.save_dir / self.name / (version if isinstance(version, str) else f"version_{version}")
 
     def claim(self) -> Path:
-        """Create the folder and return it; from the second call on, only return it."""
-        if self._is_claimed:
-            return self.path
+        """Create the folder and return it; from the second call on, only return it.
+
+        Raises:
+            ConfigError: if it cannot be created.
+        """
+        if not self._is_claimed:
+            try:
+                self._create()
+            except OSError as error:
+                raise ConfigError(
+                    f"The logger cannot write to {str(self.path)!r} ({error.strerror}); give it another save_dir."
+                ) from error
+            self._is_claimed = True
+        return self.path
+
+    def _create(self) -> None:
         (self.save_dir / self.name).mkdir(parents=True, exist_ok=True)
         while self._is_numbered_by_us:
             try:
@@ -67,8 +80,15 @@ class VersionFolder:
             except FileExistsError:
                 self._version = self._next_free()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._is_claimed = True
-        return self.path
+
+    def continue_at(self, path: Path) -> None:
+        """Continue the run whose folder holds `path`, if it is one of this name and no version was given or claimed."""
+        base, path = (self.save_dir / self.name).resolve(), path.resolve()
+        if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
+            return
+        match = re.fullmatch(r"version_(\d+)", path.relative_to(base).parts[0])
+        if match:
+            self._version, self._is_numbered_by_us = int(match[1]), False
 
     def _next_free(self) -> int:
         try:

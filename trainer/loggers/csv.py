@@ -86,6 +86,10 @@ class CSVLogger:
     def log_graph(self, module: nn.Module, example_input: Any) -> None:
         """Write nothing: a table shows no graph."""
 
+    def continue_run(self, checkpoint: Path) -> None:
+        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
+        self._folder.continue_at(checkpoint)
+
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step`, so that a run that continues there continues the table."""
         self._rows = [row for row in self._rows if row["step"] <= step]

@@ -42,6 +42,7 @@ class TensorBoardLogger:
         log_graph: bool = False,
         default_hp_metric: bool = True,
         prefix: str = "",
+        *,
         sub_dir: str | Path | None = None,
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
@@ -152,6 +153,10 @@ class TensorBoardLogger:
                 "check example_input_array, or give log_graph=False.",
                 stacklevel=2,
             )
+
+    def continue_run(self, checkpoint: Path) -> None:
+        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
+        self._folder.continue_at(checkpoint)
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step`, so that a run that continues there continues the curves."""
