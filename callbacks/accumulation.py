@@ -28,7 +28,7 @@ class GradientAccumulationScheduler(Callback):
             )
         for epoch, count in scheduling.items():
             if not _is_at_least(epoch, 0):
-                raise ConfigError(f"scheduling has the epoch {epoch!r}; epochs are whole numbers from 0.")
+                raise ConfigError(f"scheduling has the epoch {epoch!r}; give epochs as whole numbers from 0.")
             if not _is_at_least(count, 1):
                 raise ConfigError(f"scheduling[{epoch}]={count!r} is not possible; give 1 or more micro-batches.")
         self.scheduling = {0: 1, **scheduling}

@@ -60,6 +60,7 @@ class EarlyStopping(Callback):
         patience: int = 3,
         verbose: bool = False,
         mode: Mode = "min",
+        *,
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,

@@ -78,6 +78,7 @@ class ModelCheckpoint(Callback):
         verbose: bool = False,
         save_last: bool | Literal["link"] | None = None,
         save_top_k: int = 1,
+        *,
         save_weights_only: bool = False,
         mode: Mode = "min",
         auto_insert_metric_name: bool = True,

@@ -157,15 +157,15 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         """Let only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
         if self._toggled:
             raise RunError(
-                "toggle_optimizer was called twice, the first still holds; call untoggle_optimizer in between."
+                f"toggle_optimizer was called twice, and {len(self._toggled)} parameters are still switched off; "
+                "call untoggle_optimizer in between."
             )
         mine = {parameter for group in _unwrap(optimizer).param_groups for parameter in group["params"]}
-        for other in self._managed_optimizers:
-            for group in other.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter not in mine and parameter not in self._toggled:
-                        self._toggled[parameter] = parameter.requires_grad
-                        parameter.requires_grad = False
+        groups = [group for other in self._managed_optimizers for group in other.optimizer.param_groups]
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if parameter not in mine and parameter not in self._toggled:
+                self._toggled[parameter] = parameter.requires_grad
+                parameter.requires_grad = False
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle_optimizer`."""
@@ -192,6 +192,7 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
+        *,
         reduce_fx: Reduce = "mean",
         sync_dist: bool = True,
         add_dataloader_idx: bool = True,

@@ -85,7 +85,7 @@ def resolve(ckpt_path: str | Path, *folders: str | Path) -> Path | None:
             "for the weights of such a file, call echelon.load_weights."
         )
     if not path.exists():
-        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist.{_nearest(path)}")
+        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another one.{_nearest(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     if inside:
         raise CheckpointError(
@@ -93,7 +93,7 @@ def resolve(ckpt_path: str | Path, *folders: str | Path) -> Path | None:
         )
     raise CheckpointError(
         f"ckpt_path={str(path)!r} is not a checkpoint: it has no {MANIFEST} "
-        f"(found: {', '.join(sorted(child.name for child in _children(path))[:5]) or 'nothing'})."
+        f"(found: {', '.join(sorted(child.name for child in _children(path))[:5]) or 'nothing'}); give another one."
     )
 
 

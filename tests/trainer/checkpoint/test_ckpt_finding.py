@@ -79,7 +79,7 @@ def test_a_checkpoint_or_a_link_to_one_is_taken_as_given(tmp_path: Path) -> None
 
 def test_a_misspelt_path_is_told_what_is_there(tmp_path: Path) -> None:
     make(tmp_path / "epoch=1.ckpt")
-    with pytest.raises(CheckpointError, match=r"epoch=11.ckpt' does not exist. .* has epoch=1.ckpt"):
+    with pytest.raises(CheckpointError, match=r"epoch=11.ckpt' does not exist; .* has epoch=1.ckpt"):
         resolve(tmp_path / "epoch=11.ckpt")
     with pytest.raises(CheckpointError, match="Neither does"):
         resolve(tmp_path / "absent" / "a.ckpt")
