@@ -21,9 +21,10 @@ demo: $(call installed,examples)
 test: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests
 
-lint: $(call installed,lint) types
+lint: $(call installed,lint)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory types
 
 types: $(call installed,lint)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED) && ln -s $(PACKAGE:%=../../../%) $(TYPED)

@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}; give another one."
+                f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}; give another."
             )
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one.")
