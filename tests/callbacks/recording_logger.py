@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import nn
+from echelon import Logger
 
 
-class RecordingLogger:
-    """Keeps every call of `log_metrics`."""
-
-    name = "recording"
-    version = 7
+class RecordingLogger(Logger):
+    """Keeps every call of `log_metrics`, and does nothing of the rest."""
 
     def __init__(self, log_dir: str) -> None:
-        self.log_dir = log_dir
+        self._log_dir = log_dir
         self.records: list[tuple[int, dict[str, float]]] = []
 
-    def open(self) -> None:
-        pass
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        return 7
+
+    @property
+    def log_dir(self) -> str:
+        return self._log_dir
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.records.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        pass
-
-    def log_text(self, tag: str, text: str) -> None:
-        pass
-
-    def log_graph(self, module: nn.Module, example_input: Any) -> None:
-        pass
-
-    def resume_at(self, step: int) -> None:
-        pass
-
-    def save(self) -> None:
-        pass
-
-    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
-        pass
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """All values of one name, with their steps."""
