@@ -164,17 +164,17 @@ class EarlyStopping(Callback):
         if self.check_finite and not math.isfinite(value):
             return (
                 EarlyStoppingReason.NON_FINITE_METRIC,
-                f"Stopping: {name}={value} is not finite (best: {self._best}).",
+                f"Stopping: {name}={value} is not finite (best: {self._best:.6g}).",
             )
         limit = self.stopping_threshold
         if limit is not None and is_better(value, limit):
-            return EarlyStoppingReason.STOPPING_THRESHOLD, f"Stopping: {name}={value} {better_sign} {limit}."
+            return EarlyStoppingReason.STOPPING_THRESHOLD, f"Stopping: {name}={value:.6g} {better_sign} {limit}."
         limit = self.divergence_threshold
         if limit is not None and is_better(limit, value):
-            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"Stopping: {name}={value} {worse_sign} {limit}."
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"Stopping: {name}={value:.6g} {worse_sign} {limit}."
         needed = self._best - self.min_delta if self.mode == "min" else self._best + self.min_delta
         if is_better(value, needed):
-            message = f"{name} improved from {self._best} to {value}."
+            message = f"{name} improved from {self._best:.6g} to {value:.6g}."
             self._best, self.wait_count = value, 0
             return EarlyStoppingReason.NOT_STOPPED, message
         self.wait_count += 1
@@ -182,5 +182,5 @@ class EarlyStopping(Callback):
             return EarlyStoppingReason.NOT_STOPPED, ""
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"Stopping: {name} has not improved on {self._best} in {self.wait_count} checks.",
+            f"Stopping: {name} has not improved on {self._best:.6g} in {self.wait_count} checks.",
         )

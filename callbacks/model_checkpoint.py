@@ -75,6 +75,7 @@ class ModelCheckpoint(Callback):
         dirpath: str | Path | None = None,
         filename: str | None = None,
         monitor: str | None = None,
+        *,
         verbose: bool = False,
         save_last: bool | Literal["link"] | None = None,
         save_top_k: int = 1,
@@ -262,7 +263,7 @@ class ModelCheckpoint(Callback):
         worst = min(scores, key=lambda name: self._metric.rank_of(scores[name]))
         if not self._metric.is_better(score, scores[worst]):
             if self.verbose:
-                _log.info("%s=%s is not among the best %d.", self.monitor, score, self.save_top_k)
+                _log.info("%s=%.6g is not among the best %d.", self.monitor, score, self.save_top_k)
             return False
         del scores[worst]
         return True
@@ -294,10 +295,8 @@ class ModelCheckpoint(Callback):
                 trainer.remove_checkpoint(self._path(replaced))
         self._saved_at = trainer.global_step
         if self.verbose:
-            score = (
-                f"{self.monitor}={kept.scores.get(name, 'unknown')}" if self.monitor else f"step {trainer.global_step}"
-            )
-            _log.info("Saved %s (%s; the best is %s).", self._path(name), score, self.best_model_path)
+            what = f"{self.monitor}={kept.scores[name]:.6g}" if self.monitor and name in kept.scores else "the newest"
+            _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")
 
 
 class _Clock:
