@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,9 +75,11 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return every curve of TensorBoard and of the table."""
     events = EventAccumulator(str(folder / "tb" / "version_0"))
     events.Reload()
-    curves = {
-        f"tb {tag}": [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
+    curves = {f"tb {tag}": [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    page = plugin_event_accumulator.EventAccumulator(str(folder / "tb" / "version_0"))
+    page.Reload()
+    for tag in events.Tags()["scalars"]:
+        curves[f"page {tag}"] = [(one.step, make_ndarray(one.tensor_proto).item()) for one in page.Tensors(tag)]
     with (folder / "csv" / "version_0" / "metrics.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             for name, value in row.items():
@@ -92,6 +96,7 @@ def test_a_run_resumed_after_a_crash_leaves_the_very_curves_of_one_that_never_st
     _fit(_trainer(tmp_path / "resumed"), ckpt_path=str(checkpoint))
     whole, resumed = _curves(tmp_path / "whole"), _curves(tmp_path / "resumed")
     assert [step for step, _ in whole["tb loss"]] == list(range(1, 16))
+    assert whole["page loss"] == whole["tb loss"]
     assert [step for step, _ in whole["csv val_loss"]] == [5, 10, 15]
     assert resumed == whole
 

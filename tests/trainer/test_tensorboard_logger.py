@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing import data_provider
+from tensorboard.backend.event_processing import data_provider, plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
@@ -17,6 +17,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
+from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
 
 from echelon.callbacks.run import Logger
@@ -30,7 +31,12 @@ def _events(logger: TensorBoardLogger) -> EventAccumulator:
 
 
 def _curve(logger: TensorBoardLogger, tag: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in _events(logger).Scalars(tag)]
+    """Return a curve, which the library's reader and the one of TensorBoard's pages must agree on."""
+    page = plugin_event_accumulator.EventAccumulator(logger.log_dir)
+    page.Reload()
+    shown = [(point.step, make_ndarray(point.tensor_proto).item()) for point in page.Tensors(tag)]
+    assert [(point.step, point.value) for point in _events(logger).Scalars(tag)] == shown
+    return shown
 
 
 def _hparams_page(folder: Path) -> list[api_pb2.Session]:

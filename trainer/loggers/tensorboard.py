@@ -203,6 +203,7 @@ class TensorBoardLogger:
             self._writer = None
 
     def _open(self) -> SummaryWriter:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self._folder.claim()
@@ -210,7 +211,12 @@ class TensorBoardLogger:
         if purge_step is not None:
             _await_a_later_name(folder)
         # the default queue of 10 makes the loop wait for the writing thread
-        return SummaryWriter(str(folder), purge_step=purge_step, max_queue=1000, flush_secs=10)
+        writer = SummaryWriter(str(folder), purge_step=purge_step, max_queue=1000, flush_secs=10)
+        if purge_step is not None:
+            # TensorBoard takes the first mark of a restart that it sees for the beginning, and purges at the second
+            mark = SessionLog(status=SessionLog.START)
+            writer._get_file_writer().add_event(Event(session_log=mark), purge_step)
+        return writer
 
     def _add_end(self, status: str) -> None:
         from tensorboard.plugins.hparams.api_pb2 import Status
