@@ -75,7 +75,6 @@ class ModelCheckpoint(Callback):
         dirpath: str | Path | None = None,
         filename: str | None = None,
         monitor: str | None = None,
-        *,
         verbose: bool = False,
         save_last: bool | Literal["link"] | None = None,
         save_top_k: int = 1,
