@@ -45,6 +45,9 @@ class Logger(Protocol):
     def log_graph(self, module: nn.Module, example_input: Any) -> None:
         """Write the graph of the module's ``forward``, if this logger can show one."""
 
+    def continue_run(self, checkpoint: Path) -> None:
+        """Continue in the folder of the run that wrote `checkpoint`, unless the user chose another; before `open`."""
+
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step`; called before anything is logged by a run that continues there."""
 
@@ -134,6 +137,10 @@ class Run(Protocol):
     def is_last_step(self) -> bool:
         """Whether training ends at this step boundary, as far as is known now."""
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal or ``max_time`` ends training here: what is not saved now is lost."""
+
     # --- what hooks may change ---
 
     should_stop: bool
@@ -206,8 +213,12 @@ class Run(Protocol):
 
     # --- checkpoints ---
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it."""
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
+        """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it.
+
+        With ``wait=False`` this returns when the state is copied; it is written while training goes on, and an error
+        in that is raised at the next step boundary.
+        """
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory that this run wrote (rank 0 only); anything else is left alone."""

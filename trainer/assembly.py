@@ -188,14 +188,51 @@ def build_optimizers(session: Session) -> None:
     module.attach_optimizers(session.managed_optimizers)
 
 
-def compile_in_place(module: nn.Module, compile: Any) -> None:
-    """Compile ``forward`` with torch.compile where the module has one, else each child; parameter names stay."""
-    if not compile:
-        return
-    options = {} if compile is True else dict(compile)
-    parts = [module] if overrides(module, "forward", nn.Module) else list(module.children())
-    for part in parts:
+def set_up(session: Session) -> None:
+    """Call the hooks that get the data and build the module."""
+    datamodule, module, stage = session.datamodule, session.module, session.task
+    for owner in (datamodule, module):
+        if owner is not None and session.strategy.local_rank == 0:
+            owner.prepare_data()
+    session.strategy.barrier()
+    if datamodule is not None:
+        datamodule.setup(stage)
+    session.hooks.call("setup", stage)
+    module.configure_model()
+
+
+def set_up_module(session: Session) -> None:
+    """Compile the module if asked to, and give it to the strategy."""
+    compiled = session.settings.compile
+    if compiled:
+        _compile_in_place(session.module, {} if compiled is True else dict(compiled))
+    session.strategy.setup_module(session.module)
+
+
+def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
+    """Compile ``forward`` where the module has one, else each child; the parameters keep their names."""
+    for part in [module] if overrides(module, "forward", nn.Module) else module.children():
         part.compile(**options)
+
+
+def introduce(session: Session, *, is_resumed: bool) -> None:
+    """Tell the loggers what is run."""
+    if session.strategy.rank != 0:
+        return
+    hparams = {
+        name: value
+        for owner in (session.datamodule, session.module)
+        if owner is not None and owner.hparams_logged
+        for name, value in owner.hparams_initial.items()
+    }
+    example = session.module.example_input_array
+    for logger in session.loggers:
+        if is_resumed:
+            logger.resume_at(session.state.global_step)
+        if hparams:
+            logger.log_hyperparams(hparams)
+        if example is not None:
+            logger.log_graph(session.module, example)
 
 
 def root_dir(settings: Settings, task: Task) -> Path | None:

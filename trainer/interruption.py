@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -25,8 +26,17 @@ class Interruption:
     """
 
     def __init__(self, max_time: timedelta | None = None) -> None:
-        self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
+        self._seconds = math.inf if max_time is None else max_time.total_seconds()
+        self.start(0.0)
         self.signal: int | None = None
+
+    def start(self, elapsed: float) -> None:
+        """Start the clock, of a run that has trained for so many seconds before it was resumed."""
+        self._began = time.monotonic() - elapsed
+
+    def elapsed(self) -> float:
+        """Return the seconds of training, those before a resume included."""
+        return time.monotonic() - self._began
 
     @property
     def is_requested(self) -> bool:
@@ -35,7 +45,7 @@ class Interruption:
 
     def is_time_up(self) -> bool:
         """Whether ``max_time`` is over."""
-        return self._deadline is not None and time.monotonic() >= self._deadline
+        return self.elapsed() >= self._seconds
 
     @contextmanager
     def listening(self) -> Iterator[None]:

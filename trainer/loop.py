@@ -40,6 +40,7 @@ def train(session: Session) -> None:
             session.profiler.step()
             if not goes_on or session.is_epoch_read():
                 break
+            session.writer.check()
             for hook in hooks["on_train_step_end"]:
                 hook()
             if session.is_over():
@@ -48,12 +49,14 @@ def train(session: Session) -> None:
         _end_epoch(session, is_partial)
         if not is_partial:
             hooks.call("on_train_step_end")
+    session.writer.settle()
     hooks.call("on_train_end")
 
 
 def _begin_epoch(session: Session) -> None:
     """Go to the next epoch, or on with one that was resumed."""
     state, metrics = session.state, session.metrics
+    session.writer.settle()
     is_new = state.is_epoch_done or state.batches_in_epoch == 0
     state.begin_epoch()
     session.batch_idx = state.batches_in_epoch

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
+from ..callbacks.console import say
 from ..callbacks.run import Logger, Run
 from ..strategies.errors import ModuleError, RunError
 from .accumulator import Reduce
@@ -234,12 +235,10 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *values: object, sep: str = " ") -> None:
         """Print on rank 0, above the progress bar."""
         if self._trainer is None or self._trainer.is_global_zero:
-            from tqdm import tqdm
-
-            tqdm.write(" ".join(map(str, args)), **kwargs)
+            say(sep.join(map(str, values)))
 
     # --- where the run is --------------------------------------------------------------------------------------------
 

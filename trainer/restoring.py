@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from ..strategies.errors import CheckpointError
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.run import Logger
+from ..strategies.errors import CheckpointError, ConfigError
 from . import checkpoint
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
@@ -17,6 +19,34 @@ from .hparams_json import from_jsonable
 _PARTS: Final = ("model", "hyper_parameters", "hyper_parameters_argument", "omitted_hyper_parameters")
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def find_checkpoint(
+    ckpt_path: str | Path | None, loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint]
+) -> Path | None:
+    """Return the checkpoint that ``ckpt_path`` means; None without one, and for ``last`` where there is none yet.
+
+    ``best`` is that of the first `ModelCheckpoint`; ``last`` the newest valid one in their folders, and in those of all
+    runs of the loggers' names.
+
+    Raises:
+        ConfigError: for ``best`` where none was saved.
+        CheckpointError: if the path is absent or no checkpoint, or all that could be the last one are damaged.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "best":
+        best = next((callback.best_model_path for callback in callbacks), "")
+        if not best:
+            raise ConfigError(
+                f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, found {best!r}; fit with one, or pass "
+                "a path."
+            )
+        return checkpoint.resolve(best)
+    folders = {callback.dirpath for callback in callbacks if callback.dirpath}
+    for logger in loggers:
+        folders.update(map(str, Path(logger.log_dir).parent.glob("*/checkpoints")))
+    return checkpoint.resolve(ckpt_path, *sorted(folders))
 
 
 def load_module(

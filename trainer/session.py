@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
 from .accumulator import to_numbers
 from .batches import make_transfer, moves_own_types
+from .checkpoint import SyncWriter, Writer
 from .data import DataModule
 from .interruption import Interruption
 from .loading import EvaluationData, TrainData
@@ -63,6 +64,7 @@ class Session:
     predictions: list[Any] | None = None
     needs_closure: Sequence[bool] = ()
     """For each optimizer whether it evaluates the loss itself (LBFGS)."""
+    writer: Writer = field(default_factory=SyncWriter)
     accumulate_grad_batches: int = 1
     """Micro-batches of a step, from the next epoch on."""
     reload: Callable[[], None] | None = None

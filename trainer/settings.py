@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, Union, 
 
 from ..callbacks.callback import Callback
 from ..callbacks.run import Logger
+from ..callbacks.timer import parse_duration
 from ..strategies import Precision, Strategy, strategy_by_name
 from ..strategies.errors import ConfigError, did_you_mean
 from .profiler import Profiler, profiler_by_name
@@ -112,7 +113,7 @@ class Settings:
         Precision(self.precision)
         strategy_by_name(self.strategy)
         profiler_by_name(self.profiler)
-        parse_time(self.max_time)
+        parse_duration("max_time", self.max_time)
 
     @property
     def last_epoch(self) -> int | None:
@@ -166,25 +167,6 @@ def accepting(
         return __init__
 
     return decorate
-
-
-def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
-    """Return ``max_time`` as a timedelta.
-
-    Raises:
-        ConfigError: unless it is one, its arguments, or ``"DD:HH:MM:SS"``.
-    """
-    if value is None or isinstance(value, timedelta):
-        return value
-    try:
-        if isinstance(value, str):
-            days, hours, minutes, seconds = (int(part) for part in value.split(":"))
-            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-        return timedelta(**value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"max_time={value!r} is not a time; give a timedelta, its arguments as a dict, or 'DD:HH:MM:SS'."
-        ) from None
 
 
 def _check_types(settings: Settings) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
 from ..callbacks.dispatch import callback_states, load_callback_states
 from ..strategies.errors import CheckpointError
 from .hparams_json import jsonable
+from .resumed_settings import Winner, load_groups, load_scheduler
 from .seed import capture_rng, restore_rng
 from .session import Session
+
+_log = logging.getLogger(__name__)
 
 # Lightning's names, which hooks see, and those of the files
 _PARTS: Final = {"state_dict": "model", "optimizer_states": "optimizers"}
@@ -40,6 +43,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
 def _training_state(session: Session) -> dict[str, Any]:
     assert session.train_data is not None
     datamodule = session.datamodule
+    session.state.seconds = session.interruption.elapsed()
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
@@ -51,6 +55,12 @@ def _training_state(session: Session) -> dict[str, Any]:
         "callbacks": callback_states(session.callbacks),
         "rng": capture_rng(),
     }
+
+
+def still_parts(session: Session) -> set[str]:
+    """Return the parts of a state that stay as they are until the optimizers step; forward may change buffers."""
+    has_buffers = next(session.module.buffers(), None) is not None
+    return {"optimizers"} if has_buffers else {"optimizers", "model"}
 
 
 def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
@@ -88,8 +98,13 @@ def load_position(session: Session, state: Mapping[str, Any]) -> None:
     session.metrics.position = session.state.global_step
 
 
-def load_training(session: Session, state: Mapping[str, Any]) -> None:
+def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "saved") -> None:
     """Put a run back to where `take_state` saw it. Collective: every rank calls it.
+
+    Args:
+        session: the run, its data and optimizers built.
+        state: what was read.
+        winner: which settings of optimizers and schedulers count where they differ; what differs is logged.
 
     Raises:
         CheckpointError: if the checkpoint holds other optimizers or schedulers than the run.
@@ -97,10 +112,7 @@ def load_training(session: Session, state: Mapping[str, Any]) -> None:
     assert session.train_data is not None
     _check_number("optimizers", len(session.optimizers), len(state["optimizers"]))
     _check_number("schedulers", len(session.schedulers), len(state["lr_schedulers"]))
-    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
-        session.strategy.load_optimizer_state(optimizer, saved)
-    for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(_as_before(config.scheduler.state_dict(), saved))
+    _load_optimizers(session, state, winner)
     if state["precision"]:
         session.strategy.scaler.load_state_dict(state["precision"])
     session.train_data.resume_epoch(session.state.epoch, state["data"])
@@ -122,6 +134,22 @@ def _check_number(what: str, here: int, saved: int) -> None:
         )
 
 
-def _as_before(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's saved state with the Counter of a MultiStepLR as one: JSON has no such type."""
-    return {name: Counter(value) if isinstance(current.get(name), Counter) else value for name, value in saved.items()}
+def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner) -> None:
+    scheduled = [config.scheduler.optimizer for config in session.schedulers if hasattr(config.scheduler, "optimizer")]
+    differences = []
+    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
+        before = [dict(group) for group in optimizer.param_groups]
+        session.strategy.load_optimizer_state(optimizer, saved)
+        differences += load_groups(optimizer, before, optimizer in scheduled, winner)
+    for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
+        differences += load_scheduler(config.scheduler, saved, winner)
+    if differences and session.strategy.rank == 0:
+        other = "configured" if winner == "saved" else "saved"
+        _log.warning(
+            "The checkpoint was saved with other settings; the %s ones are used:\n  %s\n"
+            "Pass fit(..., optimizer_settings=%r) for the %s ones.",
+            winner,
+            "\n  ".join(differences),
+            other,
+            other,
+        )

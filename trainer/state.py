@@ -31,6 +31,8 @@ class TrainState:
     """Micro-batches of all epochs that this rank has trained on."""
     samples_seen: int = 0
     """Samples of all epochs that all ranks have trained on."""
+    seconds: float = 0.0
+    """Time spent in training, for ``max_time``."""
     global_batch_size: int | None = None
     """Samples of an optimizer step; None where the data does not tell."""
 

@@ -94,6 +94,8 @@ def take_step(session: Session, window: Window) -> bool:
         for hook in hooks["on_train_batch_start"]:
             goes_on = hook(batch, batch_idx) != -1 and goes_on
         if goes_on:
+            if not session.module.automatic_optimization:
+                session.writer.settle()
             with strategy.accumulating(index == last):
                 with session.profiler.record("training_step"):
                     output = strategy.run(
@@ -154,6 +156,7 @@ def _finish(session: Session, window: Window, weights: Weights, batch_idx: int) 
     correction = weights.correction()
     if correction is not None:
         session.strategy.scale_gradients(correction)
+    session.writer.settle()  # a checkpoint may still be copying what changes now
     with session.profiler.record("optimizer_step"):
         closure = _closure(session, window, weights) if session.passes_closure else None
         has_updated = _update(session, closure, batch_idx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,23 @@ from ..callbacks.console import say
 from ..callbacks.dispatch import Hooks
 from ..callbacks.run import Run
 from ..callbacks.table import render_table
+from ..callbacks.timer import parse_duration
 from ..strategies import Hardware, Precision, strategy_by_name
 from ..strategies.errors import ConfigError, RunError
-from . import checkpoint
 from .accumulator import to_numbers
 from .assembly import (
     build_optimizers,
-    compile_in_place,
+    introduce,
     load_evaluation_data,
     load_train_data,
     make_callbacks,
     make_loggers,
     root_dir,
+    set_up,
+    set_up_module,
     with_module_callbacks,
 )
+from .checkpoint import AsyncWriter, SyncWriter, load
 from .checks import check_loggers, check_manual, check_module, check_writable
 from .data import DataModule
 from .interruption import Interruption
@@ -38,9 +41,11 @@ from .module import TrainModule
 from .module_hooks import ModuleHooks
 from .numerics import numerics
 from .profiler import profiler_by_name
+from .restoring import find_checkpoint
+from .resumed_settings import Winner
 from .session import Session, Task
-from .settings import Settings, accepting, parse_time
-from .snapshot import load_generators, load_position, load_training, load_weights, take_state
+from .settings import Settings, accepting
+from .snapshot import load_generators, load_position, load_training, load_weights, still_parts, take_state
 from .state import TrainState
 from .view import RunView
 
@@ -55,6 +60,15 @@ class _Request:
     train_loaders: Any = None
     evaluation_loaders: Any = None
     ckpt_path: str | Path | None = None
+    optimizer_settings: Winner = "saved"
+    checkpoint: Path | None = None
+    """What `ckpt_path` stands for."""
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the content of the checkpoint, if there is one."""
+        if self.checkpoint is None:
+            return None
+        return load(self.checkpoint, verify=self.ckpt_path != "last")  # the last one was verified when it was found
 
 
 class Trainer(RunView):
@@ -92,6 +106,8 @@ class Trainer(RunView):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        *,
+        optimizer_settings: Winner = "saved",
     ) -> None:
         """Train the module, validating as the settings say.
 
@@ -101,7 +117,9 @@ class Trainer(RunView):
                 `DataModule` is taken as one.
             val_dataloaders: likewise.
             datamodule: brings the loaders instead.
-            ckpt_path: a checkpoint to resume from; ``"last"`` for the newest valid one of this run's folder.
+            ckpt_path: a checkpoint to resume from; ``"last"`` for the newest valid one there is, if any.
+            optimizer_settings: which learning rate, weight decay, length of schedule and so on count where the
+                checkpoint was saved with others: the ``"saved"`` or the ``"configured"`` ones. What differs is logged.
 
         Raises:
             EchelonError: for what is wrong with settings, module, data or checkpoint.
@@ -110,9 +128,9 @@ class Trainer(RunView):
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        request = _Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path)
-        with self._guarded(request):
-            self.strategy.launch(partial(self._fit, request))
+        request = _Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
+        with self._guarded(request) as checked:
+            self.strategy.launch(partial(self._fit, checked))
         self.session.interruption.raise_if_requested()
 
     def validate(
@@ -158,32 +176,37 @@ class Trainer(RunView):
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
         request = self._request("predict", model, dataloaders, datamodule, ckpt_path)
-        with self._guarded(request):
-            self.strategy.launch(partial(self._run_evaluation, request, keeps_predictions=return_predictions))
+        with self._guarded(request) as checked:
+            self.strategy.launch(partial(self._run_evaluation, checked, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
         """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it.
+
+        With ``wait=False`` this returns when the state is copied; it is written while training goes on, and an error
+        in that is raised at the next step boundary.
 
         Raises:
             RunError: where there is no run whose state could be saved.
             CheckpointError: if it cannot be written, or its state holds what is no tensor and no JSON.
         """
-        weights_only = weights_only or self.session.task != "fit"
+        session = self.session
         with self.profiler.record("checkpoint"):
-            state = take_state(self.session, weights_only=weights_only)
+            state = take_state(session, weights_only=weights_only or session.task != "fit")
             if self.is_global_zero:
                 for logger in self.loggers:
                     logger.save()
-                checkpoint.save(Path(path), state)
+                session.writer.save(Path(path), state, still=still_parts(session))
+                if wait:
+                    session.writer.close()
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything that is none is left alone."""
-        checkpoint.remove(Path(path))
+        self.session.writer.remove(Path(path))
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
         """Make `link` stand for the checkpoint at `path`, atomically."""
-        checkpoint.point(Path(link), Path(path))
+        self.session.writer.point(Path(link), Path(path))
 
     # --- one run -----------------------------------------------------------------------------------------------------
 
@@ -203,14 +226,14 @@ class Trainer(RunView):
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
         request = self._request(task, model, loaders, datamodule, ckpt_path)
-        with self._guarded(request):
-            results = self.strategy.launch(partial(self._run_evaluation, request))
+        with self._guarded(request) as checked:
+            results = self.strategy.launch(partial(self._run_evaluation, checked))
         if verbose and self.is_global_zero and any(results):
             say(render_table(results, title=f"{task.capitalize()} metric"))
         return results
 
     @contextmanager
-    def _guarded(self, request: _Request) -> Iterator[None]:
+    def _guarded(self, request: _Request) -> Iterator[_Request]:
         """Check a request in the caller's process, before anything starts; and allow one run at a time."""
         if self._is_running:
             raise RunError(
@@ -222,27 +245,28 @@ class Trainer(RunView):
         folder = root_dir(self.settings, request.task)
         if folder is not None:
             check_writable(folder)
+        checkpoint = find_checkpoint(request.ckpt_path, self.loggers, self.checkpoint_callbacks)
         self._is_running = True
         try:
-            yield
+            yield replace(request, checkpoint=checkpoint)
         finally:
             self._is_running = False
 
     def _fit(self, request: _Request) -> None:
         """Fit, in this process."""
         with self._connected(request) as session, numerics(self.settings):
-            saved = self._read(request.ckpt_path)
+            saved = request.read()
             if saved is not None:
                 load_position(session, saved)  # the order of the samples hangs on the seed
             load_train_data(session, request.train_loaders)
             load_evaluation_data(session, "validate", request.evaluation_loaders)
             session.reload = partial(_reload, session, request)
-            self._set_up_module(session)
+            set_up_module(session)
             build_optimizers(session)
             if saved is not None:
                 load_weights(session, saved)
-                load_training(session, saved)
-            self._introduce(session, is_resumed=saved is not None)
+                load_training(session, saved, request.optimizer_settings)
+            introduce(session, is_resumed=saved is not None)
             session.hooks.call("on_fit_start")
             with session.interruption.listening():
                 if saved is None:
@@ -250,8 +274,10 @@ class Trainer(RunView):
                 else:
                     load_generators(saved)
                 session.stage = "train"
+                session.interruption.start(session.state.seconds)
                 train(session)
                 session.stage = None
+            session.writer.close()
             session.hooks.call("on_fit_end")
 
     def _run_evaluation(self, request: _Request, *, keeps_predictions: bool = False) -> Results:
@@ -259,8 +285,8 @@ class Trainer(RunView):
         with self._connected(request) as session, numerics(self.settings):
             load_evaluation_data(session, request.task, request.evaluation_loaders)
             assert session.evaluation_data is not None
-            self._set_up_module(session)
-            saved = self._read(request.ckpt_path)
+            set_up_module(session)
+            saved = request.read()
             if saved is not None:
                 load_weights(session, saved)
             if keeps_predictions:
@@ -277,8 +303,10 @@ class Trainer(RunView):
         try:
             if request.task == "fit" and self.is_global_zero:
                 for logger in self.loggers:
+                    if request.checkpoint is not None:
+                        logger.continue_run(request.checkpoint)
                     logger.open()
-            self._set_up(session)
+            set_up(session)
             self.profiler.start(self.log_dir, self.strategy.rank)
             yield session
             status = "interrupted" if session.interruption.is_requested else "success"
@@ -308,6 +336,7 @@ class Trainer(RunView):
             task=request.task,
             run=run,
             settings=settings,
+            writer=AsyncWriter() if request.task == "fit" else SyncWriter(),
             strategy=self.strategy,
             module=module,
             datamodule=request.datamodule,
@@ -317,59 +346,8 @@ class Trainer(RunView):
             hooks=Hooks(run, module, ModuleHooks, callbacks),
             metrics=metrics,
             state=self.state,
-            interruption=Interruption(parse_time(settings.max_time)),
+            interruption=Interruption(parse_duration("max_time", settings.max_time)),
         )
-
-    def _set_up(self, session: Session) -> None:
-        """Call the hooks that get the data and build the module."""
-        stage = session.task
-        for owner in (session.datamodule, session.module):
-            if owner is not None and self.strategy.local_rank == 0:
-                owner.prepare_data()
-        self.strategy.barrier()
-        if session.datamodule is not None:
-            session.datamodule.setup(stage)
-        session.hooks.call("setup", stage)
-        session.module.configure_model()
-
-    def _set_up_module(self, session: Session) -> None:
-        compile_in_place(session.module, self.settings.compile)
-        self.strategy.setup_module(session.module)
-
-    def _read(self, ckpt_path: str | Path | None) -> dict[str, Any] | None:
-        """Return the content of a checkpoint; None without one, also for ``last`` where there is none yet."""
-        if ckpt_path is None:
-            return None
-        if ckpt_path == "best":
-            callback = self.checkpoint_callback
-            if callback is None or not callback.best_model_path:
-                raise ConfigError(
-                    f"ckpt_path='best' needs a checkpoint saved before, found {callback!r}; "
-                    "fit with a ModelCheckpoint first, or give a path."
-                )
-            ckpt_path = callback.best_model_path
-        given = {callback.dirpath for callback in self.checkpoint_callbacks}
-        runs = Path(self.log_dir).parent.glob("*/checkpoints") if self.loggers else ()
-        path = checkpoint.resolve(ckpt_path, *sorted({*given, *map(str, runs)} - {""}))
-        return checkpoint.load(path) if path is not None else None
-
-    def _introduce(self, session: Session, *, is_resumed: bool) -> None:
-        """Tell the loggers what is run."""
-        if not self.is_global_zero:
-            return
-        hparams = {
-            name: value
-            for owner in (session.datamodule, session.module)
-            if owner is not None and owner.hparams_logged
-            for name, value in owner.hparams_initial.items()
-        }
-        for logger in self.loggers:
-            if is_resumed:
-                logger.resume_at(session.state.global_step)
-            if hparams:
-                logger.log_hyperparams(hparams)
-            if session.module.example_input_array is not None:
-                logger.log_graph(session.module, session.module.example_input_array)
 
     def _close(self, session: Session, status: str) -> None:
         session.stage = None

@@ -127,6 +127,12 @@ class RunView:
         return self.session.batch_idx + 1 >= self.num_training_batches
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal or ``max_time`` ends training here: what is not saved now is lost."""
+        interruption = self.session.interruption
+        return interruption.is_requested or interruption.is_time_up()
+
+    @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of an epoch on this rank, limits applied; infinity if the data does not know."""
         data = self.session.train_data

@@ -1,0 +1,67 @@
+"""Optimizers and schedulers that were configured in another way than they were saved: which values win."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from torch.optim import Optimizer
+
+Winner = Literal["saved", "configured"]
+
+# what moves while a run goes on, and so differs without anybody having changed it
+_MOVED_BY_SCHEDULERS: Final = {"lr", "momentum", "betas"}
+_MOVING: Final = frozenset(
+    [
+        "T_cur",
+        "T_i",
+        "_is_initial",
+        "_last_lr",
+        "_step_count",
+        "best",
+        "cooldown_counter",
+        "last_epoch",
+        "num_bad_epochs",
+    ]
+)
+_SETTING: Final = (bool, int, float, str, tuple)
+
+
+def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_scheduler: bool, winner: Winner) -> list[str]:
+    """Settle the differences between an optimizer's groups `before` its state was loaded and now.
+
+    Where a scheduler moves the learning rate, the one it began with is compared, and the present one scaled with it.
+
+    Returns:
+        What differed, for the user to read.
+    """
+    found = []
+    for index, (configured, saved) in enumerate(zip(before, optimizer.param_groups, strict=True)):
+        for key, value in configured.items():
+            if key == "params" or (has_scheduler and key in _MOVED_BY_SCHEDULERS) or key not in saved:
+                continue
+            if saved[key] == value:
+                continue
+            found.append(f"{type(optimizer).__name__} group {index}: {key} saved {saved[key]!r}, configured {value!r}")
+            if winner == "configured":
+                if key == "initial_lr" and saved[key]:
+                    saved["lr"] = saved["lr"] * value / saved[key]
+                saved[key] = value
+    return found
+
+
+def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> list[str]:
+    """Load a scheduler's state, and settle what was configured in another way; return what differed."""
+    before = scheduler.state_dict()
+    state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
+    found = []
+    for key, value in before.items():
+        is_setting = isinstance(value, _SETTING) or key in ("base_lrs", "milestones")
+        if not is_setting or key in _MOVING or key not in state or state[key] == value:
+            continue
+        found.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
+        if winner == "configured":
+            state[key] = value
+    scheduler.load_state_dict(state)
+    return found
