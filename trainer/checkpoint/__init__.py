@@ -1,9 +1,10 @@
 """Checkpoints: safetensors and JSON in a folder that exists whole or not at all, verified when it is read."""
 
-from .commit import point, remove
+from .commit import point
 from .exporting import export
 from .finding import list_checkpoints, newest_valid, resolve
 from .loading import load, verify
+from .pruning import remove
 from .saving import save
 from .weights import Difference, difference, load_into, load_weights
 from .writer import AsyncWriter, SyncWriter, Writer

@@ -49,23 +49,20 @@ def committed(path: Path) -> Iterator[Path]:
             f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
         ) from error
     finally:
-        _discard(temporary)
+        _delete(temporary)
 
 
-def remove(path: str | Path) -> None:
-    """Delete a checkpoint: it is gone from its name at once, its files follow. Anything else is refused.
+def discard(path: Path) -> None:
+    """Delete a checkpoint folder: it is gone from its name at once, its files follow.
 
     Raises:
-        CheckpointError: if `path` is no checkpoint folder, or cannot be deleted.
+        CheckpointError: if it cannot be deleted.
     """
-    path = Path(path).absolute()
-    if path.is_symlink() or not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is not a checkpoint folder and is left alone; delete it by hand.")
     try:
         discarded = _temporary(path, "gone")
         path.rename(discarded)
         sync(path.parent)
-        shutil.rmtree(discarded, ignore_errors=True)
+        _delete(discarded)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} could not be deleted: {explain(error)}.") from error
 
@@ -87,7 +84,7 @@ def point(link: str | Path, path: str | Path) -> None:
     except OSError as error:
         raise CheckpointError(f"The link {link} could not be written: {explain(error)}.") from error
     finally:
-        _discard(temporary)
+        _delete(temporary)
 
 
 def sweep(folder: Path) -> None:
@@ -99,7 +96,7 @@ def sweep(folder: Path) -> None:
         if is_stranded(entry):
             entry.rename(folder / found["name"])
         else:
-            _discard(entry)
+            _delete(entry)
 
 
 def is_stranded(path: Path) -> bool:
@@ -148,7 +145,7 @@ def _move(new: Path, path: Path) -> None:
         path.rename(old)
         new.rename(path)
         sync(path.parent)
-        _discard(old)
+        _delete(old)
     sync(path.parent)
 
 
@@ -160,7 +157,7 @@ def _exchange(first: Path, second: Path) -> bool:
     return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
 
 
-def _discard(path: Path) -> None:
+def _delete(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:

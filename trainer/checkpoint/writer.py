@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from . import commit
+from .commit import point
+from .pruning import remove
 from .saving import Snapshot, save, take, write
 
 _logger = logging.getLogger("echelon")
@@ -43,7 +44,7 @@ class Writer(Protocol):
         """Make `link` stand for the checkpoint at `path`, once that is committed."""
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint, once every save before this call is committed."""
+        """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
 
     def check(self) -> None:
         """Raise the error of a write that failed; at every step boundary."""
@@ -71,11 +72,11 @@ class SyncWriter:
 
     def point(self, link: Path, path: Path) -> None:
         """Replace `link`."""
-        commit.point(link, path)
+        point(link, path)
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint."""
-        commit.remove(path)
+        """Delete a checkpoint, unless it is the newest valid one."""
+        remove(path)
 
     def check(self) -> None:
         """Return: errors were raised where they happened."""
@@ -96,7 +97,7 @@ class AsyncWriter:
         self._settled = threading.Event()
         self._settled.set()
         self._lock = threading.Lock()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -130,11 +131,11 @@ class AsyncWriter:
 
     def point(self, link: Path, path: Path) -> None:
         """Make `link` stand for the checkpoint at `path`, once that is committed."""
-        self._submit(functools.partial(commit.point, link, path))
+        self._submit(functools.partial(point, link, path))
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint, once every save before this call is committed."""
-        self._submit(functools.partial(commit.remove, path))
+        """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
+        self._submit(functools.partial(remove, path))
 
     def check(self) -> None:
         """Raise the error of a write that failed."""
@@ -167,7 +168,7 @@ class AsyncWriter:
             self._settled.set()
         write(path, snapshot)
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[[], object]) -> None:
         with self._lock:
             self._raise()
             self._jobs.append(job)

@@ -120,8 +120,20 @@ def test_removing_a_link_is_refused(tmp_path: Path) -> None:
 
 def test_removing_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", state())
-    remove(tmp_path / "a.ckpt")
-    assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "b.ckpt", state())
+    assert remove(tmp_path / "a.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
+
+
+def test_the_newest_valid_checkpoint_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.ckpt", "b.ckpt", "c.ckpt", "d.ckpt"):
+        save(tmp_path / name, state())
+    (tmp_path / "d.ckpt" / MANIFEST).write_text("{")
+    (tmp_path / "c.ckpt" / "model.safetensors").unlink()
+    assert not remove(tmp_path / "b.ckpt")
+    assert "b.ckpt is the newest valid checkpoint" in caplog.text
+    assert all(remove(tmp_path / name) for name in ("a.ckpt", "c.ckpt", "d.ckpt"))
+    assert newest_valid(tmp_path) == tmp_path / "b.ckpt"
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
@@ -198,16 +210,17 @@ def test_a_read_only_folder_is_named_with_the_remedy() -> None:
         folder = Path(name)
         folder.chmod(0o755)
         save(folder / "a.ckpt", state(1))
+        save(folder / "b.ckpt", state(2))
         with unprivileged(folder):
             for action in (
-                lambda: save(folder / "b.ckpt", state()),
+                lambda: save(folder / "c.ckpt", state()),
                 lambda: remove(folder / "a.ckpt"),
                 lambda: point(folder / "last.ckpt", folder / "a.ckpt"),
             ):
                 with pytest.raises(CheckpointError, match=r"Permission denied \(EACCES\).*that you may write"):
                     action()
         assert load(folder / "a.ckpt")["trainer"]["step"] == 1
-        assert [path.name for path in folder.iterdir()] == ["a.ckpt"]
+        assert {path.name for path in folder.iterdir()} == {"a.ckpt", "b.ckpt"}
 
 
 def test_the_folder_of_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from echelon.strategies.errors import CheckpointError
@@ -26,7 +27,7 @@ from echelon.trainer.checkpoint.tensors import Piece, read_tensors, write_tensor
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def a_state() -> dict[str, object]:
+def a_state() -> dict[str, Any]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     optimizer = {"state": {name: {"exp_avg": torch.randn_like(p)} for name, p in module.named_parameters()}, "lr": 0.1}
@@ -47,7 +48,7 @@ def test_safetensors_reads_every_other_tensor_under_its_place(tmp_path: Path) ->
     found = load_file(tmp_path / "a.ckpt" / "optimizers.safetensors")
     assert torch.equal(
         found["optimizers.0.state.0.weight.exp_avg"], state["optimizers"][0]["state"]["0.weight"]["exp_avg"]
-    )  # type: ignore[index]
+    )
 
 
 def test_the_header_says_pytorch_as_hugging_face_asks(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_the_manifest_has_sizes_and_hashes_that_any_tool_computes(tmp_path: Path
     manifest = json.loads((tmp_path / "a.ckpt" / MANIFEST).read_text())
     assert manifest["format_version"] == 1
     assert manifest["mesh"] == {"dp_shard": 1}
-    assert set(manifest["parameters"]) == set(a_state()["model"])  # type: ignore[call-overload]
+    assert set(manifest["parameters"]) == set(a_state()["model"])
     assert manifest["torch_version"] == torch.__version__
     for name, record in manifest["files"].items():
         content = (tmp_path / "a.ckpt" / name).read_bytes()
@@ -79,19 +80,20 @@ def test_distributed_checkpoint_loads_the_tensors_of_all_parts(tmp_path: Path) -
         "1.num_batches_tracked": torch.ones((), dtype=torch.int64),
         "optimizers.0.state.0.weight.exp_avg": torch.zeros(5, 3),
     }
-    dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(tmp_path / "a.ckpt")), no_dist=True)
-    assert torch.equal(wanted["0.weight"], state["model"]["0.weight"])  # type: ignore[index]
+    state_dict_loader.load(wanted, storage_reader=HuggingFaceStorageReader(str(tmp_path / "a.ckpt")), no_dist=True)
+    assert torch.equal(wanted["0.weight"], state["model"]["0.weight"])
     assert wanted["1.num_batches_tracked"] == 0
     assert torch.equal(
         wanted["optimizers.0.state.0.weight.exp_avg"],
-        state["optimizers"][0]["state"]["0.weight"]["exp_avg"],  # type: ignore[index]
+        state["optimizers"][0]["state"]["0.weight"]["exp_avg"],
     )
 
 
 @ALONE
 def test_tensors_that_distributed_checkpoint_wrote_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5, dtype=torch.int32), "c": torch.randn(2).bfloat16()}
-    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
     (file,) = tmp_path.glob("*.safetensors")
     found, _ = read_tensors(MappedFile(file))
     assert all(torch.equal(found[name].tensor, tensor) for name, tensor in tensors.items())
@@ -102,7 +104,7 @@ def sharded(folder: Path) -> torch.Tensor:
     whole = torch.arange(35.0).reshape(7, 5)
     save(folder, {"model": {"w": whole, "b": torch.ones(2)}})
     manifest = read_manifest(folder)
-    del manifest.files["model.safetensors"]  # type: ignore[attr-defined]
+    del manifest.files["model.safetensors"]
     (folder / "model.safetensors").unlink()
     shards = [
         {"w": Piece(whole[:4], (0, 0)), "b": Piece(torch.ones(2), (0,))},
@@ -110,8 +112,8 @@ def sharded(folder: Path) -> torch.Tensor:
     ]
     names = [f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
     for name, pieces in zip(names, shards, strict=True):
-        manifest.files[name] = write_tensors(folder / name, pieces)  # type: ignore[index]
-    manifest.parts["model"] = names  # type: ignore[index]
+        manifest.files[name] = write_tensors(folder / name, pieces)
+    manifest.parts["model"] = names
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return whole
 
@@ -125,7 +127,7 @@ def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
 def test_distributed_checkpoint_loads_our_shards(tmp_path: Path) -> None:
     whole = sharded(tmp_path / "a.ckpt")
     wanted = {"w": torch.zeros(7, 5)}
-    dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(tmp_path / "a.ckpt")), no_dist=True)
+    state_dict_loader.load(wanted, storage_reader=HuggingFaceStorageReader(str(tmp_path / "a.ckpt")), no_dist=True)
     assert torch.equal(wanted["w"], whole)
 
 
@@ -133,7 +135,7 @@ def test_shards_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
     sharded(folder)
     manifest = read_manifest(folder)
-    manifest.parts["model"] = ["model-00002-of-00002.safetensors"]  # type: ignore[index]
+    manifest.parts["model"] = ["model-00002-of-00002.safetensors"]
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
     with pytest.raises(CheckpointError, match="shards of 'w' do not make up its shape"):
         load(folder)

@@ -143,6 +143,7 @@ def test_state_of_optimizers_and_schedulers_comes_back(tmp_path: Path) -> None:
     optimizer.step()
     for scheduler in schedulers:
         scheduler.step()
+    stateful: Any
     for stateful in (optimizer, *schedulers):
         before = stateful.state_dict()
         assert str(roundtrip(before, tmp_path)) == str(before)
