@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ..strategies.errors import ConfigError
 from .callback import Callback
 from .checkpoint_name import CheckpointName, numbered
+from .interval_clock import IntervalClock
 from .monitored import Mode, MonitoredMetric, check_mode
 from .run import Run
 
@@ -107,8 +107,10 @@ class ModelCheckpoint(Callback):
         self._saved_best = ""
         self._is_due = False
         self._is_epoch_due = False
-        self._saved_at = -1
-        self._clock = _Clock(self._interval)
+        self._final_step = self.saved_at = -1
+        """The `global_step` of the newest save."""
+        self._unconfirmed = ("", _Kept())
+        self._clock = IntervalClock(self._interval)
 
     # --- what was saved ----------------------------------------------------------------------------------------------
 
@@ -148,6 +150,11 @@ class ModelCheckpoint(Callback):
     def last_model_path(self) -> str:
         """``last.ckpt``, once it stands for a checkpoint."""
         return self._path(_LAST) if self.save_last and self._kept.newest else ""
+
+    @property
+    def kept_paths(self) -> list[str]:
+        """Every checkpoint that is not to be deleted now: the top k and the newest."""
+        return [self._path(name) for name in self._kept.names]
 
     def _ranked(self) -> list[str]:
         scores = self._kept.scores
@@ -193,7 +200,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Nothing is due yet, whatever was validated before."""
         self._is_due = self._is_epoch_due = False
-        self._saved_at = trainer.global_step
+        self.saved_at, self._final_step = trainer.global_step, trainer.max_steps
         self._metric.start()
         self._clock.start(trainer.global_step)
 
@@ -223,22 +230,40 @@ class ModelCheckpoint(Callback):
         elif self._interval is not None:
             is_due = self._clock.is_over(trainer)
         else:
-            is_due = self._is_due
+            is_due = self._is_due or (trainer.global_step == self._final_step and self._counts(trainer.current_epoch))
         self._is_epoch_due = False
         if is_due or self._metric.is_pending:
             self._is_due = False
             self._save(trainer, last=is_due)
+        if trainer.is_interrupted:
+            self._save_interrupted(trainer)
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
         """Save where training has ended inside an epoch, as at the epoch's end; with ``save_last=True`` in any case."""
         if self._is_epoch_due or self.save_last is True:
             self._save(trainer, top_k=self._is_epoch_due)
+        if trainer.is_interrupted:
+            self._save_interrupted(trainer)
+
+    def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Forget the last save, if its writing has failed meanwhile."""
+        name, before = self._unconfirmed
+        if name and not Path(self._path(name)).is_dir():
+            self._kept = before
+        self._unconfirmed = ("", _Kept())
 
     # --- what --------------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Run, *, top_k: bool = True, last: bool = True) -> None:
+    def _save_interrupted(self, trainer: Run) -> None:
+        """Save what would be lost, unless that has been done, or no full checkpoints are wanted."""
+        savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only]
+        is_saved = any(one.saved_at == trainer.global_step for one in savers)
+        if not is_saved and not self.save_weights_only and (self.save_top_k != 0 or self.save_last):
+            self._save(trainer, top_k=False, force=True)
+
+    def _save(self, trainer: Run, *, top_k: bool = True, last: bool = True, force: bool = False) -> None:
         """Save if the top k has place for this step, or if the last is to be saved; a step is saved once."""
-        if trainer.global_step == self._saved_at:
+        if trainer.global_step == self.saved_at:
             return
         score: float | None = None
         if top_k and self.save_top_k != 0:
@@ -246,14 +271,14 @@ class ModelCheckpoint(Callback):
         before = self._kept
         scores = dict(before.scores)
         is_in_top_k = score is not None and self._admit(scores, score)
-        if not is_in_top_k and not (last and self.save_last is True):
+        force = force or (last and self.save_last is True)
+        if not is_in_top_k and not force:
             return
         name = self._free_name(trainer, self._name if is_in_top_k else CheckpointName(_DEFAULT_NAME))
         if is_in_top_k:
             assert score is not None
             scores[name] = score
-        newest = name if is_in_top_k or self.save_last is True else before.newest
-        self._commit(trainer, name, _Kept(scores, newest if self.save_last else ""))
+        self._commit(trainer, name, _Kept(scores, name if self.save_last or force else ""))
 
     def _admit(self, scores: dict[str, float], score: float) -> bool:
         """Make place for a new score, by removing the worst if that is worse; return whether there is place."""
@@ -273,58 +298,33 @@ class ModelCheckpoint(Callback):
         values |= {name: float(metrics[name]) for name in template.fields if name in metrics and name not in values}
         name = wished = template.fill(values)
         version = 0
-        while name in (*self._kept.scores, self._kept.newest, _LAST) or Path(self._path(name)).exists():
+        # not only what is on disk: another callback's save of this step may still be on its way there
+        savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+        taken = {self._path(_LAST)}.union(*(one.kept_paths for one in savers))
+        while self._path(name) in taken or Path(self._path(name)).exists():
             version += 1
             name = numbered(wished, version)
         free: str = trainer.strategy.broadcast(name)
         return free
 
     def _commit(self, trainer: Run, name: str, kept: _Kept) -> None:
-        """Save, then point, then delete; what is kept is part of what is saved."""
+        """Save, then point, then delete; in this order also where it is done later. What is kept is saved with it."""
         before, self._kept = self._kept, kept
         try:
-            trainer.save_checkpoint(self._path(name), self.save_weights_only)
+            trainer.save_checkpoint(self._path(name), self.save_weights_only, wait=False)
         except BaseException:
             self._kept = before
             raise
+        self._unconfirmed = (name, before)
         if self.save_last:
             trainer.point_to_checkpoint(self._path(_LAST), self._path(kept.newest))
         for replaced in before.names:
             if replaced not in kept.names and Path(self._path(replaced)).is_dir():
                 trainer.remove_checkpoint(self._path(replaced))
-        self._saved_at = trainer.global_step
+        self.saved_at = trainer.global_step
         if self.verbose:
             what = f"{self.monitor}={kept.scores[name]:.6g}" if self.monitor and name in kept.scores else "the newest"
             _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")
-
-
-class _Clock:
-    """Whether an interval has passed on rank 0, without asking rank 0 at every step."""
-
-    def __init__(self, interval: timedelta | None) -> None:
-        self._seconds = interval.total_seconds() if interval is not None else math.inf
-        self.start(0)
-
-    def start(self, step: int) -> None:
-        """Begin an interval."""
-        self._began, self._began_at, self._next_look = time.monotonic(), step, step
-
-    def is_over(self, trainer: Run) -> bool:
-        """Return what rank 0's clock says; if so, begin anew. Collective where it looks: at the same steps on each.
-
-        It looks again after half of the steps that would fill the rest of the interval at the pace so far.
-        """
-        step = trainer.global_step
-        if step < self._next_look:
-            return False
-        passed = time.monotonic() - self._began
-        pace = max(passed / max(step - self._began_at, 1), 1e-9)
-        wait = max(1, int((self._seconds - passed) / pace / 2))
-        is_over: bool
-        is_over, self._next_look = trainer.strategy.broadcast((passed >= self._seconds, step + wait))
-        if is_over:
-            self.start(step)
-        return is_over
 
 
 def _triggers(

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,11 @@ def test_last_does_not_wait_for_the_metric(tmp_path: Path) -> None:
     class Watch(Callback):
         def on_train_step_end(self, trainer: Any, module: Any) -> None:
             if trainer.global_step == 4:  # checkpoints of this step come after every other callback
-                saved.extend(names_in(tmp_path / "ckpt"))
+                saved.append(checkpoint.state_dict()["newest"])
 
     trainer = trainer_in(tmp_path, checkpoint, Watch(), max_epochs=1)
     trainer.fit(Scripted([0.3]), batches(), batches())
-    assert saved == ["epoch=0-step=3.ckpt", "last.ckpt"]
+    assert saved == ["epoch=0-step=3.ckpt"]
     assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "last.ckpt"]
 
 
@@ -262,6 +263,44 @@ def test_a_validation_before_training_saves_nothing(tmp_path: Path) -> None:
     trainer.validate(module, batches(), verbose=False)
     trainer.fit(module, batches(), batches())
     assert names_in(tmp_path / "ckpt") == ["step=4.ckpt"]
+
+
+class Terminated(Scripted):
+    """Gets SIGTERM while its sixth step runs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_interrupted_run_is_saved_once_where_it_was(tmp_path: Path) -> None:
+    rare = ModelCheckpoint(tmp_path / "rare", every_n_train_steps=100)
+    rarer = ModelCheckpoint(tmp_path / "rarer", every_n_train_steps=200)
+    bare = ModelCheckpoint(tmp_path / "bare", save_weights_only=True, every_n_train_steps=300)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, rare, Terminated(), also=[bare, rarer])
+    assert [names_in(tmp_path / name) for name in ("rare", "rarer", "bare") if (tmp_path / name).exists()] == [
+        ["epoch=1-step=6.ckpt"]
+    ]
+
+
+def test_what_an_interruption_saved_goes_when_there_is_something_newer(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Terminated([0.3]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt"]
+    path = str(tmp_path / "ckpt" / "epoch=1-step=6.ckpt")
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Scripted([0.2, 0.4]), ckpt_path=path)
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt"]
+
+
+def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
+    every, best = (
+        ModelCheckpoint(tmp_path / "ckpt", save_top_k=-1),
+        ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"),
+    )
+    fit(tmp_path, every, Scripted([0.1, 0.3]), also=[best], max_epochs=2)
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
 
 
 @pytest.mark.parametrize(
