@@ -11,7 +11,7 @@ from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
-BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match)
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,18 @@ def deep_nesting(sources: Iterable[Source], most: int = 3) -> list[str]:
 
 
 def _depth(node: ast.stmt) -> int:
-    """How many blocks stand in one another; an ``elif`` stands beside its ``if``, an inner function for itself."""
-    if isinstance(node, DEFINITIONS) or not isinstance(node, BLOCKS):
+    """How many branches and loops stand in one another; an ``elif`` stands beside its ``if``.
+
+    An inner function stands for itself, and a guard (``with``, ``try``) adds nothing.
+    """
+    if isinstance(node, DEFINITIONS):
         return 0
     if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
         return max(1 + max(map(_depth, node.body)), _depth(node.orelse[0]))
-    inner = list(ast.iter_child_nodes(node))
-    statements = [child for child in inner if isinstance(child, ast.stmt)]
-    statements += [
-        child for part in inner if isinstance(part, ast.ExceptHandler | ast.match_case) for child in part.body
-    ]
-    return 1 + max(map(_depth, statements))
+    parts = list(ast.iter_child_nodes(node))
+    inside = [child for child in parts if isinstance(child, ast.stmt)]
+    inside += [child for part in parts if isinstance(part, ast.ExceptHandler | ast.match_case) for child in part.body]
+    return isinstance(node, BRANCHES) + max(map(_depth, inside), default=0)
 
 
 def many_parameters(sources: Iterable[Source], most: int = 6) -> list[str]:

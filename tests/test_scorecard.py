@@ -40,7 +40,10 @@ CHECKS_AND_WHAT_THEY_FIND = [
         scorecard.long_functions,
         'class A:\n    async def f(self):\n        """One.\n        """\n' + "        x = 1\n" * 70,
     ),
-    (scorecard.deep_nesting, "def f():\n if a:\n  for b in c:\n   try:\n    pass\n   except E:\n    if d: pass"),
+    (
+        scorecard.deep_nesting,
+        "def f():\n if a:\n  for b in c:\n   try: pass\n   except E:\n    if d:\n     while e: pass",
+    ),
     (scorecard.deep_nesting, "def f():\n if a: pass\n elif b:\n  while c:\n   match d:\n    case 1:\n     if e: pass"),
     (scorecard.many_parameters, "def f(a, b, c, /, d, e, f, g): ..."),
     (scorecard.many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g=1, *, h): ..."),
@@ -85,6 +88,7 @@ CHECKS_AND_WHAT_THEY_FIND = [
 CHECKS_AND_WHAT_THEY_PASS = [
     (scorecard.long_functions, 'def f():\n    """One.\n\n    Two.\n    """\n' + "    x = 1\n" * 69),
     (scorecard.deep_nesting, "def f():\n if a:\n  for b in c:\n   if d: pass\n   elif e: pass\n   elif f: pass"),
+    (scorecard.deep_nesting, "def f():\n with a:\n  try:\n   for b in c:\n    if d:\n     if e: pass\n  finally: pass"),
     (scorecard.many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, *, g, h): ..."),
     (scorecard.deep_classes, "class A: ...\nclass B(A): ...\nclass C(B, nn.Module): ..."),
     (scorecard.unsaid_files, '"""What it is: one idea."""'),
