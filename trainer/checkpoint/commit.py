@@ -10,8 +10,9 @@ import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from .disk import explain
 from .manifest import MANIFEST, read_manifest
 
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>new|old|gone)")
+_SILENCE: Final = 24 * 3600.0
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 
@@ -90,13 +92,13 @@ def point(link: str | Path, path: str | Path) -> None:
 def sweep(folder: Path) -> None:
     """Clear away what dead writers left in `folder`; a checkpoint that they were replacing comes back."""
     for entry in unfinished(folder):
-        found = _TEMPORARY.fullmatch(entry.name)
-        if found is None or found["host"] != _host() or _is_alive(int(found["pid"])):
-            continue
-        if is_stranded(entry):
-            entry.rename(folder / found["name"])
-        else:
-            _delete(entry)
+        with suppress(OSError):  # another run clears away the same, or it is not ours to delete
+            if not _is_abandoned(entry):
+                continue
+            if is_stranded(entry):
+                entry.rename(entry.with_name(_parse(entry)["name"]))
+            else:
+                _delete(entry)
 
 
 def is_stranded(path: Path) -> bool:
@@ -190,6 +192,21 @@ def _host() -> str:
         + "-"
         + hashlib.sha256(identity.encode()).hexdigest()[:8]
     )
+
+
+def _parse(entry: Path) -> re.Match[str]:
+    found = _TEMPORARY.fullmatch(entry.name)
+    assert found is not None
+    return found
+
+
+def _is_abandoned(entry: Path) -> bool:
+    """Return whether the writer is dead: here its process tells, elsewhere a day without a write does."""
+    found = _parse(entry)
+    if found["host"] == _host():
+        return not _is_alive(int(found["pid"]))
+    files = list(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else []
+    return time.time() - max(file.lstat().st_mtime for file in (entry, *files)) > _SILENCE
 
 
 def _is_alive(pid: int) -> bool:

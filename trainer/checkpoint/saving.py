@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -51,8 +53,8 @@ def take(state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> Sna
     encoded: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for part, value in state.items():
-        if not isinstance(part, str) or not part.isidentifier() or not part.isascii():
-            raise CheckpointError(f"state has a part {part!r}; name parts by ASCII identifiers such as 'model'.")
+        if not isinstance(part, str):
+            raise CheckpointError(f"state has a part {part!r} of type {type(part).__name__}; name parts by strings.")
         encoded[part], tensors[part] = encode(value, f"state[{part!r}]", "" if part == MODEL else part)
     try:
         text = json.dumps(encoded, allow_nan=False).encode()
@@ -71,7 +73,7 @@ def write(path: Path, snapshot: Snapshot) -> None:
         files: dict[str, FileRecord] = {}
         parts: dict[str, list[str]] = {}
         for part, tensors in snapshot.tensors.items():
-            parts[part] = [f"{part}.safetensors"] if tensors else []
+            parts[part] = [_file_name(part, files)] if tensors else []
             for name in parts[part]:
                 pieces = {key: Piece(tensor, (0,) * tensor.dim()) for key, tensor in tensors.items()}
                 files[name] = write_tensors(folder / name, pieces)
@@ -86,6 +88,14 @@ def write(path: Path, snapshot: Snapshot) -> None:
             files=files,
         )
         write_bytes(folder / MANIFEST, manifest.to_bytes())
+
+
+def _file_name(part: str, taken: Iterable[str]) -> str:
+    """Return ``<part>.safetensors``, made a name that every file system takes."""
+    stem = re.sub(r"[^A-Za-z0-9_]", "_", part)[:100] or "_"
+    names = (f"{stem}{number or ''}.safetensors" for number in itertools.count())
+    known = {name.lower() for name in taken}
+    return next(name for name in names if name.lower() not in known)
 
 
 def echelon_version() -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,21 +234,39 @@ def test_the_folder_of_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None
     verify(tmp_path / "a.ckpt")
 
 
-def test_what_a_writer_of_another_machine_left_is_left_alone(tmp_path: Path) -> None:
-    with committed(tmp_path / "a.ckpt") as folder:
-        name = folder.name
-        (folder / "x").write_text("")
-    pid = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
-    )
-    parts = name.split(".")
-    dead = ".".join([*parts[:-3], pid.stdout.strip(), *parts[-2:]])
-    foreign = ".".join([*parts[:-4], "elsewhere-00000000", pid.stdout.strip(), *parts[-2:]])
-    for leftover in (dead, foreign):
-        (tmp_path / leftover).mkdir()
-    assert len(unfinished(tmp_path)) == 2
+def leftover(folder: Path, *, host: str | None = None) -> Path:
+    """Make the folder of a writer that is dead, on this or on another machine."""
+    with committed(folder / "left.ckpt") as own:
+        parts = own.name.split(".")
+        (own / "x").write_text("")
+    shutil.rmtree(folder / "left.ckpt")
+    code = [sys.executable, "-c", "import os; print(os.getpid())"]
+    parts[-3] = subprocess.run(code, capture_output=True, text=True, check=True).stdout.strip()
+    parts[-4] = host or parts[-4]
+    made = folder / ".".join(parts)
+    made.mkdir()
+    (made / "half").write_text("written")
+    return made
+
+
+def test_what_a_dead_writer_left_is_cleared_away_by_the_next_save(tmp_path: Path) -> None:
+    left = leftover(tmp_path)
+    assert unfinished(tmp_path) == [left]
     save(tmp_path / "b.ckpt", state())
-    assert [path.name for path in unfinished(tmp_path)] == [foreign]
+    assert unfinished(tmp_path) == []
+
+
+def test_what_a_writer_of_another_machine_left_stays_for_a_day(tmp_path: Path) -> None:
+    left = leftover(tmp_path, host="elsewhere-00000000")
+    save(tmp_path / "b.ckpt", state())
+    assert unfinished(tmp_path) == [left]
+    yesterday = time.time() - 25 * 3600
+    os.utime(left, (yesterday, yesterday))
+    save(tmp_path / "b.ckpt", state())
+    assert unfinished(tmp_path) == [left]
+    os.utime(left / "half", (yesterday, yesterday))
+    save(tmp_path / "b.ckpt", state())
+    assert unfinished(tmp_path) == []
 
 
 def test_two_runs_in_one_folder_write_and_prune_without_harm(tmp_path: Path) -> None:
