@@ -41,7 +41,7 @@ def train(session: Session) -> None:
             if not goes_on or session.is_epoch_read():
                 break
             session.writer.check()
-            for hook in hooks["on_train_step_end"]:
+            for hook in hooks.on_train_step_end:
                 hook()
             if session.is_over():
                 is_partial = True
@@ -95,6 +95,7 @@ def _log_step(session: Session) -> None:
     every, step = session.settings.log_every_n_steps, session.state.global_step
     if every and step % every == 0 and session.metrics.position == step:
         session.log(session.metrics.step_values())
+    session.metrics.position = step  # after a step that was left out, what is logged now belongs to the one before
 
 
 def _end_epoch(session: Session, is_partial: bool) -> None:
@@ -187,13 +188,13 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         session.batch_idx = batch_idx
         if session.transfer is not None:
             batch = session.transfer(batch, dataloader_idx)
-        for hook in hooks[f"on_{name}_batch_start"]:
+        for hook in getattr(hooks, f"on_{name}_batch_start"):
             hook(batch, batch_idx, dataloader_idx)
         with session.profiler.record(action):
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.predictions is not None:
             session.predictions[dataloader_idx].append(map_tensors(torch.Tensor.cpu, output))
-        for hook in hooks[f"on_{name}_batch_end"]:
+        for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
     metrics.in_batch, metrics.dataloader_idx = False, None
 

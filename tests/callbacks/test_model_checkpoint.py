@@ -123,6 +123,16 @@ def test_what_the_module_logs_at_the_end_of_an_epoch_can_be_monitored(tmp_path: 
     assert checkpoint.best_model_score.item() == pytest.approx(0.1)
 
 
+def test_an_epoch_whose_last_step_is_skipped_can_be_the_best(tmp_path: Path) -> None:
+    class Skipping(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 3 else loss
+
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Skipping([0.3, 0.1, 0.2]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-step=6.ckpt"]
+
+
 def test_each_validation_inside_an_epoch_can_be_the_best(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{step}", monitor="val_loss")
     fit(tmp_path, checkpoint, Scripted([0.3, 0.2, 0.1, 0.4]), max_epochs=2, val_check_interval=0.5)
