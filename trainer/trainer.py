@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..callbacks.run import Run
 from ..callbacks.table import render_table
 from ..callbacks.timer import parse_duration
 from ..strategies import Hardware, Precision, strategy_by_name
-from ..strategies.errors import ConfigError, RunError
+from ..strategies.errors import CheckpointError, ConfigError, RunError
 from .accumulator import to_numbers
 from .assembly import (
     build_optimizers,
@@ -351,6 +351,8 @@ class Trainer(RunView):
 
     def _close(self, session: Session, status: str) -> None:
         session.stage = None
+        with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
+            session.writer.close()
         session.hooks.call("teardown", session.task)
         if session.datamodule is not None:
             session.datamodule.teardown(session.task)

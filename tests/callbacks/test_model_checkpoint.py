@@ -295,6 +295,20 @@ def test_an_interrupted_run_is_saved_once_where_it_was(tmp_path: Path) -> None:
     ]
 
 
+def test_what_was_saved_before_a_crash_is_whole_when_fit_returns(tmp_path: Path) -> None:
+    class Crashing(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 4:
+                raise RuntimeError("crash")
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt")
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(tmp_path, checkpoint, Crashing())
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt"]
+    assert checkpoint.best_model_path == str(tmp_path / "ckpt" / "epoch=0-step=4.ckpt")
+
+
 def test_what_an_interruption_saved_goes_when_there_is_something_newer(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Terminated([0.3]))
