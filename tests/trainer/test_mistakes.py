@@ -1,0 +1,440 @@
+"""A user's mistake gives one clear error at once: what is wrong, the value found, what to do; before data is read.
+
+Mistakes in config files are in test_config.py, those in arguments of callbacks and loggers with theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Noted, Regression, indices, loader, quiet, samples
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+from echelon import (
+    Callback,
+    CheckpointError,
+    ConfigError,
+    CSVLogger,
+    DataError,
+    DataModule,
+    EarlyStopping,
+    EchelonError,
+    Loss,
+    ModelCheckpoint,
+    ModuleError,
+    RunError,
+    TensorBoardLogger,
+    Trainer,
+    TrainModule,
+)
+
+PARAMETER = nn.Parameter(torch.zeros(1))
+
+
+def raises(error: type[EchelonError], *parts: str) -> Any:
+    """Expect one error whose message holds these parts in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
+
+
+def fit_unread(module: Any, **settings: Any) -> None:
+    """Fit on data of which nothing may be read before the error."""
+    data = Noted()
+    try:
+        quiet(**settings).fit(module, DataLoader(data, 2), DataLoader(data, 2))
+    finally:
+        assert data.reads == []
+
+
+# --- arguments of the Trainer ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"max_epoch": 3}, ["'max_epoch'", "3", "Did you mean 'max_epochs'?"]),
+        ({"gradient_clip": 1.0}, ["'gradient_clip'", "1.0", "Did you mean 'gradient_clip_val'?"]),
+        ({"strategy": "singel"}, ["strategy='singel'", "Did you mean 'single'?"]),
+        ({"precision": "bf16-mixd"}, ["precision='bf16-mixd'", "Did you mean 'bf16-mixed'?"]),
+        ({"precision": 8}, ["precision=8", "Choose one of:", "16-mixed", "64-true"]),
+        ({"accelerator": "gpuu"}, ["accelerator='gpuu'", "Did you mean 'gpu'?"]),
+        ({"devices": 0}, ["devices=0"]),
+        ({"max_epochs": -2}, ["max_epochs=-2", "give -1 or more (-1 means no limit)"]),
+        ({"max_steps": -5}, ["max_steps=-5", "-1 means no limit"]),
+        ({"max_epochs": "3"}, ["max_epochs='3'", "wrong type str", "must be int or None"]),
+        ({"max_epochs": True}, ["max_epochs=True", "wrong type bool"]),
+        ({"max_epochs": 2.5}, ["max_epochs=2.5", "wrong type float"]),
+        ({"limit_train_batches": 0}, ["limit_train_batches=0", "nothing to train on", "at least 1 batch"]),
+        ({"limit_train_batches": 0.0}, ["limit_train_batches=0.0", "nothing to train on"]),
+        ({"limit_val_batches": 1.5}, ["limit_val_batches=1.5", "fraction from 0.0 to 1.0"]),
+        ({"limit_test_batches": -1}, ["limit_test_batches=-1", "number of batches as an int"]),
+        ({"accumulate_grad_batches": 0}, ["accumulate_grad_batches=0", "give 1 or more"]),
+        ({"gradient_clip_val": 0}, ["gradient_clip_val=0", "None for no clipping"]),
+        ({"gradient_clip_val": -1.0}, ["gradient_clip_val=-1.0", "number above 0"]),
+        ({"gradient_clip_algorithm": "nrm"}, ["gradient_clip_algorithm='nrm'", "'norm' or 'value'"]),
+        ({"val_check_interval": 0}, ["val_check_interval=0", "fraction of an epoch up to 1.0"]),
+        ({"val_check_interval": 2.0}, ["val_check_interval=2.0", "batches as an int"]),
+        ({"check_val_every_n_epoch": None}, ["check_val_every_n_epoch=None", "val_check_interval=1.0", "as an int"]),
+        ({"check_val_every_n_epoch": 0}, ["check_val_every_n_epoch=0", "give 1 or more"]),
+        ({"fast_dev_run": -1}, ["fast_dev_run=-1", "number of batches"]),
+        ({"global_batch_size": 0}, ["global_batch_size=0", "give 1 or more"]),
+        (
+            {"global_batch_size": 8, "accumulate_grad_batches": 2},
+            ["global_batch_size=8", "accumulate_grad_batches=2", "give one of them"],
+        ),
+        ({"barebones": True, "detect_anomaly": True}, ["barebones=True", "detect_anomaly=True", "drop one"]),
+        ({"profiler": "simpel"}, ["'simpel'", "Did you mean 'simple'?"]),
+        ({"max_time": "1 hour"}, ["max_time='1 hour'", "DD:HH:MM:SS"]),
+        ({"callbacks": [EarlyStopping]}, ["EarlyStopping", "pass instances of echelon.Callback"]),
+        ({"logger": "tensorboard"}, ["logger='tensorboard'", "wrong type str", "bool or Logger"]),
+        ({"callbacks": ModelCheckpoint()}, ["enable_checkpointing=False", "ModelCheckpoint", "drop one"]),
+        ({"compile": "yes"}, ["compile='yes'", "wrong type str"]),
+    ],
+    ids=lambda value: " ".join(f"{k}={v!r:.20}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_a_setting_that_cannot_be_is_refused_when_the_trainer_is_built(settings: Any, parts: list[str]) -> None:
+    with raises(ConfigError, *parts):
+        quiet(**settings)
+
+
+def test_positional_arguments_of_the_trainer_are_refused() -> None:
+    with raises(ConfigError, "keyword arguments only", "('ddp',)", "Trainer(max_epochs=3)"):
+        Trainer("ddp")
+
+
+def test_max_epochs_minus_one_means_no_limit() -> None:
+    trainer = quiet(max_epochs=-1, max_steps=9)
+    trainer.fit(Regression(), loader())
+    assert (trainer.global_step, trainer.current_epoch) == (9, 2)
+
+
+def test_limit_val_batches_0_switches_validation_off() -> None:
+    module, data = Regression(), Noted()
+    quiet(max_epochs=1, limit_val_batches=0).fit(module, loader(), DataLoader(data, 2))
+    assert len(module.seen) == 4
+    assert module.validated == data.reads == []
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_two_loggers_to_one_folder_are_refused(tmp_path: Path, kind: Any) -> None:
+    with raises(ConfigError, f"Two loggers of type {kind.__name__}", str(tmp_path), "different names or versions"):
+        quiet(logger=[kind(tmp_path, version=3), kind(tmp_path, version=3)])
+
+
+def test_a_root_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with raises(ConfigError, f"default_root_dir={str(tmp_path / 'file' / 'runs')!r}", "Not a directory", "another"):
+        fit_unread(Regression(), default_root_dir=tmp_path / "file" / "runs", logger=True)
+
+
+# --- the module ---
+
+
+class NoStep(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+class MisspeltStep(NoStep):
+    def train_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).sum()
+
+
+class NoOptimizer(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).sum()
+
+
+class MisspeltOptimizer(NoOptimizer):
+    def configure_optimizer(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+class Lookalike:
+    """What a LightningModule would look like to us."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "parts"),
+    [
+        (NoStep(), ModuleError, ["NoStep defines no training_step", "define training_step(self, batch, batch_idx)"]),
+        (MisspeltStep(), ModuleError, ["MisspeltStep defines no training_step", "'train_step' meant"]),
+        (NoOptimizer(), ModuleError, ["NoOptimizer defines no configure_optimizers", "torch.optim.Adam"]),
+        (MisspeltOptimizer(), ModuleError, ["no configure_optimizers", "'configure_optimizer' meant"]),
+        (nn.Linear(2, 1), ConfigError, ["Trainer.fit got a Linear", "derive its class from echelon.TrainModule"]),
+        (Lookalike(), ConfigError, ["Trainer.fit got a Lookalike", "pass a TrainModule"]),
+        (Regression, ConfigError, ["Trainer.fit got a type", "Regression", "pass a TrainModule"]),
+        (None, ConfigError, ["Trainer.fit got a NoneType", "pass a TrainModule"]),
+    ],
+)
+def test_a_module_that_cannot_be_trained_is_refused_unread(module: Any, error: Any, parts: list[str]) -> None:
+    with raises(error, *parts):
+        fit_unread(module)
+
+
+def returning(configured: Callable[[TrainModule], Any]) -> TrainModule:
+    class Configured(Regression):
+        def configure_optimizers(self) -> Any:
+            return configured(self)
+
+    return Configured()
+
+
+def sgd(module: TrainModule) -> SGD:
+    return SGD(module.parameters(), lr=0.1)
+
+
+def with_scheduler(module: TrainModule, **config: Any) -> Any:
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), **config}}
+
+
+@pytest.mark.parametrize(
+    ("configured", "parts"),
+    [
+        (lambda m: None, ["configure_optimizers returned None", "is `return` missing?"]),
+        (lambda m: "adam", ["returned str ('adam')", "return a torch optimizer"]),
+        (lambda m: [sgd(m), "adam"], ["returned str ('adam')", "return a torch optimizer"]),
+        (lambda m: SGD([PARAMETER], lr=1.0), ["SGD holds 1 parameters, none of which", "self.parameters()"]),
+        (lambda m: {"optimiser": sgd(m)}, ["the keys ['optimiser']", "Did you mean 'optimizer'?"]),
+        (lambda m: {"lr_scheduler": None}, ["the keys ['lr_scheduler']", "Give the optimizer under it"]),
+        (lambda m: with_scheduler(m, intervall="step"), ["the key 'intervall'", "Did you mean 'interval'?"]),
+        (lambda m: with_scheduler(m, interval="batch"), ["interval='batch'", "'epoch' or 'step'"]),
+        (lambda m: with_scheduler(m, frequency=0), ["frequency=0", "at least 1"]),
+        (lambda m: ([sgd(m)], [ReduceLROnPlateau(sgd(m))]), ["ReduceLROnPlateau", "monitor=None", "'monitor'"]),
+        (lambda m: ([sgd(m)], [StepLR(sgd(m), 1)]), ["StepLR belongs to an optimizer (SGD)", "return both"]),
+        (lambda m: ([sgd(m)], ["StepLR"]), ["'StepLR'", "without a step()", "torch scheduler"]),
+        (lambda m: ([sgd(m)], [{"interval": "step"}]), ["['interval']", "add the key 'scheduler'"]),
+    ],
+)
+def test_what_configure_optimizers_may_not_return_is_refused_unread(configured: Any, parts: list[str]) -> None:
+    with raises(ModuleError, *parts):
+        fit_unread(returning(configured))
+
+
+def test_accumulation_and_clipping_are_refused_where_the_module_optimizes_itself() -> None:
+    module = Regression()
+    module.automatic_optimization = False
+    with raises(ConfigError, "accumulate_grad_batches=2", "Regression.automatic_optimization is False", "drop"):
+        fit_unread(module, accumulate_grad_batches=2)
+    with raises(ConfigError, "gradient_clip_val=1.0", "automatic_optimization is False"):
+        fit_unread(module, gradient_clip_val=1.0)
+
+
+# --- what training_step returns ---
+
+
+def stepping(step: Callable[[TrainModule, Any], Any]) -> TrainModule:
+    class Stepping(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return step(self, batch)
+
+    return Stepping()
+
+
+def mean(module: Any, batch: Any) -> Tensor:
+    return module.net(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "parts"),
+    [
+        (lambda m, b: mean(m, b).detach(), ["loss without gradient", "value ", "without .detach()"]),
+        (lambda m, b: m.net(b[0]), ["loss of shape (2, 1)", "loss.mean()"]),
+        (lambda m, b: mean(m, b).item(), ["returned float", "scalar tensor"]),
+        (lambda m, b: (mean(m, b), 1), ["returned tuple", "scalar tensor"]),
+        (lambda m, b: {"los": mean(m, b)}, ["mapping without 'loss'", "['los']", "under the key 'loss'"]),
+        (lambda m, b: Loss(m.net(b[0]), 2), ["loss of shape (2, 1)"]),
+    ],
+)
+def test_a_loss_that_cannot_be_minimised_is_refused_at_the_first_batch(step: Any, parts: list[str]) -> None:
+    data = Noted()
+    with raises(ModuleError, *parts):
+        quiet(max_epochs=1).fit(stepping(step), DataLoader(data, 2))
+    assert data.reads == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("log", "parts"),
+    [
+        (lambda m: m.log("x", torch.ones(2)), ["self.log('x', ...)", "shape (2,)", "log one number"]),
+        (lambda m: m.log("x", "high"), ["self.log('x', ...)", "str ('high')", "log a number"]),
+        (lambda m: m.log(3, 1.0), ["self.log(3, ...)", "needs a string"]),
+        (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), ["goes nowhere", "set one of them"]),
+        (lambda m: (m.log("x", 1.0), m.log("x", 1.0, prog_bar=True)), ["'x'", "in two ways", "two names"]),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(log: Any, parts: list[str]) -> None:
+    with raises(ModuleError, *parts):
+        quiet(max_epochs=1).fit(stepping(lambda m, b: (log(m), mean(m, b))[1]), loader())
+
+
+# --- data ---
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "parts"),
+    [
+        (DataLoader([], 2), DataError, ["has no batches", "length is 0", "drop_last"]),
+        (DataLoader(samples(3), 4, drop_last=True), DataError, ["has no batches", "length is 0", "drop_last"]),
+        ([], DataError, ["training loaders are empty", "[]"]),
+        (samples(), DataError, ["TensorDataset is a data set", "pass DataLoader(dataset, batch_size=...)"]),
+        (3, DataError, ["3 is no loader", "int", "pass a DataLoader"]),
+        (None, ModuleError, ["no training loader", "train_dataloader", "pass one to fit()"]),
+        (DataLoader(["a", "b"], 2), DataError, ["first training batch holds no tensor", "list", "collate_fn"]),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(data: Any, error: Any, parts: list[str]) -> None:
+    with raises(error, *parts):
+        quiet(max_epochs=1).fit(Regression(), data)
+
+
+def test_a_data_module_that_is_none_is_refused() -> None:
+    with raises(ConfigError, "datamodule=", "is a DataLoader", "pass an echelon.DataModule, or pass loaders"):
+        quiet().fit(Regression(), datamodule=loader())
+    with raises(ModuleError, "no training loader"):
+        quiet().fit(Regression(), datamodule=DataModule())
+
+
+def test_a_fraction_that_leaves_no_batch_is_refused() -> None:
+    with raises(ConfigError, "limit_train_batches=0.1 of 4 batches", "at least 0.25"):
+        quiet(limit_train_batches=0.1).fit(Regression(), loader())
+
+
+def test_a_fraction_of_data_without_a_length_is_refused() -> None:
+    with raises(ConfigError, "limit_train_batches=0.5 is a fraction", "has no length", "batches as an int"):
+        quiet(limit_train_batches=0.5).fit(Regression(), iter([[torch.ones(1, 2), torch.ones(1, 1)]]))
+
+
+def test_global_batch_size_needs_a_loader_that_makes_batches() -> None:
+    ready_made = DataLoader(samples(), batch_size=None)
+    with raises(ConfigError, "global_batch_size=8 needs one DataLoader", "accumulate_grad_batches"):
+        quiet(global_batch_size=8).fit(Regression(), ready_made)
+
+
+# --- metrics that are asked for ---
+
+
+@pytest.mark.parametrize(
+    ("callback", "parts"),
+    [
+        (ModelCheckpoint(monitor="val_los"), ["ModelCheckpoint(monitor='val_los')", "logged were", "'val_loss'"]),
+        (EarlyStopping("val_los"), ["EarlyStopping(monitor='val_los')", "logged were", "'val_loss'"]),
+    ],
+)
+def test_a_monitored_metric_that_was_never_logged_is_named_with_those_that_were(
+    tmp_path: Path, callback: Callback, parts: list[str]
+) -> None:
+    class Logging(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+    with raises(ConfigError, *parts):
+        quiet(tmp_path, callbacks=callback, enable_checkpointing=True).fit(Logging(), loader(), loader())
+
+
+def test_a_metric_that_a_scheduler_lacks_is_named_with_those_there_are() -> None:
+    class Plateau(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", loss := mean(self, batch))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+            }
+
+    with raises(ConfigError, "'val_loss', which was not logged", "['loss']", "strict=False"):
+        quiet(max_epochs=1).fit(Plateau(), loader())
+
+
+# --- checkpoints and runs ---
+
+
+def test_a_ckpt_path_that_is_absent_a_file_or_foreign_is_refused_unread(tmp_path: Path) -> None:
+    data = DataLoader(Noted(), 2)
+    (tmp_path / "model.ckpt").write_bytes(b"PK")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "weights.bin").touch()
+    with raises(CheckpointError, f"ckpt_path={str(tmp_path / 'modl.ckpt')!r} does not exist", "has model.ckpt"):
+        quiet().fit(Regression(), data, ckpt_path=tmp_path / "modl.ckpt")
+    with raises(CheckpointError, "model.ckpt' is a file", "folder", "echelon.load_weights"):
+        quiet().fit(Regression(), data, ckpt_path=tmp_path / "model.ckpt")
+    with raises(CheckpointError, "foreign' is not a checkpoint", "manifest.json", "weights.bin", "give another"):
+        quiet().fit(Regression(), data, ckpt_path=tmp_path / "foreign")
+    with raises(ConfigError, "ckpt_path='best'", "found ''", "pass a path"):
+        quiet().test(Steps(), data, ckpt_path="best")
+    assert data.dataset.reads == []
+
+
+class Steps(Regression):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class NoForward(NoStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return mean(self, batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "parts"),
+    [
+        ("validate", ["NoForward defines no validation_step", "trainer.validate()"]),
+        ("test", ["NoForward defines no test_step", "trainer.test()"]),
+        ("predict", ["NoForward defines no predict_step or forward", "trainer.predict()"]),
+    ],
+)
+def test_a_task_whose_step_is_missing_is_refused_unread(task: str, parts: list[str]) -> None:
+    data = Noted()
+    with raises(ModuleError, *parts):
+        getattr(quiet(), task)(NoForward(), DataLoader(data, 2))
+    assert data.reads == []
+
+
+@pytest.mark.parametrize("task", ["validate", "test", "predict"])
+def test_a_task_without_a_module_or_data_is_refused(task: str) -> None:
+    with raises(ConfigError, f"Trainer.{task} was called with model=None", "pass the module"):
+        getattr(quiet(), task)()
+    with raises(ModuleError, f"no loader to {task}", f"pass one to {task}()"):
+        getattr(quiet(), task)(Steps())
+
+
+def test_a_fit_inside_a_fit_is_refused_and_the_outer_one_can_go_on() -> None:
+    class Nested(Regression):
+        def on_train_start(self) -> None:
+            with raises(RunError, "Trainer.fit was called while fit runs", "use another Trainer"):
+                self.trainer.fit(self, loader())
+
+    module = Nested()
+    quiet(max_epochs=1).fit(module, loader())
+    assert indices(module.seen) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_what_only_a_run_has_is_refused_before_one() -> None:
+    with raises(RunError, "No run has begun", "call fit"):
+        quiet().save_checkpoint("x.ckpt")
+    with raises(RunError, "Regression.trainer is None", "trainer.fit(module)"):
+        _ = Regression().trainer
+    with pytest.warns(UserWarning, match=r"self\.log\('x', \.\.\.\) without a trainer does nothing"):
+        Regression().log("x", 1.0)
