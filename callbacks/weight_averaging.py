@@ -91,7 +91,7 @@ class WeightAveraging(Callback):
         """Keep the saved average until `on_fit_start`, and let the module go on with its own weights."""
         if self._is_fitting and _TRAINED in checkpoint:
             self._saved = checkpoint[_WEIGHTS]
-            checkpoint[_WEIGHTS] = {**checkpoint[_WEIGHTS], **checkpoint[_TRAINED]}
+            checkpoint[_WEIGHTS] = {**checkpoint[_WEIGHTS], **checkpoint.pop(_TRAINED)}
 
     # --- when --------------------------------------------------------------------------------------------------------
 
@@ -102,9 +102,9 @@ class WeightAveraging(Callback):
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin with nothing, or with the average of the checkpoint."""
         self._average = AveragedWeights(module, self._use_buffers, self._device, self._avg_fn, self._multi_avg_fn)
-        if self._saved:
+        if self._saved_count:
             self._average.load(self._saved, self._saved_count)
-            self._saved = {}
+            self._saved, self._saved_count = {}, 0
         self._latest_step, self._has_epoch_ended = trainer.global_step, False
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -210,6 +210,19 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert checkpoint.best_model_score is None
 
 
+def test_a_state_that_cannot_be_saved_leaves_the_best_before_it(tmp_path: Path) -> None:
+    class Unsavable(Scripted):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.current_epoch == 1:
+                checkpoint["what"] = object()
+
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss")
+    with pytest.raises(CheckpointError):
+        fit(tmp_path, checkpoint, Unsavable([0.3, 0.2, 0.1]))
+    assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt"]
+    assert checkpoint.best_model_path == str(tmp_path / "ckpt" / "epoch=0-step=4.ckpt")
+
+
 def test_a_resumed_run_keeps_the_same_as_one_that_never_stopped(tmp_path: Path) -> None:
     def checkpoint(folder: str) -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / folder, monitor="val_loss", save_top_k=2, save_last=True)
