@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.errors import CheckpointError, ConfigError, did_you_mean
 from .callback import Callback
 from .run import Run
 
@@ -17,14 +17,13 @@ HOOK_NAMES: Final = tuple(name for name in vars(Callback) if not name.startswith
 
 
 class Hooks:
-    """The hooks of one run: for each name the callables to call, callbacks first, the module last.
+    """The hooks of one run: for each, an attribute with the callables to call, callbacks first, the module last.
 
     The callables of callbacks already hold the trainer and the module: all of one name take the same arguments.
     """
 
     def __init__(self, run: Run, module: nn.Module, module_base: type, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
-        self._by_name: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in HOOK_NAMES:
             found: list[Callable[..., Any]] = [
                 functools.partial(getattr(callback, name), run, module)
@@ -33,14 +32,14 @@ class Hooks:
             ]
             if hasattr(module_base, name) and overrides(module, name, module_base):
                 found.append(getattr(module, name))
-            self._by_name[name] = tuple(found)
+            setattr(self, name, tuple(found))
 
-    def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        return self._by_name[name]
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        raise AttributeError(f"{name!r} is no hook.{did_you_mean(name, HOOK_NAMES)}")
 
     def call(self, name: str, *args: Any) -> None:
         """Call everybody who overrides the hook."""
-        for hook in self._by_name[name]:
+        for hook in getattr(self, name):
             hook(*args)
 
 

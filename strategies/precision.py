@@ -40,11 +40,8 @@ class Precision:
             raise ConfigError(f"precision={name!r} is not a known precision.{did_you_mean(str(name), known)}")
         self.name = full
         self.param_dtype, self.autocast_dtype = _MODES[full]
-
-    @property
-    def uses_scaler(self) -> bool:
+        self.uses_scaler = self.autocast_dtype is torch.float16
         """Whether gradients are computed of a scaled loss."""
-        return self.autocast_dtype is torch.float16
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context in which a step runs: autocast, the parameters' dtype as default dtype, or nothing."""

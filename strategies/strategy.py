@@ -19,6 +19,8 @@ from .precision import Precision
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
 
+_NOTHING = nullcontext()
+
 
 class Strategy(ABC):
     """How one module is trained by some number of processes.
@@ -103,7 +105,7 @@ class Strategy(ABC):
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of one micro-batch; only the last one of a step has to synchronise gradients."""
-        return nullcontext()
+        return _NOTHING
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss of which gradients are computed: scaled, if the precision scales."""

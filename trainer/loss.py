@@ -39,7 +39,7 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
     Raises:
         ModuleError: when it is something else, is no scalar, or has no gradient.
     """
-    if isinstance(output, Mapping):
+    if not isinstance(output, Tensor) and isinstance(output, Mapping):
         if "loss" not in output:
             raise ModuleError(
                 f"{where} returned a mapping without 'loss', with the keys {sorted(map(str, output))}; "
@@ -54,7 +54,7 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
             f"{where} returned {type(output).__name__} ({output!r:.80}); "
             "return a scalar tensor, a mapping with 'loss', a Loss, or None to skip the batch."
         )
-    if value.dim() and value.numel() != 1:
+    if value.numel() != 1:
         raise ModuleError(
             f"{where} returned a loss of shape {tuple(value.shape)}; return one number, such as loss.mean()."
         )

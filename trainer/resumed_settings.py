@@ -11,21 +11,13 @@ from torch.optim import Optimizer
 Winner = Literal["saved", "configured"]
 
 # what moves while a run goes on, and so differs without anybody having changed it
-_MOVED_BY_SCHEDULERS: Final = {"lr", "momentum", "betas"}
+_MOVED_BY_SCHEDULERS: Final = frozenset(["lr", "momentum", "betas"])
 _MOVING: Final = frozenset(
     [
-        "T_cur",
-        "T_i",
-        "_is_initial",
-        "_last_lr",
-        "_step_count",
-        "best",
-        "cooldown_counter",
-        "last_epoch",
-        "num_bad_epochs",
+        *("T_cur", "T_i", "_is_initial", "_last_lr", "_step_count", "best", "cooldown_counter", "last_epoch"),
+        *("num_bad_epochs", "_schedulers"),
     ]
 )
-_SETTING: Final = (bool, int, float, str, tuple)
 
 
 def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_scheduler: bool, winner: Winner) -> list[str]:
@@ -44,9 +36,9 @@ def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_schedule
             if saved[key] == value:
                 continue
             found.append(f"{type(optimizer).__name__} group {index}: {key} saved {saved[key]!r}, configured {value!r}")
+            if winner == "configured" and key == "initial_lr" and saved[key]:
+                saved["lr"] = saved["lr"] * value / saved[key]
             if winner == "configured":
-                if key == "initial_lr" and saved[key]:
-                    saved["lr"] = saved["lr"] * value / saved[key]
                 saved[key] = value
     return found
 
@@ -57,10 +49,10 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> 
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
     found = []
     for key, value in before.items():
-        is_setting = isinstance(value, _SETTING) or key in ("base_lrs", "milestones")
-        if not is_setting or key in _MOVING or key not in state or state[key] == value:
+        if key in _MOVING or key not in state or state[key] == value:
             continue
-        found.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
+        if not key.startswith("_"):  # what is private follows from what is not
+            found.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
         if winner == "configured":
             state[key] = value
     scheduler.load_state_dict(state)

@@ -72,7 +72,7 @@ class Session:
 
     def __post_init__(self) -> None:
         module = self.module
-        self.takes_batch_idx = self.num_step_args("training_step", 2) == 2
+        self.num_training_step_args = self.num_step_args("training_step", 2)
         self.moves_own_types = moves_own_types(module, self.datamodule)
         self.transfer = make_transfer(module, self.datamodule, self.strategy)
         self.overrides_backward = overrides(module, "backward", TrainModule)
@@ -83,7 +83,7 @@ class Session:
     @property
     def passes_closure(self) -> bool:
         """Whether someone may call for the loss again."""
-        return self.overrides_optimizer_step or any(self.needs_closure)
+        return self.overrides_optimizer_step or True in self.needs_closure
 
     def num_step_args(self, step_name: str, most: int) -> int:
         """Return how many of (batch, batch_idx, dataloader_idx) a step of the user takes, at most so many."""
