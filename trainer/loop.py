@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..strategies.nested import map_tensors
 from .batches import check_batch, size_of
@@ -140,28 +142,37 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     outer, session.stage = session.stage, stage
     logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
     metrics.clear_stage()
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    getattr(module, f"on_{name}_model_eval")()
     without_grad = torch.inference_mode() if session.settings.inference_mode else torch.no_grad()
-    with without_grad:
-        hooks.call(f"on_{name}_start")
-        hooks.call(f"on_{name}_epoch_start")
-        for dataloader_idx in range(len(data.loaders)):
-            _evaluate_loader(session, name, dataloader_idx, limit)
-        hooks.call(f"on_{name}_epoch_end")
-        values = metrics.end_stage()
-        if stage not in ("sanity_check", "predict"):
-            session.log(values)
-        hooks.call(f"on_{name}_end")
-    for part, mode in modes:
-        part.training = mode
+    with _in_eval_mode(module):
+        getattr(module, f"on_{name}_model_eval")()
+        with without_grad:
+            hooks.call(f"on_{name}_start")
+            hooks.call(f"on_{name}_epoch_start")
+            for dataloader_idx in range(len(data.loaders)):
+                _evaluate_loader(session, name, dataloader_idx, limit)
+            hooks.call(f"on_{name}_epoch_end")
+            values = metrics.end_stage()
+            if stage not in ("sanity_check", "predict"):
+                session.log(values)
+            hooks.call(f"on_{name}_end")
     getattr(module, f"on_{name}_model_train")()
     metrics.clear_stage()
     metrics.enter(logs_into)
     session.stage = outer
     numbers = {key: value.item() for key, value in values.items()}
     return [_of_loader(numbers, index) for index in range(len(data.loaders))]
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Switch to eval mode, and each part back to its own, also after an error."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 _STEP_NAMES: dict[EvaluationStage, str] = {

@@ -194,3 +194,16 @@ def test_an_error_of_a_loader_comes_out_as_it_is():
     assert trainer.global_step == 2
     quiet(max_epochs=1).fit(module, loader())
     assert len(module.seen) == 2 + 4
+
+
+def test_an_error_in_validation_leaves_no_part_in_eval_mode():
+    class Broken(Regression):
+        def validation_step(self, batch, batch_idx):
+            assert not self.training
+            raise ZeroDivisionError
+
+    module = Broken()
+    with pytest.raises(ZeroDivisionError):
+        quiet(max_epochs=1).fit(module, loader(), loader())
+    assert module.training
+    assert module.net.training
