@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def loader(num_samples: int = 8, batch_size: int = 2, **options: Any) -> DataLoa
 def indices(batches: Any) -> list[list[int]]:
     """Which samples these batches are made of."""
     return [(batch[1].flatten() * 10).round().int().tolist() for batch in batches]
+
+
+def flat(batches: Any) -> list[int]:
+    """All samples of these batches, in order."""
+    return list(chain.from_iterable(indices(batches)))
 
 
 def quiet(folder: Path | None = None, **settings: Any) -> Trainer:
