@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -18,8 +17,6 @@ from .precision import Precision
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
-
-_NOTHING = nullcontext()
 
 
 class Strategy(ABC):
@@ -103,9 +100,8 @@ class Strategy(ABC):
     def run(self, step_name: str, *args: Any) -> Any:
         """Call the module's step through whatever synchronises it, in the precision's context."""
 
-    def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of one micro-batch; only the last one of a step has to synchronise gradients."""
-        return _NOTHING
+    def accumulate(self, *, is_last: bool) -> None:
+        """Note that a micro-batch begins, in a step that has several; only the last has to synchronise gradients."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss of which gradients are computed: scaled, if the precision scales."""
@@ -113,7 +109,9 @@ class Strategy(ABC):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss; the arguments are those of ``Tensor.backward``."""
-        self.scaled(loss).backward(*args, **kwargs)
+        if self.precision.uses_scaler:
+            loss = self.scaler.scale(loss)
+        loss.backward(*args, **kwargs)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the loss scaling of the gradients of `optimizer`; a second call before its step does nothing."""

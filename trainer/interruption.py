@@ -45,7 +45,7 @@ class Interruption:
 
     def is_time_up(self) -> bool:
         """Whether ``max_time`` is over."""
-        return self.elapsed() >= self._seconds
+        return self._seconds != math.inf and self.elapsed() >= self._seconds
 
     @contextmanager
     def listening(self) -> Iterator[None]:

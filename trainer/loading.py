@@ -84,11 +84,8 @@ class TrainData:
     def _sized_batches(self) -> Iterator[tuple[Any, int]]:
         first = self._streams[0]
         if self._combined is None:
-            for batch in first:
-                yield batch, first.batch_size
-        else:
-            for batch, _, _ in self._combined:
-                yield batch, first.batch_size
+            return first.sized_batches()
+        return ((batch, first.batch_size) for batch, _, _ in self._combined)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the position of every loader."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -27,22 +27,23 @@ def train(session: Session) -> None:
     At every step boundary, in this order: update, step metrics, validation if due; at the end of an epoch its metrics,
     hooks and schedulers; then, with nothing left undone, `on_train_step_end`, where checkpoints are saved.
     """
-    state, hooks = session.state, session.hooks
+    state, hooks, writer = session.state, session.hooks, session.writer
     hooks.call("on_train_start")
     while not session.is_over():
         _begin_epoch(session)
         is_partial = False
         for window in _windows(session):
             goes_on = take_step(session, window)
-            _log_step(session)
-            if session.is_validation_due(len(window)):
+            if state.global_step >= session.next_log:
+                _log_step(session)
+            if session.validates_inside and session.is_validation_due(len(window)):
                 validate(session)
             if session.schedulers:
                 step_schedulers(session, "step", state.global_step, with_metric=True)
             session.profiler.step()
-            if not goes_on or session.is_epoch_read():
+            if not goes_on or state.batches_in_epoch >= session.num_batches:
                 break
-            session.writer.check()
+            writer.check()
             for hook in hooks.on_train_step_end:
                 hook()
             if session.is_over():
@@ -51,7 +52,7 @@ def train(session: Session) -> None:
         _end_epoch(session, is_partial)
         if not is_partial:
             hooks.call("on_train_step_end")
-    session.writer.settle()
+    writer.settle()
     hooks.call("on_train_end")
 
 
@@ -71,33 +72,26 @@ def _begin_epoch(session: Session) -> None:
     assert data is not None
     data.recut(session.accumulate_grad_batches)
     state.global_batch_size = data.global_batch_size
+    session.plan_epoch()
     if is_new:
         data.begin_epoch(state.epoch)
 
 
 def _windows(session: Session) -> Iterator[list[tuple[Any, int]]]:
-    """Yield the micro-batches of each step of the rest of the epoch; the first of a run is checked."""
+    """Return the micro-batches of each step of the rest of the epoch; the first of a run is checked."""
     assert session.train_data is not None
     windows = session.train_data.windows(session.state.batches_in_epoch)
     if session.state.global_step == 0:
-        first = next(windows, None)
-        if first is None:
-            return
-        check_batch(first[0][0], "training", session.moves_own_types)
-        yield first
-    while True:
-        with session.profiler.record("fetch"):
-            window = next(windows, None)
-        if window is None:
-            return
-        yield window
+        first = list(islice(windows, 1))
+        for window in first:
+            check_batch(window[0][0], "training", session.moves_own_types)
+        windows = chain(first, windows)
+    return iter(session.profiler.measured("fetch", windows.__next__), None)
 
 
 def _log_step(session: Session) -> None:
-    every, step = session.settings.log_every_n_steps, session.state.global_step
-    if every and step % every == 0 and session.metrics.position == step:
-        session.log(session.metrics.step_values())
-    session.metrics.position = step  # after a step that was left out, what is logged now belongs to the one before
+    session.log(session.metrics.step_values())
+    session.next_log += session.settings.log_every_n_steps
 
 
 def _end_epoch(session: Session, is_partial: bool) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 
 from ..strategies.errors import ConfigError, did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOTHING: Final = nullcontext()
 
@@ -30,6 +34,15 @@ class Profiler(ABC):
     def record(self, action: str) -> AbstractContextManager[object]:
         """Return a context whose time counts as `action`; called several times a step."""
 
+    def measured(self, action: str, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function each of whose calls is recorded."""
+
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.record(action):
+                return function(*args, **kwargs)
+
+        return recorded
+
     def step(self) -> None:
         """Note that an optimizer step has ended."""
 
@@ -44,6 +57,10 @@ class NullProfiler(Profiler):
     def record(self, action: str) -> AbstractContextManager[object]:
         """Return one and the same empty context."""
         return _NOTHING
+
+    def measured(self, action: str, function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function itself."""
+        return function
 
 
 class SimpleProfiler(Profiler):

@@ -72,18 +72,39 @@ class Session:
 
     def __post_init__(self) -> None:
         module = self.module
+        self.last_step = math.inf if self.settings.last_step is None else self.settings.last_step
+        self.last_epoch = math.inf if self.settings.last_epoch is None else self.settings.last_epoch
         self.num_training_step_args = self.num_step_args("training_step", 2)
         self.moves_own_types = moves_own_types(module, self.datamodule)
         self.transfer = make_transfer(module, self.datamodule, self.strategy)
-        self.overrides_backward = overrides(module, "backward", TrainModule)
+        overrides_backward = overrides(module, "backward", TrainModule)
         self.overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
         overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
         self.clips = self.settings.gradient_clip_val is not None or overrides_clipping
+        self.zeroes_plainly = not (
+            self.hooks.on_before_zero_grad or overrides(module, "optimizer_zero_grad", TrainModule)
+        )
+        self.run_step = self.profiler.measured("training_step", self.strategy.run)
+        self.backward = self.profiler.measured(
+            "backward", self._module_backward if overrides_backward else self.strategy.backward
+        )
+        self.step_optimizer = self.profiler.measured("optimizer_step", self.strategy.step)
 
-    @property
-    def passes_closure(self) -> bool:
-        """Whether someone may call for the loss again."""
-        return self.overrides_optimizer_step or True in self.needs_closure
+    def _module_backward(self, loss: Tensor) -> None:
+        self.module.backward(self.strategy.scaled(loss))
+
+    def plan_epoch(self) -> None:
+        """Work out what the steps of an epoch would otherwise ask each time."""
+        data, settings, every = self.train_data, self.settings, self.settings.log_every_n_steps
+        assert data is not None
+        self.num_batches = data.num_batches
+        self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
+        self.next_log: int | float = (self.state.global_step // every + 1) * every if every else math.inf
+        self.validates_inside = self.validates and self._validates_in_this_epoch()
+        interval = settings.val_check_interval
+        if isinstance(interval, float):
+            interval = math.inf if interval == 1.0 or math.isinf(data.num_batches) else int(data.num_batches * interval)
+        self.validation_interval = max(1, interval)
 
     def num_step_args(self, step_name: str, most: int) -> int:
         """Return how many of (batch, batch_idx, dataloader_idx) a step of the user takes, at most so many."""
@@ -102,22 +123,13 @@ class Session:
 
     def is_over(self) -> bool:
         """Whether training ends at this step boundary."""
-        state, settings = self.state, self.settings
-        if self.interruption.is_requested:
-            return True
-        if settings.last_step is not None and state.global_step >= settings.last_step:
-            return True
+        state, settings, interruption = self.state, self.settings, self.interruption
         epochs = state.epoch + state.is_epoch_done
-        if settings.last_epoch is not None and epochs >= settings.last_epoch:
+        if interruption.signal is not None or state.global_step >= self.last_step or epochs >= self.last_epoch:
             return True
-        if not (self.should_stop or self.interruption.is_time_up()):
+        if not (self.should_stop or interruption.is_time_up()):
             return False
         return epochs >= settings.min_epochs and state.global_step >= settings.min_steps
-
-    def is_epoch_read(self) -> bool:
-        """Whether this epoch has no batches left; False where only reading on can tell."""
-        assert self.train_data is not None
-        return self.state.batches_in_epoch >= self.train_data.num_batches
 
     # --- when to validate --------------------------------------------------------------------------------------------
 
@@ -128,12 +140,9 @@ class Session:
 
     def is_validation_due(self, num_micro_batches: int) -> bool:
         """Whether the step of so many micro-batches, just completed, has a validation inside the epoch."""
-        interval = self.validation_interval
-        if interval == math.inf or not self.validates or not self._validates_in_this_epoch():
-            return False
         across_epochs = self.settings.check_val_every_n_epoch is None
         count = self.state.batches_seen if across_epochs else self.state.batches_in_epoch
-        return count // interval > (count - num_micro_batches) // interval
+        return count // self.validation_interval > (count - num_micro_batches) // self.validation_interval
 
     def is_validation_due_at_epoch_end(self) -> bool:
         """Whether the epoch, just completed, ends with a validation."""
@@ -145,17 +154,6 @@ class Session:
     def _validates_in_this_epoch(self) -> bool:
         every = self.settings.check_val_every_n_epoch
         return every is None or (self.state.epoch + 1) % every == 0
-
-    @property
-    def validation_interval(self) -> int | float:
-        """Micro-batches between validations inside an epoch; infinity for none there."""
-        assert self.train_data is not None
-        interval = self.settings.val_check_interval
-        if isinstance(interval, int):
-            return interval
-        if interval == 1.0 or self.train_data.num_batches == math.inf:
-            return math.inf
-        return max(1, int(self.train_data.num_batches * interval))
 
     # --- writing -----------------------------------------------------------------------------------------------------
 

@@ -33,17 +33,22 @@ def take_step(session: Session, window: Window) -> bool:
         for hook in hooks.on_train_batch_start:
             goes_on = hook(batch, batch_idx) != -1 and goes_on
         if goes_on:
+            if last:
+                strategy.accumulate(is_last=index == last)
             if not is_automatic:
                 session.writer.settle()  # the step itself changes what a checkpoint may still be copying
-            with strategy.accumulating(index == last):
-                with session.profiler.record("training_step"):
-                    output = strategy.run("training_step", *(batch, batch_idx)[: session.num_training_step_args])
-                if is_automatic:
-                    loss = loss_of(output)
-                    if index == 0:
-                        zero_gradients(session, batch_idx)
-                    if loss is not None:
-                        run_backward(session, weights.weigh(loss, size))
+            output = session.run_step("training_step", *(batch, batch_idx)[: session.num_training_step_args])
+            if is_automatic:
+                loss = loss_of(output)
+                if index == 0:
+                    zero_gradients(session, batch_idx)
+                if loss is not None:
+                    loss = weights.weigh(loss, size)
+                    for hook in hooks.on_before_backward:
+                        hook(loss)
+                    session.backward(loss)
+                    for hook in hooks.on_after_backward:
+                        hook()
         if index == last or not goes_on:
             if weights.losses:
                 update(session, weights, window)
@@ -58,30 +63,19 @@ def take_step(session: Session, window: Window) -> bool:
             outputs = outputs_for_hooks(output)
             for hook in hooks.on_train_batch_end:
                 hook(outputs, batch, batch_idx)
-    metrics.in_batch = False
+    metrics.in_batch, metrics.position = False, state.global_step
     return goes_on
 
 
 def zero_gradients(session: Session, batch_idx: int) -> None:
     """Drop the gradients of the step before."""
     for optimizer in session.optimizers:
+        if session.zeroes_plainly:
+            optimizer.zero_grad()
+            continue
         for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
         session.module.optimizer_zero_grad(session.state.epoch, batch_idx, optimizer)
-
-
-def run_backward(session: Session, loss: Tensor) -> None:
-    """Add the gradients of one micro-batch."""
-    hooks = session.hooks
-    for hook in hooks.on_before_backward:
-        hook(loss)
-    with session.profiler.record("backward"):
-        if session.overrides_backward:
-            session.module.backward(session.strategy.scaled(loss))
-        else:
-            session.strategy.backward(loss)
-    for hook in hooks.on_after_backward:
-        hook()
 
 
 def update(session: Session, weights: Weights, window: Window) -> None:
@@ -92,21 +86,20 @@ def update(session: Session, weights: Weights, window: Window) -> None:
         strategy.scale_gradients(correction)
     closure = _closure(session, window, weights) if session.passes_closure else None
     session.writer.settle()  # a checkpoint may still be copying what changes now
-    with session.profiler.record("optimizer_step"):
-        for index, optimizer in enumerate(session.optimizers):
-            strategy.unscale(optimizer)
-            for hook in session.hooks.on_before_optimizer_step:
-                hook(optimizer)
-            if session.clips:
-                session.module.configure_gradient_clipping(
-                    optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm
-                )
-            if session.overrides_optimizer_step:
-                managed: Any = session.managed_optimizers[index]
-                session.module.optimizer_step(state.epoch, session.batch_idx, managed, closure)
-            else:
-                _step_optimizer(session, index, closure)
-        has_updated = strategy.end_step()
+    for index, optimizer in enumerate(session.optimizers):
+        strategy.unscale(optimizer)
+        for hook in session.hooks.on_before_optimizer_step:
+            hook(optimizer)
+        if session.clips:
+            session.module.configure_gradient_clipping(
+                optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm
+            )
+        if session.overrides_optimizer_step:
+            managed: Any = session.managed_optimizers[index]
+            session.module.optimizer_step(state.epoch, session.batch_idx, managed, closure)
+        else:
+            _step_optimizer(session, index, closure)
+    has_updated = strategy.end_step()
     state.global_step += 1
     if not has_updated:
         state.skipped_steps += 1
@@ -119,7 +112,7 @@ def _step_optimizer(session: Session, index: int, closure: Callable[[], Any] | N
     if closure is not None and not session.needs_closure[index]:
         closure()
         closure = None
-    session.strategy.step(session.optimizers[index], closure)
+    session.step_optimizer(session.optimizers[index], closure)
     session.state.optimizer_steps[index] += 1
 
 
@@ -161,12 +154,11 @@ def _compute_again(session: Session, window: Window) -> Tensor:
         optimizer.zero_grad()
     for index, (batch, size) in enumerate(window):
         batch = batch if session.transfer is None else session.transfer(batch, 0)
-        with session.strategy.accumulating(index == len(window) - 1):
-            loss = loss_of(
-                session.strategy.run("training_step", *(batch, session.batch_idx)[: session.num_training_step_args])
-            )
-            if loss is not None:
-                session.strategy.backward(weights.weigh(loss, size))
+        if len(window) > 1:
+            session.strategy.accumulate(is_last=index == len(window) - 1)
+        loss = loss_of(session.run_step("training_step", *(batch, session.batch_idx)[: session.num_training_step_args]))
+        if loss is not None:
+            session.backward(weights.weigh(loss, size))
     correction = weights.correction()
     if correction is not None:
         session.strategy.scale_gradients(correction)

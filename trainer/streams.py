@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any, Final, Protocol
 
 import torch
@@ -28,17 +29,16 @@ _END: Final = object()
 
 
 class Stream(Protocol):
-    """One training loader while it is read: iterating yields batches from the position on."""
+    """One training loader while it is read."""
 
     position: int
     """How far this epoch has been consumed by all ranks; in samples, or in batches where the loader yields those."""
-    batch_size: int
-    """The number of samples in the batch yielded last."""
 
     def seek(self, epoch: int, position: int) -> None:
         """Let the next iteration begin here."""
 
-    def __iter__(self) -> Iterator[Any]: ...
+    def sized_batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield the batches from the position on, each with its number of samples."""
 
     def num_batches(self) -> int | None:
         """Return this rank's batches of a whole epoch; None if the data does not know."""
@@ -109,6 +109,9 @@ class MapStream:
             self._indices.recut(self._share)
 
     def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, self.batch_size in self.sized_batches())
+
+    def sized_batches(self) -> Iterator[tuple[Any, int]]:
         self._indices.seek(self._epoch, self.position)
         set_epoch(self._loader.dataset, self._epoch)
         with isolated_rng():  # an iterator draws a seed for its workers
@@ -121,9 +124,8 @@ class MapStream:
                 self._epoch, self.position = self._epoch + 1, 0  # the next iteration is another epoch
                 return
             size, advance = self._indices.sizes.popleft()
-            self.batch_size = size_of(batch) if size is None else size
             self.position += advance
-            yield batch
+            yield batch, size_of(batch) if size is None else size
 
     def num_batches(self) -> int | None:
         return self._indices.num_batches()
@@ -155,39 +157,35 @@ class IterableStream:
         """An iterable is not cut: micro-batches are taken as they come."""
 
     def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, self.batch_size in self.sized_batches())
+
+    def sized_batches(self) -> Iterator[tuple[Any, int]]:
         for data in (self._loader, getattr(self._loader, "dataset", None)):
             set_epoch(data, self._epoch)
-        rng: AbstractContextManager[None] = (
-            RngStream(derive(self._seed, self._epoch)) if self._owns_rng else nullcontext()
-        )
-        with rng:
+        rng = RngStream(derive(self._seed, self._epoch)) if self._owns_rng else None
+        with rng or nullcontext():
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
             batches = iter(self._loader)
+        if rng is not None:
+            batches = _drawing_from(rng, batches)
         if self._state is None and self.position:
-            self._skip(batches, rng)
+            self._skip(batches)
         self._state = None
-        while True:
-            with rng:
-                batch = next(batches, _END)
-            if batch is _END:
-                self._epoch, self.position = self._epoch + 1, 0
-                return
-            self.batch_size = size_of(batch)
+        for batch in batches:
             self.position += 1
-            yield batch
+            yield batch, size_of(batch)
+        self._epoch, self.position = self._epoch + 1, 0
 
-    def _skip(self, batches: Iterator[Any], rng: AbstractContextManager[None]) -> None:
+    def _skip(self, batches: Iterator[Any]) -> None:
         warnings.warn(
-            f"{type(self._loader).__name__} cannot go to a position: its first {self.position} batches are read "
-            "again and "
-            "dropped, which is exact only if it yields the same each time. Give it state_dict and load_state_dict, or "
-            "use torchdata's StatefulDataLoader, to resume at once.",
+            f"{type(self._loader).__name__} cannot go to a position: its first {self.position} batches are read again "
+            "and dropped, which is exact only if it yields the same each time. Give it state_dict and "
+            "load_state_dict, or use torchdata's StatefulDataLoader, to resume at once.",
             stacklevel=2,
         )
-        for _ in range(self.position):
-            with rng:
-                next(batches, None)
+        for _ in islice(batches, self.position):
+            pass
 
     def num_batches(self) -> int | None:
         return length_of(self._loader)
@@ -204,6 +202,16 @@ class IterableStream:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.position = state_dict["position"]
         self._state = state_dict.get("loader")
+
+
+def _drawing_from(rng: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator yields while random numbers come from a stream of their own."""
+    while True:
+        with rng:
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 def stream_of(loader: Any, seed: int, cut: Cut, *, in_order: bool = False) -> MapStream | IterableStream:

@@ -40,7 +40,7 @@ class Weights:
             weighed = loss.mean if isinstance(loss, Loss) else loss
         elif self.losses and isinstance(loss, Loss) == (self._first_count is None):
             raise ModuleError(
-                f"training_step returned a {type(loss).__name__} after another kind of loss in the same optimizer step; "
+                f"training_step returned a {type(loss).__name__} after another kind of loss in the same step; "
                 "return a Loss always, or never."
             )
         elif isinstance(loss, Loss):
