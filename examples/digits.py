@@ -98,7 +98,7 @@ class Digits(echelon.TrainModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), weight_decay=0.01)
-        schedule = OneCycleLR(optimizer, self.hparams.lr, self.trainer.estimated_stepping_batches)
+        schedule = OneCycleLR(optimizer, self.hparams.lr, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
@@ -69,22 +68,29 @@ def test_weights_of_a_plain_torch_file(zipped: bool, tmp_path: Path) -> None:
     assert_same(load_weights(tmp_path / "a.pt"), a_module())
 
 
-class Peer(LightningModule):
-    """A module of Lightning with hyper-parameters."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Linear(3, width)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
+def test_weights_of_a_file_laid_out_as_lightnings(tmp_path: Path) -> None:
+    module = nn.Linear(3, 4)
+    others = {"epoch": 3, "pytorch-lightning_version": "2.6.6", "hyper_parameters": {"width": 4}}
+    torch.save({"state_dict": module.state_dict(), **others}, tmp_path / "peer.ckpt")
+    assert_same(load_weights(tmp_path / "peer.ckpt"), module)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_weights_of_a_checkpoint_that_lightning_wrote(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+    class Peer(lightning.LightningModule):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Linear(3, width)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
     module = Peer()
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    settings = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(accelerator="cpu", **settings)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "peer.ckpt")
     assert_same(load_weights(tmp_path / "peer.ckpt"), module)
