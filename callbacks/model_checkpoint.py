@@ -259,7 +259,7 @@ class ModelCheckpoint(Callback):
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only]
         is_saved = any(one.saved_at == trainer.global_step for one in savers)
         if not is_saved and not self.save_weights_only and (self.save_top_k != 0 or self.save_last):
-            self._save(trainer, top_k=False, force=True)
+            self._save(trainer, top_k=self.monitor is None, force=True)
 
     def _save(self, trainer: Run, *, top_k: bool = True, last: bool = True, force: bool = False) -> None:
         """Save if the top k has place for this step, or if the last is to be saved; a step is saved once."""

@@ -3,11 +3,13 @@
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import Callback, ModelCheckpoint
@@ -329,6 +331,25 @@ def test_what_an_interruption_saved_goes_when_there_is_something_newer(tmp_path:
     path = str(tmp_path / "ckpt" / "epoch=1-step=6.ckpt")
     fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Scripted([0.2, 0.4]), ckpt_path=path)
     assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt"]
+
+
+@pytest.mark.parametrize("ends_by", ["signal", "max_steps"])
+def test_a_run_that_ends_inside_an_epoch_is_saved_before_the_hooks_of_its_end(tmp_path: Path, ends_by: str) -> None:
+    class Counting(Terminated if ends_by == "signal" else Scripted):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("num_ended", torch.zeros(()))
+
+        def on_train_epoch_end(self) -> None:
+            self.num_ended += 1
+
+    module, checkpoint = Counting(), ModelCheckpoint(tmp_path / "ckpt")
+    with pytest.raises(SystemExit) if ends_by == "signal" else nullcontext():
+        fit(tmp_path, checkpoint, module, max_steps=-1 if ends_by == "signal" else 6)
+    assert module.num_ended == 2
+    assert checkpoint.best_model_path.endswith("epoch=1-step=6.ckpt")
+    trainer_in(tmp_path).validate(module, batches(), ckpt_path=checkpoint.best_model_path, verbose=False)
+    assert module.num_ended == 1
 
 
 def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:

@@ -150,6 +150,13 @@ def test_a_checkpoint_holds_what_was_validated(tmp_path: Path) -> None:
     assert_same(state_of(module), record.in_validation[1])
 
 
+def test_weights_that_are_saved_alone_are_the_average_alone(tmp_path: Path) -> None:
+    bare = ModelCheckpoint(tmp_path / "bare", save_weights_only=True)
+    fit(tmp_path, EMAWeightAveraging(decay=0.7), bare, ModelCheckpoint(tmp_path / "full", every_n_epochs=3))
+    assert (tmp_path / "full" / "epoch=2-step=12.ckpt" / "trained_weights.safetensors").exists()
+    assert not (Path(bare.best_model_path) / "trained_weights.safetensors").exists()
+
+
 @pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.7), lambda: StochasticWeightAveraging(0.05, 2, 2)])
 @pytest.mark.parametrize("stop", ["epoch=0-step=4", "epoch=1-step=6", "epoch=1-step=8", "epoch=2-step=10"])
 def test_a_resumed_run_ends_with_the_same_weights_bitwise(tmp_path: Path, make: Any, stop: str) -> None:
