@@ -117,22 +117,24 @@ def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str,
     return collected if is_inside else None
 
 
-def init_arguments(cls: type, hparams: Mapping[str, Any], argument: str | None = None) -> dict[str, Any]:
+def init_arguments(
+    cls: type, hparams: Mapping[str, Any], argument: str | None = None, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments that make an instance of `cls` again from its (loaded) hyper-parameters.
 
-    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. A mapping
-    becomes the dataclass that the argument is annotated with.
+    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. What is `given`
+    wins over what was saved; if it is no argument of ``__init__``, it replaces an item of `argument`. A mapping becomes
+    the dataclass that its argument is annotated with.
     """
     parameters = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = dict(given or {})
     if argument is not None and argument in parameters:
-        hparams = {argument: AttributeDict(hparams)}
+        items = {name: given.pop(name) for name in list(given) if name not in parameters}
+        hparams = {argument: AttributeDict({**hparams, **items})}
     hints = _hints(cls)
-    return {
-        name: _as_dataclass(value, hints.get(name))
-        for name, value in hparams.items()
-        if takes_any or name in parameters
-    }
+    taken = {name: value for name, value in hparams.items() if takes_any or name in parameters}
+    return {**{name: _as_dataclass(value, hints.get(name)) for name, value in taken.items()}, **given}
 
 
 def _caller() -> types.FrameType | None:

@@ -66,7 +66,7 @@ def load_module(
         raise CheckpointError(f"checkpoint_path={str(path)!r} names no checkpoint; give the path of one.")
     state = checkpoint.load(found, parts=_PARTS)
     saved = from_jsonable(state["hyper_parameters"])
-    arguments = {**init_arguments(cls, saved, state["hyper_parameters_argument"]), **given}
+    arguments = init_arguments(cls, saved, state["hyper_parameters_argument"], given)
     try:
         module = cls(**arguments)
     except TypeError as error:

@@ -198,6 +198,17 @@ def test_a_module_is_made_again_with_what_its_init_takes():
     assert init_arguments(Net, {"lr": 3, "anything": 1}) == {"lr": 3, "anything": 1}
 
 
+def test_what_is_given_wins_and_reaches_into_the_config_that_was_saved():
+    class FromConfig(HyperparametersMixin):
+        def __init__(self, config, extra=1):
+            self.save_hyperparameters(config)
+
+    saved = FromConfig({"lr": 0.1, "width": 2})
+    again = init_arguments(FromConfig, saved.hparams, saved.hparams_argument, {"lr": 0.5, "extra": 2})
+    assert again == {"config": {"lr": 0.5, "width": 2}, "extra": 2}
+    assert init_arguments(Net, {"lr": 3}, None, {"lr": 4}) == {"lr": 4}
+
+
 @dataclass
 class Inner:
     dtype: torch.dtype = torch.float32
