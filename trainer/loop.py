@@ -201,6 +201,8 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
             session.predictions[dataloader_idx].append(map_tensors(torch.Tensor.cpu, output))
         for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
+        if session.task != "fit":
+            session.profiler.step()
     metrics.in_batch, metrics.dataloader_idx = False, None
 
 

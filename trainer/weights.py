@@ -45,7 +45,8 @@ class Weights:
             )
         elif isinstance(loss, Loss):
             if self._first_count is None:
-                self._first_count = loss.count
+                # one that counts nothing (padding only) must not divide by zero
+                self._first_count = loss.count.clamp(min=1) if isinstance(loss.count, Tensor) else max(loss.count, 1)
             self._count = self._count + loss.count
             weighed = loss.total / self._first_count
         else:
