@@ -230,7 +230,8 @@ class ModelCheckpoint(Callback):
         elif self._interval is not None:
             is_due = self._clock.is_over(trainer)
         else:
-            is_due = self._is_due or (trainer.global_step == self._final_step and self._counts(trainer.current_epoch))
+            ends = self._final_step >= 0 and trainer.global_step == self._final_step
+            is_due = self._is_due or (ends and self._counts(trainer.current_epoch))
         self._is_epoch_due = False
         if is_due or self._metric.is_pending:
             self._is_due = False

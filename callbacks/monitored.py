@@ -31,13 +31,14 @@ class MonitoredMetric:
         check_mode(owner, mode)
         self._owner, self._monitor = owner, monitor
         self._sign = 1.0 if mode == "max" else -1.0
-        self._is_pending = False
+        self.is_pending = False
+        """Whether a decision waits for a fresh value; an attribute, as it is asked at every step."""
         self._has_validated = False
         self._has_ended_epoch = False
 
     def start(self) -> None:
         """Forget what is pending; call it when training starts."""
-        self._is_pending = self._has_validated = self._has_ended_epoch = False
+        self.is_pending = self._has_validated = self._has_ended_epoch = False
 
     def note_validation(self) -> None:
         """Remember that a validation has run: what it logs can be asked for from now on."""
@@ -47,11 +48,6 @@ class MonitoredMetric:
         """Remember that an epoch has ended: what it logs can be asked for from now on."""
         self._has_ended_epoch = True
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a decision waits for a fresh value."""
-        return self._is_pending
-
     def read(self, trainer: Run, *, strict: bool = True) -> float | None:
         """Return rank 0's value, or None while it is not of this step; then the decision is pending. Collective.
 
@@ -59,8 +55,8 @@ class MonitoredMetric:
             ConfigError: if `strict`, and the metric was never logged although an epoch and a validation have passed.
         """
         computed_at = trainer.metric_step(self._monitor)
-        self._is_pending = computed_at != trainer.global_step
-        if not self._is_pending:
+        self.is_pending = computed_at != trainer.global_step
+        if not self.is_pending:
             value: float = trainer.strategy.broadcast(float(trainer.callback_metrics[self._monitor]))
             return value
         if strict and computed_at is None and self._is_overdue(trainer):
