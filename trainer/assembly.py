@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from .module import TrainModule
 from .optimizers import ManagedOptimizer, check_parameters, needs_closure, parse_optimizers
 from .session import Session, Task
 from .settings import Settings
-from .step import managed_step
+from .step import managed_step, run_backward
 from .streams import Cut
 
 _LOADER_HOOKS = {
@@ -185,7 +186,7 @@ def build_optimizers(session: Session) -> None:
     session.managed_optimizers = [
         ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
     ]
-    module.attach_optimizers(session.managed_optimizers)
+    module.attach_optimizers(session.managed_optimizers, partial(run_backward, session))
 
 
 def set_up(session: Session) -> None:

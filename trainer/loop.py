@@ -110,6 +110,7 @@ def _end_epoch(session: Session, is_partial: bool) -> None:
 
 def validate(session: Session) -> None:
     """Validate inside `fit`; the random streams of training do not notice."""
+    session.writer.settle()  # hooks may swap the weights
     session.module.on_validation_model_zero_grad()
     with isolated_rng():
         evaluate(session, "validate")

@@ -42,6 +42,7 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
     _trainer: Run | None = None
     _metrics: Metrics | None = None
     _managed_optimizers: Sequence[ManagedOptimizer] = ()
+    _manual_backward: Callable[..., None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
                 f"manual_backward was called with automatic_optimization={self.automatic_optimization}; "
                 "set self.automatic_optimization = False in __init__, or return the loss instead."
             )
-        self.trainer.strategy.backward(loss, *args, **kwargs)
+        self._manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
@@ -257,9 +258,9 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         """Let a trainer run this module, with what `log` writes to; None to ignore it."""
         self._trainer, self._metrics = trainer, metrics
 
-    def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer]) -> None:
-        """Take what `optimizers` returns."""
-        self._managed_optimizers = optimizers
+    def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer], backward: Callable[..., None]) -> None:
+        """Take what `optimizers` returns, and what `manual_backward` does."""
+        self._managed_optimizers, self._manual_backward = optimizers, backward
 
     @property
     def current_epoch(self) -> int:
@@ -343,7 +344,7 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THE_RUN}
 
 
-_OF_THE_RUN = {"_trainer", "_metrics", "_managed_optimizers"}
+_OF_THE_RUN = {"_trainer", "_metrics", "_managed_optimizers", "_manual_backward"}
 
 
 def _unwrap(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:

@@ -90,8 +90,8 @@ class Session:
         )
         self.step_optimizer = self.profiler.measured("optimizer_step", self.strategy.step)
 
-    def _module_backward(self, loss: Tensor) -> None:
-        self.module.backward(self.strategy.scaled(loss))
+    def _module_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.module.backward(self.strategy.scaled(loss), *args, **kwargs)
 
     def plan_epoch(self) -> None:
         """Work out what the steps of an epoch would otherwise ask each time."""

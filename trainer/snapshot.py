@@ -119,7 +119,9 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
     if session.datamodule is not None:
         session.datamodule.load_state_dict(state["datamodule"])
     session.metrics.load_state_dict(state["metrics"])
-    load_callback_states(session.callbacks, state["callbacks"])
+    without_owner = load_callback_states(session.callbacks, state["callbacks"])
+    if without_owner and session.strategy.rank == 0:
+        _log.warning("The checkpoint holds the state of callbacks that this run lacks: %s.", ", ".join(without_owner))
 
 
 def load_generators(state: Mapping[str, Any]) -> None:

@@ -43,12 +43,7 @@ def take_step(session: Session, window: Window) -> bool:
                 if index == 0:
                     zero_gradients(session, batch_idx)
                 if loss is not None:
-                    loss = weights.weigh(loss, size)
-                    for hook in hooks.on_before_backward:
-                        hook(loss)
-                    session.backward(loss)
-                    for hook in hooks.on_after_backward:
-                        hook()
+                    run_backward(session, weights.weigh(loss, size))
         if index == last or not goes_on:
             if weights.losses:
                 update(session, weights, window)
@@ -76,6 +71,15 @@ def zero_gradients(session: Session, batch_idx: int) -> None:
         for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
         session.module.optimizer_zero_grad(session.state.epoch, batch_idx, optimizer)
+
+
+def run_backward(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Add the gradients of a loss; the arguments are those of ``Tensor.backward``."""
+    for hook in session.hooks.on_before_backward:
+        hook(loss)
+    session.backward(loss, *args, **kwargs)
+    for hook in session.hooks.on_after_backward:
+        hook()
 
 
 def update(session: Session, weights: Weights, window: Window) -> None:

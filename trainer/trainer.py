@@ -202,11 +202,13 @@ class Trainer(RunView):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything that is none is left alone."""
-        self.session.writer.remove(Path(path))
+        if self.is_global_zero:
+            self.session.writer.remove(Path(path))
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
         """Make `link` stand for the checkpoint at `path`, atomically."""
-        self.session.writer.point(Path(link), Path(path))
+        if self.is_global_zero:
+            self.session.writer.point(Path(link), Path(path))
 
     # --- one run -----------------------------------------------------------------------------------------------------
 
