@@ -171,9 +171,9 @@ def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="timed steps of a round")
-    parser.add_argument("--warmup", type=int, default=200, help="steps before them")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1000, help="timed steps of a round")
+    parser.add_argument("--warmup", type=int, default=100, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=15, help="short and many: other load meets everyone")
     parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
