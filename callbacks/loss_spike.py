@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class LossSpikePolicy(Callback):
-    """Leave out updates whose loss or gradient norm is an outlier, and end training if that does not help.
+    """Leave out updates whose loss or gradient norm is an outlier, roll back, or end training.
 
     Every step's loss and gradient norm (the mean over all ranks) are compared with a running mean and standard
     deviation of the steps before, spikes left out. A step that lies more than `threshold` deviations above, or is not
@@ -32,7 +32,9 @@ class LossSpikePolicy(Callback):
     With ``16-mixed``, gradients that overflow at a finite loss are left to the scaler.
 
     Args:
-        action: ``skip``: leave this update out and go on; ``stop``: leave it out and end training.
+        action: ``skip``: leave this update out and go on; ``stop``: leave it out and end training; ``rollback``: go
+            back to the newest checkpoint and skip the data read since (as PaLM did, Chowdhery et al. 2022, section
+            5.1), or leave it out where there is no checkpoint yet.
         threshold: how many standard deviations above the mean a spike begins; a deviation below 1% of the mean counts
             as 1%.
         window: over about how many steps the mean and the deviation reach.
@@ -45,14 +47,14 @@ class LossSpikePolicy(Callback):
 
     def __init__(
         self,
-        action: Literal["skip", "stop"] = "skip",
+        action: Literal["skip", "stop", "rollback"] = "skip",
         threshold: float = 6.0,
         window: int = 100,
         warmup: int = 20,
         max_consecutive: int = 10,
     ) -> None:
-        if action not in ("skip", "stop"):
-            raise ConfigError(f"action={action!r} is not possible; give 'skip' or 'stop'.")
+        if action not in ("skip", "stop", "rollback"):
+            raise ConfigError(f"action={action!r} is not possible; give 'skip', 'stop' or 'rollback'.")
         if not threshold > 0:
             raise ConfigError(f"threshold={threshold} is not possible; give a number of standard deviations above 0.")
         for name, value in {"window": window, "warmup": warmup, "max_consecutive": max_consecutive}.items():
@@ -62,6 +64,7 @@ class LossSpikePolicy(Callback):
         self._statistics = {"loss": _Running(window), "grad_norm": _Running(window)}
         self._losses: list[Tensor] = []
         self._num_consecutive = 0
+        self._rolls_back = False
         self.decisions: list[dict[str, Any]] = []
         """Every spike: where it was, its numbers, and what was done."""
 
@@ -74,11 +77,13 @@ class LossSpikePolicy(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Take them back; decisions made since the state was saved, in a run that is rolled back, stay."""
         for name, running in self._statistics.items():
             running.load_state_dict(state_dict["statistics"][name])
-        self._num_consecutive = state_dict["num_consecutive"]
-        self.decisions = list(state_dict["decisions"])
+        saved = list(state_dict["decisions"])
+        if self.decisions[: len(saved)] != saved or not self.decisions:
+            self.decisions = saved
+            self._num_consecutive = state_dict["num_consecutive"]
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Refuse several optimizers: which of them a loss belongs to is not known."""
@@ -115,9 +120,16 @@ class LossSpikePolicy(Callback):
         self._decide(trainer, values, worst)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Forget losses of which no step was made."""
+        """Forget losses of which no step was made; roll back if the step was a spike. Collective then."""
         if self._losses:
             self._losses.clear()
+        if self._rolls_back:
+            self._rolls_back = False
+            path = trainer.roll_back()
+            if path is None:
+                _log.warning("There is no checkpoint to roll back to yet: only the update is left out.")
+            else:
+                _log.warning("Rolled back to %s (step %d); the data since is skipped.", path, trainer.global_step)
 
     def _decide(self, trainer: Run, values: Mapping[str, float], worst: float) -> None:
         self._num_consecutive += 1
@@ -128,12 +140,13 @@ class LossSpikePolicy(Callback):
             "batch_idx": trainer.batch_position,
             **{name: value if math.isfinite(value) else str(value) for name, value in values.items()},
             "deviations": worst if math.isfinite(worst) else str(worst),
-            "action": "stop" if stops else "skip",
+            "action": "stop" if stops else self._action,
         }
         self.decisions.append(decision)
         _log.warning("Loss spike, update left out: %s", decision)
         if stops:
             trainer.should_stop = True
+        self._rolls_back = self._action == "rollback" and not stops
 
 
 class _Running:

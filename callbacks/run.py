@@ -220,6 +220,12 @@ class Run(Protocol):
         in that is raised at the next step boundary.
         """
 
+    def roll_back(self) -> Path | None:
+        """Go back to the newest checkpoint of this run and skip the data read since; return it, None if there is none.
+
+        To be called in ``on_train_step_end`` only. Collective: every rank calls it.
+        """
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory that this run wrote (rank 0 only); anything else is left alone."""
 

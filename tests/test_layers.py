@@ -16,6 +16,7 @@ TRAINER_LEVELS = (
     ("cli",),
     ("config",),
     ("trainer",),
+    ("rollback",),
     ("assembly", "checks", "snapshot", "view"),
     ("loop",),
     ("step",),

@@ -179,6 +179,11 @@ class Metrics:
                 entry.computed.reset()
             entry.stamp = -1
 
+    def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Forget what the current stage's epoch has accumulated, and go on from a saved state, if there is one."""
+        self._entries.clear()
+        self._resumed = dict(state_dict["epoch"]) if state_dict is not None else {}
+
     def forget(self) -> None:
         """Forget every value that can be read."""
         for known in (self._latest, self._computed_at, self._in_bar, self.logged):

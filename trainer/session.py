@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -64,7 +65,11 @@ class Session:
     predictions: list[Any] | None = None
     needs_closure: Sequence[bool] = ()
     """For each optimizer whether it evaluates the loss itself (LBFGS)."""
+    has_stepped: bool = False
+    """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
     writer: Writer = field(default_factory=SyncWriter)
+    last_checkpoint: Path | None = None
+    """The newest one of this run from which it can be resumed."""
     accumulate_grad_batches: int = 1
     """Micro-batches of a step, from the next epoch on."""
     reload: Callable[[], None] | None = None

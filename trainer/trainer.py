@@ -43,6 +43,7 @@ from .numerics import numerics
 from .profiler import profiler_by_name
 from .restoring import find_checkpoint
 from .resumed_settings import Winner
+from .rollback import roll_back
 from .session import Session, Task
 from .settings import Settings, accepting
 from .snapshot import load_generators, load_position, load_training, load_weights, still_parts, take_state
@@ -199,6 +200,8 @@ class Trainer(RunView):
                 session.writer.save(Path(path), state, still=still_parts(session))
                 if wait:
                     session.writer.close()
+        if "loop" in state:
+            session.last_checkpoint = Path(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything that is none is left alone."""
@@ -209,6 +212,16 @@ class Trainer(RunView):
         """Make `link` stand for the checkpoint at `path`, atomically."""
         if self.is_global_zero:
             self.session.writer.point(Path(link), Path(path))
+
+    def roll_back(self) -> Path | None:
+        """Go back to the newest checkpoint of this run and skip the data read since; return it, None if there is none.
+
+        To be called in ``on_train_step_end`` only. Collective: every rank calls it.
+        """
+        path = self.session.last_checkpoint
+        if path is not None:
+            roll_back(self.session, path)
+        return path
 
     # --- one run -----------------------------------------------------------------------------------------------------
 
@@ -268,6 +281,7 @@ class Trainer(RunView):
             if saved is not None:
                 load_weights(session, saved)
                 load_training(session, saved, request.optimizer_settings)
+                session.last_checkpoint = request.checkpoint
             introduce(session, is_resumed=saved is not None)
             session.hooks.call("on_fit_start")
             with session.interruption.listening():

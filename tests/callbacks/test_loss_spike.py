@@ -95,6 +95,61 @@ def test_an_accumulated_step_is_judged_as_one(tmp_path: Path) -> None:
     assert spikes.decisions[0]["batch_idx"] == 3
 
 
+class SpikingData(Spiking):
+    """Multiplies the loss of the given batches of 2, counted over all epochs: data that spikes whenever it is read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.spikes = {self.global_step: self.factors.get(self.trainer.samples_seen // 2, 1.0)}
+        return super().training_step(batch, batch_idx)
+
+    def __init__(self, factors: dict[int, float]) -> None:
+        super().__init__({})
+        self.factors = factors
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": step, "interval": "step"}]
+
+
+def fit_rolling_back(folder: Path, module: SpikingData, spikes: LossSpikePolicy, **fit: Any) -> Any:
+    saving = ModelCheckpoint(folder / "ckpt", every_n_train_steps=3, save_top_k=-1)
+    trainer = trainer_in(folder, spikes, saving, max_epochs=4)
+    trainer.fit(module, batches(), **fit)
+    return trainer
+
+
+def test_a_rollback_goes_back_to_the_newest_checkpoint_and_skips_the_data_since(tmp_path: Path) -> None:
+    module, spikes = SpikingData({7: 1e3}), policy(action="rollback")
+    trainer = fit_rolling_back(tmp_path, module, spikes)
+    assert torch.equal(module.weights[8], module.weights[6])
+    assert not torch.equal(module.weights[9], module.weights[8])
+    assert len(module.weights) == 16
+    assert trainer.global_step == 16 - 2
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 14
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**14)
+    assert [(d["global_step"], d["batch_idx"], d["action"]) for d in spikes.decisions] == [(7, 3, "rollback")]
+
+
+def test_a_run_killed_after_a_rollback_rolls_back_again(tmp_path: Path) -> None:
+    whole, again = policy(action="rollback"), policy(action="rollback")
+    module, resumed = SpikingData({7: 1e3}), SpikingData({7: 1e3})
+    fit_rolling_back(tmp_path / "whole", module, whole)
+    checkpoint = tmp_path / "whole" / "ckpt" / "epoch=1-step=6.ckpt"
+    fit_rolling_back(tmp_path / "resumed", resumed, again, ckpt_path=checkpoint)
+    assert torch.equal(module.net.weight, resumed.net.weight)
+    assert again.decisions == whole.decisions
+
+
+def test_a_spike_before_the_first_checkpoint_is_only_left_out(tmp_path: Path, caplog: Any) -> None:
+    module, spikes = SpikingData({5: 1e3}), policy(action="rollback")
+    trainer = trainer_in(tmp_path, spikes, max_epochs=2)
+    trainer.fit(module, batches())
+    assert torch.equal(module.weights[6], module.weights[5])
+    assert trainer.global_step == 8
+    assert "no checkpoint to roll back to" in caplog.text
+
+
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     class Two(Spiking):
         automatic_optimization = False
@@ -109,7 +164,7 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"action": "rollback"}, "action='rollback' is not possible; give 'skip' or 'stop'"),
+        ({"action": "retreat"}, "action='retreat' is not possible; give 'skip', 'stop' or 'rollback'"),
         ({"threshold": 0.0}, "threshold=0.0 is not possible"),
         ({"window": 0}, "window=0 is not possible"),
     ],
