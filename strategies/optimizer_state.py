@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
+from .nested import map_tensors
 
 
 def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -48,7 +49,8 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
         )
     position = {name: index for index, name in enumerate(names)}
     return {
-        "state": {position[name]: dict(value) for name, value in state["state"].items()},
+        # cloned: what was read from a checkpoint may be a view of its file
+        "state": {position[name]: map_tensors(Tensor.clone, dict(value)) for name, value in state["state"].items()},
         "param_groups": [{**old, "params": new["params"]} for old, new in zip(saved, here, strict=True)],
     }
 

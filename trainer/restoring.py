@@ -22,12 +22,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def find_checkpoint(
-    ckpt_path: str | Path | None, loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint]
+    ckpt_path: str | Path | None, loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint], root_dir: str
 ) -> Path | None:
     """Return the checkpoint that ``ckpt_path`` means; None without one, and for ``last`` where there is none yet.
 
     ``best`` is that of the first `ModelCheckpoint`; ``last`` the newest valid one in their folders, and in those of all
-    runs of the loggers' names.
+    runs of the loggers' names, or in `root_dir` without loggers.
 
     Raises:
         ConfigError: for ``best`` where none was saved.
@@ -44,6 +44,8 @@ def find_checkpoint(
             )
         return checkpoint.resolve(best)
     folders = {callback.dirpath for callback in callbacks if callback.dirpath}
+    if not loggers:
+        folders.add(str(Path(root_dir) / "checkpoints"))
     for logger in loggers:
         folders.update(map(str, Path(logger.log_dir).parent.glob("*/checkpoints")))
     return checkpoint.resolve(ckpt_path, *sorted(folders))

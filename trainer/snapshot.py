@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ..callbacks.dispatch import callback_states, load_callback_states
 from ..strategies.errors import CheckpointError
+from .checkpoint import difference
 from .hparams_json import jsonable
 from .resumed_settings import Winner, load_groups, load_scheduler
 from .seed import capture_rng, restore_rng
@@ -78,8 +79,8 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
         session.strategy.load_model_state(state["state_dict"], strict=session.module.strict_loading)
     except RuntimeError as error:
         raise CheckpointError(
-            f"The checkpoint's weights do not fit {type(session.module).__name__}: {error}. "
-            "Build the module as it was, or set strict_loading = False on it."
+            f"The checkpoint's weights do not fit {type(session.module).__name__}; build the module as it was, "
+            f"or set strict_loading = False on it.\n{difference(session.module, state['state_dict']) or error}"
         ) from error
 
 

@@ -260,7 +260,7 @@ class Trainer(RunView):
         folder = root_dir(self.settings, request.task)
         if folder is not None:
             check_writable(folder)
-        checkpoint = find_checkpoint(request.ckpt_path, self.loggers, self.checkpoint_callbacks)
+        checkpoint = find_checkpoint(request.ckpt_path, self.loggers, self.checkpoint_callbacks, self.default_root_dir)
         self._is_running = True
         try:
             yield replace(request, checkpoint=checkpoint)
