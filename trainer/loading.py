@@ -71,12 +71,22 @@ class TrainData:
             stream.load_state_dict(state)
 
     def windows(self, batches_done: int) -> Iterator[list[tuple[Any, int]]]:
-        """Yield the rest of the epoch, of which this rank has already seen so many micro-batches."""
-        remaining = self.num_batches - batches_done
+        """Yield the rest of the epoch, of which this rank has already seen so many micro-batches.
+
+        Raises:
+            DataError: when a whole epoch is empty.
+        """
+        remaining = whole = self.num_batches - batches_done
         batches = self._sized_batches()
         while remaining > 0:
             window = list(islice(batches, int(min(self.accumulate, remaining))))
             if not window:
+                if remaining == whole and batches_done == 0:
+                    raise DataError(
+                        f"The training loader gave no batch in this epoch ({self._streams[0]!r}); if it can be "
+                        "read only "
+                        "once, set max_epochs=1, or pass one that begins anew with each iter()."
+                    )
                 return
             remaining -= len(window)
             yield window

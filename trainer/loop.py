@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,13 @@ from .step import step_schedulers, take_step
 
 Results = list[dict[str, float]]
 """For each loader what was logged on it."""
+
+_STEP_NAMES: Final[dict[EvaluationStage, str]] = {
+    "sanity_check": "validation",
+    "validate": "validation",
+    "test": "test",
+    "predict": "predict",
+}
 
 
 def train(session: Session) -> None:
@@ -168,14 +175,6 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
-
-
-_STEP_NAMES: dict[EvaluationStage, str] = {
-    "sanity_check": "validation",
-    "validate": "validation",
-    "test": "test",
-    "predict": "predict",
-}
 
 
 def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: float) -> None:

@@ -89,6 +89,9 @@ class MapStream:
         self._isolation: Any = isolated_rng if seeded and loader.num_workers == 0 else nullcontext
         self._epoch, self.position, self.batch_size = 0, 0, 1
 
+    def __repr__(self) -> str:
+        return f"{self._loader!r:.80}"
+
     @property
     def global_batch_size(self) -> int | None:
         """Samples of an optimizer step; None where the loader yields ready-made batches."""
@@ -149,6 +152,9 @@ class IterableStream:
         self._owns_rng = isinstance(loader, DataLoader)
         self._epoch, self.position, self.batch_size = 0, 0, 1
         self._state: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"{self._loader!r:.80}"
 
     def seek(self, epoch: int, position: int) -> None:
         self._epoch, self.position = epoch, position
