@@ -25,7 +25,7 @@ from .module import TrainModule
 from .optimizers import ManagedOptimizer, check_parameters, needs_closure, parse_optimizers
 from .session import Session, Task
 from .settings import Settings
-from .step import managed_step, run_backward
+from .step import managed_step, manual_backward
 from .streams import Cut
 
 _LOADER_HOOKS = {
@@ -186,7 +186,7 @@ def build_optimizers(session: Session) -> None:
     session.managed_optimizers = [
         ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
     ]
-    module.attach_optimizers(session.managed_optimizers, partial(run_backward, session))
+    module.attach_optimizers(session.managed_optimizers, partial(manual_backward, session))
 
 
 def set_up(session: Session) -> None:

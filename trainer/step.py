@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..strategies.errors import ConfigError
@@ -48,6 +49,7 @@ def take_step(session: Session, window: Window) -> bool:
             if weights.losses:
                 update(session, weights, window)
             elif goes_on and not is_automatic:
+                end_manual_update(session)
                 state.global_step += 1
         if not goes_on:
             break
@@ -135,10 +137,23 @@ def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | 
         for hook in session.hooks.on_before_optimizer_step:
             hook(optimizer)
         _step_optimizer(session, index, closure)
-        if not session.strategy.end_step():
-            session.state.skipped_steps += 1
+        session.has_stepped = True
+        torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
 
     return step
+
+
+def manual_backward(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Add gradients as `training_step` asks in manual optimization."""
+    end_manual_update(session)
+    run_backward(session, loss, *args, **kwargs)
+
+
+def end_manual_update(session: Session) -> None:
+    """Adapt the loss scale, not before all optimizers have stepped whose gradients were computed with it."""
+    if session.has_stepped:
+        session.has_stepped = False
+        session.state.skipped_steps += not session.strategy.end_step()
 
 
 def _closure(session: Session, window: Window, weights: Weights) -> Callable[[], Tensor]:
