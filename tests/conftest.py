@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,3 +26,13 @@ def chromium():
     if path is None:
         pytest.skip("no browser here; `apt-get install chromium` to run this test")
     return path
+
+
+@pytest.fixture
+def memory_path(tmp_path):
+    """Return a folder in memory, where there is one: for tests that save often, and for whom a disk that syncs is slow."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)

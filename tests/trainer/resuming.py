@@ -1,0 +1,217 @@
+"""Runs that are interrupted and resumed, and how they are compared, to the bit, with the run that was not."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from echelon import Callback, CSVLogger, ModelCheckpoint, Trainer, TrainModule, seed_everything
+
+NUM_SAMPLES = 14
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing is wrong
+    """What ends a run after a step, in place of a kill."""
+
+
+@dataclass
+class Run:
+    """What is trained on what; built anew for every part of a run."""
+
+    module: Any
+    train: Any
+    val: Any = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[Callback] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """What a run did, by optimizer step, and what it left."""
+
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    samples: list[tuple[int, Any]] = field(default_factory=list)
+    final: dict[str, Any] = field(default_factory=dict)
+    curve: list[dict[str, str]] = field(default_factory=list)
+    num_steps: int = 0
+
+
+class Recorder(Callback):
+    """Notes losses and samples, and interrupts the run once `stop_after` steps are complete and saved."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.record, self.stop_after = Record(), stop_after
+
+    def _interrupt(self, trainer: Any) -> None:
+        if trainer.global_step == self.stop_after:
+            raise Interrupted
+
+    def on_train_epoch_start(self, trainer: Any, module: nn.Module) -> None:
+        self._interrupt(trainer)
+
+    def on_train_batch_start(self, trainer: Any, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        self._interrupt(trainer)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs is not None:
+            self.record.losses.append((batch_idx, outputs["loss"].item() if isinstance(outputs, dict) else outputs))
+        self.record.samples.append((batch_idx, module.ids(batch)))
+
+
+def fit(run: Run, folder: Path, ckpt_path: str | None = None, stop_after: int | None = None, seed: int = 1) -> Record:
+    """Run a part of a run, its checkpoints and its curve in `folder`."""
+    recorder = Recorder(stop_after)
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "log_every_n_steps": 1,
+        "max_epochs": 2,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **run.settings,
+    }
+    saver = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True)
+    trainer = Trainer(
+        default_root_dir=folder,
+        logger=CSVLogger(folder, "csv", version=0),
+        callbacks=[recorder, *run.callbacks, saver],
+        **settings,
+    )
+    try:
+        trainer.fit(run.module, run.train, run.val, ckpt_path=ckpt_path)
+    except Interrupted:
+        assert stop_after is not None
+    record = recorder.record
+    record.num_steps = trainer.global_step
+    record.final = _final(trainer, run.module)
+    record.curve = curve(folder)
+    return record
+
+
+def _final(trainer: Trainer, module: nn.Module) -> dict[str, Any]:
+    optimizers = module.optimizers(use_pl_optimizer=False) if isinstance(module, TrainModule) else []
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizers": [one.state_dict() for one in (optimizers if isinstance(optimizers, list) else [optimizers])],
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "callbacks": [_relative(callback.state_dict()) for callback in trainer.callbacks],
+        "counters": {k: v for k, v in trainer.state.state_dict().items() if k != "seconds"},
+        "rng": torch.get_rng_state(),
+    }
+
+
+def _relative(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "dirpath"}
+
+
+def curve(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of the table, as text to the last digit, without their empty columns."""
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        return [{name: text for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Compare nested structures to the bit; NaN is NaN."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(found.nan_to_num(nan=1e30), expected.nan_to_num(nan=1e30)), f"{where} differs"
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected) or sorted(map(str, found)) == sorted(map(str, expected)), where
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{where}[{name!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), f"{where}: {found} is not {expected}"
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}[{index}]")
+    else:
+        assert found == expected or (found != found and expected != expected), f"{where}: {found} is not {expected}"
+
+
+def assert_exact(build: Callable[[], Run], tmp_path: Path, steps: Iterable[int] | None = None) -> Record:
+    """Interrupt a run after each of these steps (default: every one), resume it, and compare all with the whole run."""
+    seed_everything(1)
+    whole = fit(build(), tmp_path / "whole")
+    assert whole.num_steps > 3
+    for step in range(1, whole.num_steps) if steps is None else steps:
+        folder = tmp_path / str(step)
+        seed_everything(1)
+        begun = fit(build(), folder, stop_after=step)
+        assert begun.num_steps == step
+        seed_everything(99)
+        resumed = fit(build(), folder, ckpt_path="last")
+        compare(whole, [begun, resumed], f"interrupted after step {step}")
+    return whole
+
+
+def assert_exact_when_interrupted_always(build: Callable[[], Run], tmp_path: Path) -> None:
+    """Interrupt a run after each step, each time in the run that was resumed before."""
+    seed_everything(1)
+    whole = fit(build(), tmp_path / "whole")
+    seed_everything(1)
+    parts = [fit(build(), tmp_path / "parts", stop_after=1)]
+    for step in range(2, whole.num_steps + 1):
+        seed_everything(step)
+        parts.append(fit(build(), tmp_path / "parts", ckpt_path="last", stop_after=step))
+    compare(whole, parts, "interrupted after every step")
+
+
+def compare(whole: Record, parts: list[Record], when: str) -> None:
+    """Compare the parts of a run with the run as a whole."""
+    assert_same([loss for part in parts for loss in part.losses], whole.losses, f"{when}: losses")
+    assert_same([entry for part in parts for entry in part.samples], whole.samples, f"{when}: samples")
+    assert_same(parts[-1].final, whole.final, when)
+    assert_same(parts[-1].curve, whole.curve, f"{when}: curve")
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their number; `augment` changes each at random when it is read."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES, augment: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.num_samples, self.augment = num_samples, augment
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads.append(index)
+        x = torch.tensor([index / 10, 1.0 - index / 7])
+        return (x if self.augment is None else self.augment(x)), torch.tensor(index)
+
+
+class Small(TrainModule):
+    """A network with dropout and running statistics, AdamW, and curves of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, number = batch
+        return nn.functional.mse_loss(self.net(x)[:, 0], number / 10)
+
+    def ids(self, batch: Any) -> Any:
+        return batch[1].tolist()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(())  # what validation draws is none of training's business
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def numbered(num_samples: int = NUM_SAMPLES, augment: Any = None, **options: Any) -> DataLoader[Any]:
+    """A shuffled loader of numbered samples, three in a batch."""
+    options = {"batch_size": 3, "shuffle": True, **options}
+    return DataLoader(Numbered(num_samples, augment), **options)
