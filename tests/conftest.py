@@ -30,7 +30,7 @@ def chromium():
 
 @pytest.fixture
 def memory_path(tmp_path):
-    """Return a folder in memory, where there is one: for tests that save often, and for whom a disk that syncs is slow."""
+    """Return a folder in memory, where there is one: a disk that syncs is slow for tests that save often."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return

@@ -5,11 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from resuming import Numbered, Run, Small, assert_exact, assert_exact_when_interrupted_always, numbered
+from resuming import Run, Small, assert_exact, assert_exact_when_interrupted_always, numbered
 from torch import nn
-from torch.utils.data import DataLoader
 
-from echelon import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from echelon import EMAWeightAveraging
 
 
 def augment(x):
