@@ -22,7 +22,7 @@ from .data import DataHooks, DataModule
 from .loading import EvaluationData, TrainData
 from .loggers import default_logger
 from .module import TrainModule
-from .optimizers import ManagedOptimizer, check_parameters, needs_closure, parse_optimizers
+from .optimizers import ManagedOptimizer, check_monitors, check_parameters, needs_closure, parse_optimizers
 from .session import Session, Task
 from .settings import Settings
 from .step import managed_step, manual_backward
@@ -172,6 +172,8 @@ def build_optimizers(session: Session) -> None:
         )
     found = parse_optimizers(returned)
     check_parameters(found.optimizers, module)
+    if module.automatic_optimization:
+        check_monitors(found.schedulers)
     session.needs_closure = [needs_closure(optimizer) for optimizer in found.optimizers]
     if any(session.needs_closure) and strategy.precision.uses_scaler:
         raise ConfigError(

@@ -47,11 +47,6 @@ class LRSchedulerConfig:
             raise ModuleError(
                 f"The scheduler's frequency={self.frequency!r} is not possible; give an int of at least 1."
             )
-        if isinstance(self.scheduler, ReduceLROnPlateau) and self.monitor is None:
-            raise ModuleError(
-                "ReduceLROnPlateau needs a metric, but monitor=None; return "
-                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
-            )
 
 
 @dataclass
@@ -173,6 +168,20 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
                 f"{type(optimizer).__name__} holds {len(held)} parameters, none of which is the module's: it "
                 "would train "
                 "nothing; build it in configure_optimizers from self.parameters()."
+            )
+
+
+def check_monitors(schedulers: Sequence[LRSchedulerConfig]) -> None:
+    """Check that schedulers that are stepped with a metric name it.
+
+    Raises:
+        ModuleError: if one does not.
+    """
+    for config in schedulers:
+        if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+            raise ModuleError(
+                "ReduceLROnPlateau needs a metric, but monitor=None; return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
             )
 
 

@@ -187,12 +187,13 @@ def _compute_again(session: Session, window: Window) -> Tensor:
 def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
     """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
 
-    Those with a metric are stepped apart, `with_metric`, when it has been computed.
+    Those with a metric are stepped apart, `with_metric`, when it has been computed. In manual optimization the module
+    steps them all.
 
     Raises:
         ConfigError: when a metric that a scheduler monitors strictly was never logged.
     """
-    for config in session.schedulers:
+    for config in session.schedulers if session.module.automatic_optimization else ():
         if config.interval != interval or config.reduce_on_plateau != with_metric or count % config.frequency:
             continue
         metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
