@@ -219,7 +219,7 @@ def with_scheduler(module: TrainModule, **config: Any) -> Any:
         (lambda m: with_scheduler(m, intervall="step"), ["the key 'intervall'", "Did you mean 'interval'?"]),
         (lambda m: with_scheduler(m, interval="batch"), ["interval='batch'", "'epoch' or 'step'"]),
         (lambda m: with_scheduler(m, frequency=0), ["frequency=0", "at least 1"]),
-        (lambda m: ([sgd(m)], [ReduceLROnPlateau(sgd(m))]), ["ReduceLROnPlateau", "monitor=None", "'monitor'"]),
+        (lambda m: ([o := sgd(m)], [ReduceLROnPlateau(o)]), ["ReduceLROnPlateau", "monitor=None", "'monitor'"]),
         (lambda m: ([sgd(m)], [StepLR(sgd(m), 1)]), ["StepLR belongs to an optimizer (SGD)", "return both"]),
         (lambda m: ([sgd(m)], ["StepLR"]), ["'StepLR'", "without a step()", "torch scheduler"]),
         (lambda m: ([sgd(m)], [{"interval": "step"}]), ["['interval']", "add the key 'scheduler'"]),

@@ -1,0 +1,380 @@
+"""Whatever configure_optimizers returns is stepped when it should be, and only then."""
+
+import pytest
+import torch
+from small import Regression, loader, quiet
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from echelon import Callback
+
+
+def weights(module):
+    return torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+
+
+def configured(configure, base=Regression):
+    """A module that returns this."""
+
+    class Configured(base):
+        def configure_optimizers(self):
+            return configure(self)
+
+    return Configured()
+
+
+def sgd(module, lr=0.1):
+    return SGD(module.parameters(), lr=lr)
+
+
+def rate(trainer, index=0):
+    return trainer.optimizers[index].param_groups[0]["lr"]
+
+
+class Rates(Callback):
+    """The learning rate of each step."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append(round(optimizer.param_groups[0]["lr"], 6))
+
+
+# --- shapes ---
+
+
+def with_dict(module, **scheduler):
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), **scheduler}}
+
+
+def two_lists(module):
+    first, second = sgd(module), sgd(module)
+    return [first, second], [StepLR(first, 1), {"scheduler": StepLR(second, 1), "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("configure", "num_optimizers", "intervals"),
+    [
+        (sgd, 1, []),
+        (lambda m: [sgd(m)], 1, []),
+        (lambda m: [sgd(m), Adam(m.parameters())], 2, []),
+        (lambda m: (sgd(m), sgd(m)), 2, []),
+        (lambda m: {"optimizer": sgd(m)}, 1, []),
+        (lambda m: {"optimizer": sgd(m), "lr_scheduler": None}, 1, []),
+        (with_dict, 1, ["epoch"]),
+        (lambda m: with_dict(m, interval="step", frequency=2, name="mine"), 1, ["step"]),
+        (lambda m: {"optimizer": (o := sgd(m)), "lr_scheduler": StepLR(o, 1)}, 1, ["epoch"]),
+        (lambda m: [with_dict(m), with_dict(m, interval="step")], 2, ["epoch", "step"]),
+        (two_lists, 2, ["epoch", "step"]),
+        (lambda m: ([sgd(m)], []), 1, []),
+        (lambda m: [], 0, []),
+    ],
+)
+def test_every_shape_that_lightning_accepts_is_accepted(configure, num_optimizers, intervals):
+    module, trainer = configured(configure), quiet(max_epochs=1)
+    before = weights(module)
+    trainer.fit(module, loader())
+    assert len(trainer.optimizers) == num_optimizers
+    assert [config.interval for config in trainer.lr_scheduler_configs] == intervals
+    assert trainer.state.optimizer_steps == [4] * num_optimizers
+    assert torch.equal(weights(module), before) == (num_optimizers == 0)
+
+
+def test_a_module_without_parameters_to_train_needs_no_optimizer():
+    class Frozen(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch)
+
+        def configure_optimizers(self):
+            return None
+
+    module, trainer = Frozen(), quiet(max_epochs=1)
+    trainer.fit(module, loader())
+    assert trainer.global_step == len(module.seen) == 4
+
+
+def test_several_optimizers_step_with_the_gradients_of_one_backward():
+    class Both(Regression):
+        def configure_optimizers(self):
+            return [SGD([self.net.weight], lr=0.1), SGD([self.net.bias], lr=0.1)]
+
+    torch.manual_seed(0)
+    both = Both()
+    quiet(max_epochs=2).fit(both, loader())
+    torch.manual_seed(0)
+    one = Regression()
+    quiet(max_epochs=2).fit(one, loader())
+    assert torch.equal(weights(both), weights(one))
+
+
+# --- when schedulers are stepped ---
+
+
+@pytest.mark.parametrize(
+    ("config", "rates"),
+    [
+        ({}, [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]),
+        ({"frequency": 2}, [1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5]),
+        ({"interval": "step"}, [0.5**step for step in range(9)]),
+        ({"interval": "step", "frequency": 4}, [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25]),
+    ],
+)
+def test_a_scheduler_is_stepped_every_so_many_epochs_or_steps(config, rates):
+    def configure(module):
+        optimizer = sgd(module, lr=1.0)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), **config}]
+
+    seen = Rates()
+    quiet(max_epochs=3, callbacks=seen).fit(configured(configure), loader(6, 2))
+    assert seen.rates == [round(value, 6) for value in rates]
+
+
+def test_a_scheduler_by_step_counts_optimizer_steps_and_not_micro_batches():
+    def configure(module):
+        optimizer = sgd(module, lr=1.0)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}]
+
+    seen = Rates()
+    quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=seen).fit(configured(configure), loader(12, 2))
+    assert seen.rates == [1.0, 0.5, 0.25]
+
+
+def test_a_one_cycle_schedule_ends_where_the_run_ends():
+    def configure(module):
+        optimizer = sgd(module)
+        steps = module.trainer.estimated_stepping_batches
+        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 1.0, total_steps=steps), "interval": "step"}]
+
+    trainer = quiet(max_epochs=3, accumulate_grad_batches=2)
+    trainer.fit(configured(configure), loader(10, 2))
+    assert trainer.global_step == trainer.estimated_stepping_batches == 9
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 9
+
+
+class Plateau(Regression):
+    """Its validation loss never improves."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0)
+
+
+def plateau(**config):
+    def configure(module):
+        optimizer = sgd(module, lr=1.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0), **config},
+        }
+
+    return configure
+
+
+def test_a_plateau_scheduler_is_stepped_with_its_metric():
+    seen = Rates()
+    module = configured(plateau(monitor="val_loss"), Plateau)
+    quiet(max_epochs=3, callbacks=seen).fit(module, loader(4, 2), loader(2, 2))
+    assert seen.rates == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_plateau_scheduler_may_be_stepped_with_a_metric_of_each_step():
+    class Logging(Regression):
+        def training_step(self, batch, batch_idx):
+            self.log("flat", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    seen = Rates()
+    module = configured(plateau(monitor="flat", interval="step", frequency=2), Logging)
+    quiet(max_epochs=1, callbacks=seen).fit(module, loader(12, 2))
+    assert seen.rates == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_plateau_scheduler_that_is_not_strict_waits_for_its_metric():
+    seen = Rates()
+    module = configured(plateau(monitor="val_loss", strict=False), Plateau)
+    quiet(max_epochs=4, check_val_every_n_epoch=2, callbacks=seen).fit(module, loader(2, 2), loader(2, 2))
+    assert seen.rates[0] == seen.rates[1] == 1.0
+
+
+def test_a_scheduler_of_the_users_own_needs_only_a_step():
+    class Mine:
+        def __init__(self):
+            self.num_steps = 0
+
+        def step(self):
+            self.num_steps += 1
+
+        def state_dict(self):
+            return {}
+
+    mine = Mine()
+    quiet(max_epochs=3).fit(configured(lambda m: ([sgd(m)], [mine])), loader())
+    assert mine.num_steps == 3
+
+
+def test_manual_optimization_steps_its_schedulers_itself():
+    class Manual(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if batch_idx == 0:
+                self.lr_schedulers()[0].step()
+
+    def configure(module):
+        optimizer = sgd(module, 1.0)
+        return [optimizer], [ExponentialLR(optimizer, 0.5), ReduceLROnPlateau(optimizer)]
+
+    module, seen = configured(configure, Manual), Rates()
+    quiet(max_epochs=2, callbacks=seen).fit(module, loader(6, 2))
+    assert seen.rates == [1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
+
+
+# --- hooks of the optimizer step ---
+
+
+def test_optimizer_step_may_warm_up_the_rate():
+    class WarmUp(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer.step(closure=optimizer_closure)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (self.global_step + 1)
+
+    seen = Rates()
+    quiet(max_epochs=1, callbacks=seen).fit(WarmUp(), loader())
+    assert seen.rates == [0.1, 0.01, 0.02, 0.03]
+
+
+def test_optimizer_step_may_leave_an_update_out():
+    class EverySecond(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            if batch_idx % 2:
+                optimizer.step(closure=optimizer_closure)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(EverySecond(), loader())
+    assert (trainer.global_step, trainer.state.optimizer_steps) == (4, [2])
+
+
+def test_the_closure_returns_the_loss_without_computing_it_twice():
+    class Closing(Regression):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            self.losses.append(optimizer_closure().item())
+            optimizer.step()
+
+    torch.manual_seed(0)
+    module = Closing()
+    quiet(max_epochs=1).fit(module, loader())
+    torch.manual_seed(0)
+    plain = Regression()
+    quiet(max_epochs=1).fit(plain, loader())
+    assert len(module.seen) == len(module.losses) == 4
+    assert torch.equal(weights(module), weights(plain))
+
+
+def test_gradients_may_be_clipped_in_another_way():
+    class Own(Regression):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            assert (gradient_clip_val, gradient_clip_algorithm) == (0.5, "norm")
+            self.clip_gradients(optimizer, 1e-6, "value")
+
+    module = Own()
+    before = weights(module)
+    quiet(max_epochs=1, gradient_clip_val=0.5).fit(module, loader())
+    assert 0 < (weights(module) - before).abs().max() < 1e-5
+
+
+def test_backward_zero_grad_and_scheduler_steps_may_be_overridden():
+    class Own(Regression):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def backward(self, loss):
+            self.calls.append("backward")
+            super().backward(loss)
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            self.calls.append("zero")
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.calls.append("schedule")
+            super().lr_scheduler_step(scheduler, metric)
+
+    module = configured(lambda m: ([o := sgd(m)], [LambdaLR(o, lambda epoch: 1.0)]), Own)
+    quiet(max_epochs=1).fit(module, loader(4, 2))
+    assert module.calls == ["zero", "backward", "zero", "backward", "schedule"]
+
+
+# --- optimizers that evaluate the loss themselves ---
+
+
+class Second(Regression):
+    def configure_optimizers(self):
+        return LBFGS(self.parameters(), lr=1.0, max_iter=10, line_search_fn="strong_wolfe")
+
+
+def test_lbfgs_converges():
+    torch.manual_seed(0)
+    module = Second()
+    trainer = quiet(max_epochs=5)
+    trainer.fit(module, loader(8, 8))
+    x, y = module.seen[-1]
+    assert nn.functional.mse_loss(module(x), y) < 1e-9
+    assert trainer.global_step == 5
+    assert len(module.seen) > 5
+
+
+def test_lbfgs_sees_the_whole_accumulated_batch():
+    def run(batch_size, **settings):
+        torch.manual_seed(0)
+        module = Second()
+        quiet(max_epochs=2, precision="64-true", **settings).fit(module, loader(8, batch_size))
+        return weights(module)
+
+    torch.testing.assert_close(run(4, accumulate_grad_batches=2), run(8), rtol=0, atol=1e-9)
+
+
+# --- toggling ---
+
+
+def test_toggling_an_optimizer_freezes_the_parameters_of_the_others():
+    class Toggling(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.states = []
+
+        def note(self):
+            self.states.append((self.net.weight.requires_grad, self.net.bias.requires_grad))
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            for optimizer in (first, second):
+                with self.toggled_optimizer(optimizer):
+                    self.note()
+            self.note()
+
+        def configure_optimizers(self):
+            return [SGD([self.net.weight], lr=0.1), SGD([self.net.bias], lr=0.1)]
+
+    module = Toggling()
+    quiet(max_steps=1).fit(module, loader())
+    assert module.states == [(True, False), (False, True), (True, True)]
