@@ -282,7 +282,8 @@ class Trainer(RunView):
                 load_weights(session, saved)
                 load_training(session, saved, request.optimizer_settings)
                 session.last_checkpoint = request.checkpoint
-            introduce(session, is_resumed=saved is not None)
+            # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
+            introduce(session, is_resumed=request.ckpt_path is not None)
             session.hooks.call("on_fit_start")
             with session.interruption.listening():
                 if saved is None:
