@@ -16,7 +16,7 @@ class Callback:
 
     Hooks run on every rank, callbacks in the order of the list and before the module's own hook of the same name.
     A callback asks `trainer` (a `Run`) and never writes its fields, except the two that `Run` says hooks may change.
-    The names and meanings are Lightning's; `on_train_step_end` is ours.
+    The names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
     """
 
     @property
@@ -71,6 +71,12 @@ class Callback:
         """Called between optimizer steps, when everything due at one (validation, the epoch's end) is done.
 
         The only moment at which a checkpoint may be saved. Collective calls are allowed: every rank is here.
+        """
+
+    def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
+        """Called after the last `on_train_step_end`, before the end hooks of an epoch that is cut short.
+
+        Whatever ended training, what is not saved now is lost. Collective calls are allowed: every rank is here.
         """
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:

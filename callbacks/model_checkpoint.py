@@ -44,7 +44,7 @@ class _Kept:
 class ModelCheckpoint(Callback):
     """Save checkpoints while training, keep the best `save_top_k`, and know where they are.
 
-    Everything is saved in `on_train_step_end`, when the step's validation is over, and in `on_train_end`, where
+    Everything is saved in `on_train_step_end`, when the step's validation is over, and in `on_train_last_step`, where
     training ends inside an epoch; the other hooks only mark what is due. A monitored value picks the best only at the
     step at which it was computed: where it is due earlier, the decision waits for it. Retention deletes what it
     replaces after the new checkpoint is on disk, and nothing else.
@@ -106,8 +106,8 @@ class ModelCheckpoint(Callback):
         self._kept = _Kept()
         self._saved_best = ""
         self._is_due = False
-        self._is_epoch_due = False
-        self._final_step = self.saved_at = -1
+        self._has_epoch_ended = False
+        self.saved_at = -1
         """The `global_step` of the newest save."""
         self._unconfirmed = ("", _Kept())
         self._clock = IntervalClock(self._interval)
@@ -199,10 +199,14 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Nothing is due yet, whatever was validated before."""
-        self._is_due = self._is_epoch_due = False
-        self.saved_at, self._final_step = trainer.global_step, trainer.max_steps
+        self._is_due = False
+        self.saved_at = trainer.global_step
         self._metric.start()
         self._clock.start(trainer.global_step)
+
+    def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
+        """Note that an epoch has begun."""
+        self._has_epoch_ended = False
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
         """Mark a save after this validation as due, unless it waits for the end of the epoch."""
@@ -215,10 +219,10 @@ class ModelCheckpoint(Callback):
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Mark a save at the end of this epoch as due, unless one follows each validation."""
         self._metric.note_epoch()
-        self._is_epoch_due = self._counts(trainer.current_epoch)
+        self._has_epoch_ended = True
         at_end = self._save_on_train_epoch_end
         if at_end or (at_end is None and not sum(trainer.num_val_batches)):
-            self._is_due = self._is_epoch_due
+            self._is_due = self._counts(trainer.current_epoch)
 
     def _counts(self, epoch: int) -> bool:
         return self._every_n_epochs > 0 and (epoch + 1) % self._every_n_epochs == 0
@@ -226,23 +230,19 @@ class ModelCheckpoint(Callback):
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Save what is due. Every rank decides the same: by the step, or by what rank 0 says. Collective if due."""
         if self._every_n_steps:
-            is_due = trainer.global_step % self._every_n_steps == 0
+            self._is_due = trainer.global_step % self._every_n_steps == 0
         elif self._interval is not None:
-            is_due = self._clock.is_over(trainer)
-        else:
-            ends = self._final_step >= 0 and trainer.global_step == self._final_step
-            is_due = self._is_due or (ends and self._counts(trainer.current_epoch))
-        self._is_epoch_due = False
-        if is_due or self._metric.is_pending:
-            self._is_due = False
+            self._is_due = self._clock.is_over(trainer)
+        if self._is_due or self._metric.is_pending:
+            is_due, self._is_due = self._is_due, False
             self._save(trainer, last=is_due)
-        if trainer.is_interrupted:
-            self._save_interrupted(trainer)
 
-    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Save where training has ended inside an epoch, as at the epoch's end; with ``save_last=True`` in any case."""
-        if self._is_epoch_due or self.save_last is True:
-            self._save(trainer, top_k=self._is_epoch_due)
+    def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
+        """Save where training ends inside an epoch, as at the epoch's end; and what would be lost. Collective."""
+        if not self._has_epoch_ended and self._counts(trainer.current_epoch):
+            self._save(trainer)
+        if self.save_last is True:
+            self._save(trainer, top_k=False)
         if trainer.is_interrupted:
             self._save_interrupted(trainer)
 

@@ -74,14 +74,17 @@ class TQDMProgressBar(Callback):
         self._has_begun = True
         self._due = 0.0
 
-    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         """Redraw, if it is time."""
-        self._trained = batch_idx + 1
+        if batch_idx == self._trained:
+            return  # nothing new since the bar began
+        self._trained = batch_idx
         if monotonic() >= self._due:
             self._redraw(self._training, self._trained, self._postfix(trainer, module))
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Note that the epoch is over: its metrics are complete a little later."""
+        self._trained = trainer.batch_position + 1
         self._is_epoch_over = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
@@ -110,6 +113,7 @@ class TQDMProgressBar(Callback):
         if trainer.sanity_checking:
             return
         if self._training is not None:
+            self._trained = trainer.batch_position + 1
             self._training.pause(self._trained, self._postfix(trainer, module))
         self._evaluate(trainer, "Validating", trainer.num_val_batches)
 

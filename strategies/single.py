@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
-
 from .errors import ConfigError
 from .hardware import Hardware
 from .precision import Precision
@@ -24,13 +22,10 @@ class SingleDeviceStrategy(Strategy):
                 f"num_nodes={hardware.num_nodes} ask for {hardware.num_processes}; set devices=1 and num_nodes=1."
             )
 
-    def setup_module(self, module: nn.Module) -> None:
-        super().setup_module(module)
-        self._computes_plainly = self.precision.autocast_dtype is None and self.precision.param_dtype is None
+    @property
+    def is_transparent(self) -> bool:
+        return self.precision.autocast_dtype is None and self.precision.param_dtype is None
 
     def run(self, step_name: str, *args: Any) -> Any:
-        step = getattr(self.module, step_name)
-        if self._computes_plainly:
-            return step(*args)
         with self.forward_context:
-            return step(*args)
+            return getattr(self.module, step_name)(*args)

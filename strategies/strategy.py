@@ -96,6 +96,11 @@ class Strategy(ABC):
         """Move a batch to this process's device."""
         return to_device(batch, self.device)
 
+    @property
+    def is_transparent(self) -> bool:
+        """Whether steps, backward and updates are torch's own, with nothing around them, to be called directly."""
+        return False
+
     @abstractmethod
     def run(self, step_name: str, *args: Any) -> Any:
         """Call the module's step through whatever synchronises it, in the precision's context."""

@@ -32,6 +32,10 @@ class Accumulator:
         self._total: Tensor | None = None
         self._weight = 0.0
 
+    def restart(self, value: Tensor | float, weight: float) -> None:
+        """Forget everything, and take a value."""
+        self._values, self._weights, self._total, self._weight = [value], [weight], None, 0.0
+
     def add(self, value: Tensor | float, weight: float) -> None:
         """Take a value; a tensor must not change afterwards."""
         self._values.append(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -154,7 +155,32 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
         )
     name = "val" if kind == "validate" else kind
     limit = getattr(session.settings, f"limit_{name}_batches")
-    session.evaluation_data = EvaluationData.of(source, limit, kind)
+    in_order = session.task == "fit" and session.settings.overfit_batches > 0
+    session.evaluation_data = EvaluationData.of(source, limit, kind, in_order=in_order)
+    if session.task == "fit":
+        check_interval(session)
+
+
+def check_interval(session: Session) -> None:
+    """Check that the first validation comes at all.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    data, interval = session.train_data, session.settings.val_check_interval
+    assert data is not None
+    if not session.validates or session.settings.check_val_every_n_epoch is None:
+        return
+    if isinstance(interval, float) and interval != 1.0 and data.num_batches == math.inf:
+        raise ConfigError(
+            f"val_check_interval={interval} is a fraction, but the training loader has no length; give batches as an "
+            "int."
+        )
+    if isinstance(interval, int) and interval > data.num_batches:
+        raise ConfigError(
+            f"val_check_interval={interval} is never reached in an epoch of {data.num_batches} batches; give at most "
+            "that, or check_val_every_n_epoch=None to count batches across epochs."
+        )
 
 
 def build_optimizers(session: Session) -> None:
@@ -188,6 +214,7 @@ def build_optimizers(session: Session) -> None:
     session.managed_optimizers = [
         ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
     ]
+    session.bind()
     module.attach_optimizers(session.managed_optimizers, partial(manual_backward, session))
 
 

@@ -26,6 +26,7 @@ class Interruption:
     """
 
     def __init__(self, max_time: timedelta | None = None) -> None:
+        self.has_limit = max_time is not None
         self._seconds = math.inf if max_time is None else max_time.total_seconds()
         self.start(0.0)
         self.signal: int | None = None
@@ -45,7 +46,7 @@ class Interruption:
 
     def is_time_up(self) -> bool:
         """Whether ``max_time`` is over."""
-        return self._seconds != math.inf and self.elapsed() >= self._seconds
+        return self.elapsed() >= self._seconds
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -13,7 +13,8 @@ from typing import Any
 from ..strategies.errors import ConfigError, DataError
 from .combined_loader import CombinedLoader
 from .sampling import length_of
-from .streams import Cut, IterableStream, MapStream, check_loader, stream_of
+from .streams import Cut, IterableStream, MapStream, check_loader, stream_of, unshuffled
+from .weights import Window
 
 Count = int | float
 """A number of batches; infinity where the data does not know."""
@@ -70,26 +71,13 @@ class TrainData:
             stream.seek(epoch, 0)
             stream.load_state_dict(state)
 
-    def windows(self, batches_done: int) -> Iterator[list[tuple[Any, int]]]:
-        """Yield the rest of the epoch, of which this rank has already seen so many micro-batches.
-
-        Raises:
-            DataError: when a whole epoch is empty.
-        """
-        remaining = whole = self.num_batches - batches_done
-        batches = self._sized_batches()
-        while remaining > 0:
-            window = list(islice(batches, int(min(self.accumulate, remaining))))
-            if not window:
-                if remaining == whole and batches_done == 0:
-                    raise DataError(
-                        f"The training loader gave no batch in this epoch ({self._streams[0]!r}); if it can be "
-                        "read only "
-                        "once, set max_epochs=1, or pass one that begins anew with each iter()."
-                    )
-                return
-            remaining -= len(window)
-            yield window
+    def windows(self, batches_done: int) -> Iterator[Window]:
+        """Return the rest of the epoch, of which this rank has already seen so many micro-batches."""
+        remaining = self.num_batches - batches_done
+        batches = islice(self._sized_batches(), None if remaining == math.inf else int(remaining))
+        if self.accumulate == 1:
+            return zip(batches)  # tuples of one, without a frame of ours
+        return iter(lambda: tuple(islice(batches, self.accumulate)), ())
 
     def _sized_batches(self) -> Iterator[tuple[Any, int]]:
         first = self._streams[0]
@@ -110,8 +98,11 @@ class EvaluationData:
     num_batches: list[Count]
 
     @classmethod
-    def of(cls, source: Any, limit: int | float, stage: str) -> EvaluationData:
-        """Take one loader, or a nested list or dict of them, one after the other; limit 0 takes none."""
+    def of(cls, source: Any, limit: int | float, stage: str, *, in_order: bool = False) -> EvaluationData:
+        """Take one loader, or a nested list or dict of them, one after the other; limit 0 takes none.
+
+        With `in_order` a shuffle is ignored (overfit_batches).
+        """
         combined = _combined(source)
         if combined is None:
             loaders = [source]
@@ -121,6 +112,8 @@ class EvaluationData:
             loaders = combined.flattened
         for loader in loaders:
             check_loader(loader)
+        if in_order:
+            loaders = [unshuffled(loader) for loader in loaders]
         name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
         counts = [limited(limit, length_of(loader), name, stage) for loader in loaders]
         if limit and 0 in counts:

@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
+from ..strategies.errors import DataError
 from ..strategies.nested import map_tensors
 from .batches import check_batch, size_of
 from .seed import isolated_rng
 from .session import EvaluationStage, Session
 from .step import step_schedulers, take_step
+from .weights import Window
 
 Results = list[dict[str, float]]
 """For each loader what was logged on it."""
@@ -47,18 +49,23 @@ def train(session: Session) -> None:
                 validate(session)
             if session.schedulers:
                 step_schedulers(session, "step", state.global_step, with_metric=True)
-            session.profiler.step()
+            if session.profiler.is_active:
+                session.profiler.step()
             if not goes_on or state.batches_in_epoch >= session.num_batches:
                 break
-            writer.check()
+            if writer.has_failed:
+                writer.check()
             for hook in hooks.on_train_step_end:
                 hook()
             if session.is_over():
                 is_partial = True
+                hooks.call("on_train_last_step")
                 break
         _end_epoch(session, is_partial)
         if not is_partial:
             hooks.call("on_train_step_end")
+            if session.is_over():
+                hooks.call("on_train_last_step")
     writer.settle()
     hooks.call("on_train_end")
 
@@ -84,16 +91,27 @@ def _begin_epoch(session: Session) -> None:
         data.begin_epoch(state.epoch)
 
 
-def _windows(session: Session) -> Iterator[list[tuple[Any, int]]]:
-    """Return the micro-batches of each step of the rest of the epoch; the first of a run is checked."""
-    assert session.train_data is not None
-    windows = session.train_data.windows(session.state.batches_in_epoch)
-    if session.state.global_step == 0:
-        first = list(islice(windows, 1))
-        for window in first:
-            check_batch(window[0][0], "training", session.moves_own_types)
-        windows = chain(first, windows)
-    return iter(session.profiler.measured("fetch", windows.__next__), None)
+def _windows(session: Session) -> Iterator[Window]:
+    """Return the micro-batches of each step of the rest of the epoch; the first of a run is checked.
+
+    Raises:
+        DataError: when a whole epoch is empty, or the first batch holds no tensor.
+    """
+    data, state = session.train_data, session.state
+    assert data is not None
+    windows = data.windows(state.batches_in_epoch)
+    if state.batches_in_epoch == 0:
+        first = next(windows, None)
+        if first is None:
+            raise DataError(
+                f"The training loader gave no batch in epoch {state.epoch}; if it can be read only once, set "
+                "max_epochs=1, "
+                "or pass one that begins anew with each iter()."
+            )
+        if state.global_step == 0:
+            check_batch(first[0][0], "training", session.moves_own_types)
+        windows = chain([first], windows)
+    return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 
 
 def _log_step(session: Session) -> None:
@@ -141,7 +159,8 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     name = _STEP_NAMES[stage]
     module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
     assert data is not None
-    outer, session.stage = session.stage, stage
+    outer, training_batch_idx = session.stage, session.batch_idx
+    session.stage = stage
     logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
     metrics.clear_stage()
     without_grad = torch.inference_mode() if session.settings.inference_mode else torch.no_grad()
@@ -160,7 +179,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     getattr(module, f"on_{name}_model_train")()
     metrics.clear_stage()
     metrics.enter(logs_into)
-    session.stage = outer
+    session.stage, session.batch_idx = outer, training_batch_idx
     numbers = {key: value.item() for key, value in values.items()}
     return [_of_loader(numbers, index) for index in range(len(data.loaders))]
 

@@ -39,7 +39,9 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
     Raises:
         ModuleError: when it is something else, is no scalar, or has no gradient.
     """
-    if not isinstance(output, Tensor) and isinstance(output, Mapping):
+    if type(output) is Tensor and output.requires_grad and output.numel() == 1:
+        return output  # nearly always
+    if isinstance(output, Mapping):
         if "loss" not in output:
             raise ModuleError(
                 f"{where} returned a mapping without 'loss', with the keys {sorted(map(str, output))}; "
@@ -64,6 +66,11 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
             "outside torch.no_grad() and without .detach() or .item()."
         )
     return output  # type: ignore[no-any-return]
+
+
+def mean_of(loss: Tensor | Loss) -> Tensor:
+    """Return the loss of a micro-batch that is a whole step."""
+    return loss.mean if isinstance(loss, Loss) else loss
 
 
 def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:

@@ -115,8 +115,9 @@ class Metrics:
         weight = self.batch_size if batch_size is None else batch_size
         if entry.step is not None:
             if entry.stamp != self.position:
-                entry.step.clear()
-            entry.step.add(value, weight)
+                entry.step.restart(value, weight)
+            else:
+                entry.step.add(value, weight)
             entry.is_unread = True
         if entry.epoch is not None:
             entry.epoch.add(value, weight)

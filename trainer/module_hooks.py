@@ -53,6 +53,9 @@ class ModuleHooks:
         The only moment at which a checkpoint may be saved. Collective calls are allowed: every rank is here.
         """
 
+    def on_train_last_step(self) -> None:
+        """Called after the last `on_train_step_end`, before the end hooks of an epoch that is cut short."""
+
     def on_validation_start(self) -> None:
         """Called before a validation, and before the sanity check's."""
 

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,18 +83,46 @@ class Session:
         self.num_training_step_args = self.num_step_args("training_step", 2)
         self.moves_own_types = moves_own_types(module, self.datamodule)
         self.transfer = make_transfer(module, self.datamodule, self.strategy)
-        overrides_backward = overrides(module, "backward", TrainModule)
         self.overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
         overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
         self.clips = self.settings.gradient_clip_val is not None or overrides_clipping
-        self.zeroes_plainly = not (
-            self.hooks.on_before_zero_grad or overrides(module, "optimizer_zero_grad", TrainModule)
+
+    def bind(self) -> None:
+        """Bind what a step calls, as directly as strategy and hooks allow: every frame in between costs the step."""
+        strategy, hooks, measured = self.strategy, self.hooks, self.profiler.measured
+        is_transparent = strategy.is_transparent
+        run: Callable[..., Any] = partial(strategy.run, "training_step")
+        self.forward = measured("training_step", self.module.training_step if is_transparent else run)
+        backward: Callable[..., None] = Tensor.backward if is_transparent else strategy.backward
+        if overrides(self.module, "backward", TrainModule):
+            backward = self._module_backward
+        self._backward = measured("backward", backward)
+        self.backward = (
+            self._backward_with_hooks if hooks.on_before_backward or hooks.on_after_backward else self._backward
         )
-        self.run_step = self.profiler.measured("training_step", self.strategy.run)
-        self.backward = self.profiler.measured(
-            "backward", self._module_backward if overrides_backward else self.strategy.backward
-        )
-        self.step_optimizer = self.profiler.measured("optimizer_step", self.strategy.step)
+        zeroes_plainly = not (hooks.on_before_zero_grad or overrides(self.module, "optimizer_zero_grad", TrainModule))
+        self.zero_grads: list[Callable[[], None]] = [
+            optimizer.zero_grad if zeroes_plainly else partial(self._zero_grad, optimizer)
+            for optimizer in self.optimizers
+        ]
+        self.steps: list[Callable[..., Any]] = [
+            measured("optimizer_step", optimizer.step if is_transparent else partial(strategy.step, optimizer))
+            for optimizer in self.optimizers
+        ]
+        self.scales = strategy.precision.uses_scaler
+        self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
+
+    def _zero_grad(self, optimizer: Optimizer) -> None:
+        for hook in self.hooks.on_before_zero_grad:
+            hook(optimizer)
+        self.module.optimizer_zero_grad(self.state.epoch, self.batch_idx, optimizer)
+
+    def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for hook in self.hooks.on_before_backward:
+            hook(loss)
+        self._backward(loss, *args, **kwargs)
+        for hook in self.hooks.on_after_backward:
+            hook()
 
     def _module_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.module.backward(self.strategy.scaled(loss), *args, **kwargs)
@@ -103,7 +132,6 @@ class Session:
         data, settings, every = self.train_data, self.settings, self.settings.log_every_n_steps
         assert data is not None
         self.num_batches = data.num_batches
-        self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
         self.next_log: int | float = (self.state.global_step // every + 1) * every if every else math.inf
         self.validates_inside = self.validates and self._validates_in_this_epoch()
         interval = settings.val_check_interval
@@ -132,7 +160,7 @@ class Session:
         epochs = state.epoch + state.is_epoch_done
         if interruption.signal is not None or state.global_step >= self.last_step or epochs >= self.last_epoch:
             return True
-        if not (self.should_stop or interruption.is_time_up()):
+        if not (self.should_stop or (interruption.has_limit and interruption.is_time_up())):
             return False
         return epochs >= settings.min_epochs and state.global_step >= settings.min_steps
 

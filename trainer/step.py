@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..strategies.errors import ConfigError
-from .loss import loss_of, outputs_for_hooks
+from .loss import loss_of, mean_of, outputs_for_hooks
 from .session import Session
 from .weights import Weights, Window
 
@@ -20,12 +20,12 @@ def take_step(session: Session, window: Window) -> bool:
     The order is Lightning's: batch start, forward, zero_grad (before the first backward), backward, and with the last
     micro-batch clip, update and schedulers; batch end.
     """
-    strategy, metrics, hooks, state = session.strategy, session.metrics, session.hooks, session.state
+    metrics, hooks, state, writer = session.metrics, session.hooks, session.state, session.writer
     is_automatic = session.module.automatic_optimization
-    weights = Weights(window)
-    metrics.position = state.global_step + 1
-    goes_on = True
     last = len(window) - 1
+    weights = Weights(window) if last or session.passes_closure else None
+    metrics.position = state.global_step + 1
+    goes_on, has_gradients = True, False
     for index, (batch, size) in enumerate(window):
         metrics.in_batch, metrics.batch_size = True, size
         batch_idx = session.batch_idx = state.batches_in_epoch
@@ -35,18 +35,20 @@ def take_step(session: Session, window: Window) -> bool:
             goes_on = hook(batch, batch_idx) != -1 and goes_on
         if goes_on:
             if last:
-                strategy.accumulate(is_last=index == last)
-            if not is_automatic:
-                session.writer.settle()  # the step itself changes what a checkpoint may still be copying
-            output = session.run_step("training_step", *(batch, batch_idx)[: session.num_training_step_args])
+                session.strategy.accumulate(is_last=index == last)
+            if writer.is_copying and not is_automatic:
+                writer.settle()  # the step itself changes what a checkpoint is copying
+            output = session.forward(*(batch, batch_idx)[: session.num_training_step_args])
             if is_automatic:
                 loss = loss_of(output)
                 if index == 0:
-                    zero_gradients(session, batch_idx)
+                    for zero_grad in session.zero_grads:
+                        zero_grad()
                 if loss is not None:
-                    run_backward(session, weights.weigh(loss, size))
+                    has_gradients = True
+                    session.backward(mean_of(loss) if weights is None else weights.weigh(loss, size))
         if index == last or not goes_on:
-            if weights.losses:
+            if has_gradients:
                 update(session, weights, window)
             elif goes_on and not is_automatic:
                 end_manual_update(session)
@@ -64,48 +66,32 @@ def take_step(session: Session, window: Window) -> bool:
     return goes_on
 
 
-def zero_gradients(session: Session, batch_idx: int) -> None:
-    """Drop the gradients of the step before."""
-    for optimizer in session.optimizers:
-        if session.zeroes_plainly:
-            optimizer.zero_grad()
-            continue
-        for hook in session.hooks.on_before_zero_grad:
-            hook(optimizer)
-        session.module.optimizer_zero_grad(session.state.epoch, batch_idx, optimizer)
-
-
-def run_backward(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Add the gradients of a loss; the arguments are those of ``Tensor.backward``."""
-    for hook in session.hooks.on_before_backward:
-        hook(loss)
-    session.backward(loss, *args, **kwargs)
-    for hook in session.hooks.on_after_backward:
-        hook()
-
-
-def update(session: Session, weights: Weights, window: Window) -> None:
+def update(session: Session, weights: Weights | None, window: Window) -> None:
     """Update the parameters with the gradients of a window, and count the step."""
-    strategy, settings, state = session.strategy, session.settings, session.state
-    correction = weights.correction()
-    if correction is not None:
-        strategy.scale_gradients(correction)
-    closure = _closure(session, window, weights) if session.passes_closure else None
-    session.writer.settle()  # a checkpoint may still be copying what changes now
+    state, closure = session.state, None
+    if weights is not None:
+        correction = weights.correction()
+        if correction is not None:
+            session.strategy.scale_gradients(correction)
+        if session.passes_closure:
+            closure = _closure(session, window, weights)
+    if session.writer.is_copying:
+        session.writer.settle()  # a checkpoint is copying what changes now
     for index, optimizer in enumerate(session.optimizers):
-        strategy.unscale(optimizer)
+        if session.scales:
+            session.strategy.unscale(optimizer)
         for hook in session.hooks.on_before_optimizer_step:
             hook(optimizer)
         if session.clips:
-            session.module.configure_gradient_clipping(
-                optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm
-            )
+            limit, algorithm = session.settings.gradient_clip_val, session.settings.gradient_clip_algorithm
+            session.module.configure_gradient_clipping(optimizer, limit, algorithm)
         if session.overrides_optimizer_step:
             managed: Any = session.managed_optimizers[index]
             session.module.optimizer_step(state.epoch, session.batch_idx, managed, closure)
         else:
-            _step_optimizer(session, index, closure)
-    has_updated = strategy.end_step()
+            session.steps[index](closure if session.needs_closure[index] else None)
+            state.optimizer_steps[index] += 1
+    has_updated = session.strategy.end_step() if session.scales else True
     state.global_step += 1
     if not has_updated:
         state.skipped_steps += 1
@@ -113,32 +99,23 @@ def update(session: Session, weights: Weights, window: Window) -> None:
         step_schedulers(session, "step", state.global_step)
 
 
-def _step_optimizer(session: Session, index: int, closure: Callable[[], Any] | None) -> None:
-    """Update the parameters of one optimizer, and count it; a closure that it does not need is called before."""
-    if closure is not None and not session.needs_closure[index]:
-        closure()
-        closure = None
-    session.step_optimizer(session.optimizers[index], closure)
-    session.state.optimizer_steps[index] += 1
-
-
 def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | None], None]:
     """Return what ``step`` of an optimizer means that the user's module holds."""
 
     def step(closure: Callable[[], Any] | None) -> None:
-        if session.module.automatic_optimization:
-            _step_optimizer(session, index, closure)
-            return
-        optimizer = session.optimizers[index]
         if closure is not None and not session.needs_closure[index]:
-            closure()  # before the gradients are unscaled
+            closure()
             closure = None
-        session.strategy.unscale(optimizer)
-        for hook in session.hooks.on_before_optimizer_step:
-            hook(optimizer)
-        _step_optimizer(session, index, closure)
-        session.has_stepped = True
-        torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
+        is_manual = not session.module.automatic_optimization
+        if is_manual:
+            session.strategy.unscale(session.optimizers[index])
+            for hook in session.hooks.on_before_optimizer_step:
+                hook(session.optimizers[index])
+        session.steps[index](closure)
+        session.state.optimizer_steps[index] += 1
+        if is_manual:
+            session.has_stepped = True
+            torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
 
     return step
 
@@ -146,7 +123,7 @@ def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | 
 def manual_backward(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Add gradients as `training_step` asks in manual optimization."""
     end_manual_update(session)
-    run_backward(session, loss, *args, **kwargs)
+    session.backward(loss, *args, **kwargs)
 
 
 def end_manual_update(session: Session) -> None:
@@ -175,9 +152,9 @@ def _compute_again(session: Session, window: Window) -> Tensor:
         batch = batch if session.transfer is None else session.transfer(batch, 0)
         if len(window) > 1:
             session.strategy.accumulate(is_last=index == len(window) - 1)
-        loss = loss_of(session.run_step("training_step", *(batch, session.batch_idx)[: session.num_training_step_args]))
+        loss = loss_of(session.forward(*(batch, session.batch_idx)[: session.num_training_step_args]))
         if loss is not None:
-            session.backward(weights.weigh(loss, size))
+            session.strategy.backward(weights.weigh(loss, size))
     correction = weights.correction()
     if correction is not None:
         session.strategy.scale_gradients(correction)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Final, Protocol
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -267,6 +268,16 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
     return Sampled(sampler, seed)
 
 
+def unshuffled(loader: Any) -> Any:
+    """Return a copy of a loader that reads its samples in their order; one that does not shuffle as it is."""
+    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+        return loader
+    indices = SequentialSampler(loader.dataset)
+    if loader.batch_size is None:
+        return _with_indices(loader, indices)
+    return _with_indices(loader, BatchSampler(indices, loader.batch_size, loader.drop_last))
+
+
 _PLAIN: Final = {TensorDataset, list, tuple, range}
 
 
@@ -280,7 +291,7 @@ def _has_own_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
-def _with_indices(loader: DataLoader[Any], indices: IndexStream) -> DataLoader[Any]:
+def _with_indices(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
     """Return a copy of the loader, of the same class and with everything it has, that reads these indices."""
     clone = copy.copy(loader)
     batched = loader.batch_sampler is not None

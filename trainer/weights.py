@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..strategies.errors import ModuleError
-from .loss import Loss, as_tensor
+from .loss import Loss, as_tensor, mean_of
 
 Window = Sequence[tuple[Any, int]]
 """The micro-batches of one step, each with its number of samples."""
@@ -37,7 +37,7 @@ class Weights:
             ModuleError: when the micro-batches of a window return tensors and `Loss` in turn.
         """
         if len(self._window) == 1:
-            weighed = loss.mean if isinstance(loss, Loss) else loss
+            weighed = mean_of(loss)
         elif self.losses and isinstance(loss, Loss) == (self._first_count is None):
             raise ModuleError(
                 f"training_step returned a {type(loss).__name__} after another kind of loss in the same step; "

@@ -76,7 +76,7 @@ def test_each_step_of_manual_optimization_is_checked(tmp_path: Path) -> None:
             self.manual_backward(loss)
             optimizer.step()
 
-    with pytest.raises(NonFiniteError, match=r"is not finite at global_step 6 \(epoch 1, batch_idx \[2\]\)"):
+    with pytest.raises(NonFiniteError, match=r"The loss is nan at global_step 6 \(epoch 1, batch_idx 2\)"):
         trainer_in(tmp_path, NaNGuard(), max_epochs=3).fit(Manual(float("nan")), batches())
 
 

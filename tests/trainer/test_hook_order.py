@@ -3,7 +3,7 @@
 Departures: the loaders are made before the optimizers, whose schedules may ask how long the run is; the sanity check
 has hooks of the module too; the gradients are dropped once a window, not once a micro-batch; ``optimizer_step`` gets a
 closure that has been computed, so it comes after the gradients are clipped; schedulers of the interval ``epoch`` are
-stepped after the epoch's validation and end hooks; ``on_train_step_end`` is ours, and where ModelCheckpoint saves;
+stepped after the epoch's validation and end hooks; ``on_train_step_end`` and ``on_train_last_step`` are ours, and where ModelCheckpoint saves;
 callbacks come before the module in ``on_load_checkpoint`` as everywhere.
 """
 
@@ -162,6 +162,7 @@ FIT = [
     *both("on_sanity_check_end"),
     *both("on_train_start"),
     *EPOCH * 2,
+    *both("on_train_last_step"),
     *both("on_train_end"),
     *both("on_fit_end"),
     *both("teardown fit"),

@@ -27,6 +27,11 @@ Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 class Writer(Protocol):
     """What the trainer writes checkpoints with. All of it is called from one thread, in order."""
 
+    is_copying: bool
+    """Whether `settle` may have to wait; an attribute, as it is asked at every step."""
+    has_failed: bool
+    """Whether `check` will raise; likewise."""
+
     def save(
         self,
         path: Path,
@@ -55,6 +60,9 @@ class Writer(Protocol):
 
 class SyncWriter:
     """Writes while the caller waits."""
+
+    is_copying = False
+    has_failed = False
 
     def save(
         self,
@@ -93,6 +101,7 @@ class AsyncWriter:
     """
 
     def __init__(self) -> None:
+        self.is_copying = self.has_failed = False
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._settled = threading.Event()
         self._settled.set()
@@ -123,11 +132,13 @@ class AsyncWriter:
         later = [(buffer, tensor) for part, buffer, tensor in copies if part in still]
         _copy([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
         self._settled.clear()
+        self.is_copying = True
         self._submit(functools.partial(self._write, Path(path), replace(snapshot, tensors=staged), later, _now(later)))
 
     def settle(self) -> None:
         """Wait until the parts that `save` was told to be still are copied."""
         self._settled.wait()
+        self.is_copying = False
 
     def point(self, link: Path, path: Path) -> None:
         """Make `link` stand for the checkpoint at `path`, once that is committed."""
@@ -189,12 +200,12 @@ class AsyncWriter:
                 # said here too, since a program that is ending calls nothing more
                 _logger.error("%s", error)
                 with self._lock:
-                    self._error = error
+                    self._error, self.has_failed = error, True
                     self._jobs.clear()
 
     def _raise(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self.has_failed = self._error, None, False
             raise error
 
 
