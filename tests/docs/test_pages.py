@@ -1,0 +1,87 @@
+"""Every page of the documentation runs, top to bottom, as a reader would type it; and its links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = "from echelon.trainer.cli import main"
+
+
+def blocks(page, *languages):
+    """Return the fenced blocks of a page in these languages."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def file_name(block):
+    """Return the name in a first line such as ``# config.yaml``, by which a page says that a block is a file."""
+    named = re.match(r"# (\w+\.(?:py|yaml))\n", block)
+    return named[1] if named else None
+
+
+def run(folder, *command):
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+class Net(echelon.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def save_last_checkpoint(folder):
+    saving = echelon.ModelCheckpoint(folder, save_last=True)
+    trainer = echelon.Trainer(max_epochs=1, logger=False, enable_progress_bar=False, callbacks=saving)
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    if page.stem == "checkpoint-format":
+        save_last_checkpoint(tmp_path)
+    code = []
+    for block in blocks(page, "python", "yaml"):
+        name = file_name(block)
+        if name is not None:
+            (tmp_path / name).write_text(block)
+        else:
+            code.append(block)
+    (tmp_path / "page.py").write_text("\n".join(code))
+    run(tmp_path, "-W", "error", "page.py")
+    lines = [line.partition("  #")[0] for line in "".join(blocks(page, "bash")).splitlines()]
+    commands = [line.split()[1:] for line in lines if line.startswith("echelon ")]
+    if commands:
+        run(tmp_path, "-W", "error", "-c", f"{COMMANDS}\nfor words in {commands}: assert main(words) == 0")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_links_of_a_page_lead_to_files_and_headings(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, f"{page.name} links to #{anchor}; {target or 'it'} has {slugs}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", PAGES[0].read_text()))
+    assert linked == {page.name for page in PAGES[1:]}

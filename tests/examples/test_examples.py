@@ -1,0 +1,85 @@
+"""The examples keep what they promise: as scripts, and as configs of the ``echelon`` command."""
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
+
+
+def run(folder, *command):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *command], cwd=folder, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def is_drawn(path):
+    """Whether a picture shows something."""
+    with Image.open(path) as image:
+        return image.width > 300 and len(image.convert("L").getcolors(256 * 256)) > 20
+
+
+def test_digits_reaches_97_percent_and_draws_its_curves(tmp_path):
+    output = run(tmp_path, str(EXAMPLES / "digits.py"))
+    accuracy = re.search(r"accuracy/test\s+│\s+([\d.]+)", output)
+    assert accuracy and float(accuracy[1]) >= 0.97
+    assert is_drawn(tmp_path / re.search(r"Curves: +(\S+)", output)[1])
+    tensorboard, _, folder = re.search(r"TensorBoard: +(\S+) (--logdir) (\S+)", output).groups()
+    assert Path(tensorboard).exists() and list((tmp_path / folder).glob("*/events.out.tfevents*"))
+
+
+def test_gpt_learns_that_bytes_are_not_alike_and_prints_a_sample(tmp_path):
+    output = run(tmp_path, str(EXAMPLES / "gpt.py"), "--max-steps", "8")
+    loss = re.search(r"loss/train=([\d.]+)", output)
+    assert loss and float(loss[1]) < 5.0  # that of a guess is ln 256 = 5.5
+    assert len(output.partition("\ndef ")[2]) > 300
+
+
+def test_gan_trains_both_networks_and_draws_samples(tmp_path):
+    output = run(tmp_path, str(EXAMPLES / "gan.py"), "--max-epochs", "2")
+    assert is_drawn(tmp_path / re.search(r"Samples: +(\S+)", output)[1])
+    assert all(re.search(rf"loss/{network}=\d", output) for network in ("generator", "discriminator"))
+    [checkpoint] = (tmp_path / "echelon_logs" / "version_0" / "checkpoints").iterdir()
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert len(state["optimizers"]) == 2
+
+
+@pytest.mark.parametrize("name", ["digits", "gpt", "gan"])
+def test_an_example_is_a_config_too_and_overrides_reach_it(name, tmp_path):
+    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.val_check_interval=2")
+    run(tmp_path, "-c", COMMAND, "fit", str(EXAMPLES / f"{name}.yaml"), "module.lr=1e-4", *short)
+    folder = tmp_path / "echelon_logs" / "version_0"
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["trainer"]["limit_train_batches"] == 2 and float(saved["module"]["lr"]) == 1e-4
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    assert checkpoint.name.endswith("-step=2.ckpt")
+
+
+@pytest.mark.parametrize("name", ["digits", "gpt", "gan"])
+def test_a_config_spells_out_the_defaults_of_its_script(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    module = importlib.import_module(name)
+    config = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    for part in (config["module"], config["data"]):
+        parameters = inspect.signature(getattr(module, part.pop("_target_").partition(".")[2])).parameters
+        assert list(part) == list(parameters)
+        assert all(value in (parameters[key].default, "${data.context}") for key, value in part.items())
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_fits_on_a_page_and_uses_public_names(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 150
+    assert text.startswith('"""')
+    assert not re.search(r"(from|import) echelon\.", text)
