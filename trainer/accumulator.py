@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Reduce = Literal["mean", "sum", "min", "max"] | Callable[[Tensor], Tensor]
+REDUCTIONS: Final = ("mean", "sum", "min", "max")
 
 _FOLD_EVERY: Final = 256
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..callbacks.run import Stage
 from ..strategies import Strategy
 from ..strategies.errors import ModuleError
-from .accumulator import Accumulator, Reduce, to_numbers
+from .accumulator import REDUCTIONS, Accumulator, Reduce, to_numbers
 
 Moment = Literal["step", "epoch"]
 
@@ -52,6 +52,11 @@ class _Entry:
             raise ModuleError(f"self.log({name!r}, on_step=True) outside a batch has no step; leave on_step out.")
         if not (on_step or on_epoch):
             raise ModuleError(f"self.log({name!r}, on_step=False, on_epoch=False) goes nowhere; set one of them.")
+        if not callable(scope.reduce_fx) and scope.reduce_fx not in REDUCTIONS:
+            raise ModuleError(
+                f"self.log({name!r}, reduce_fx={scope.reduce_fx!r}) is not known; give {', '.join(map(repr, REDUCTIONS))} "
+                "or a function."
+            )
         self.name, self.scope, self.in_batch = name, scope, in_batch
         self.step = Accumulator(scope.reduce_fx) if on_step else None
         self.epoch = Accumulator(scope.reduce_fx) if on_epoch else None
@@ -159,6 +164,7 @@ class Metrics:
 
     def end_stage(self) -> dict[str, Tensor]:
         """End an epoch of the current stage: return its values for the loggers. Collective: every rank calls it."""
+        self._read_steps()  # what nobody has read yet is older than what is computed here
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
         values = self._reduced(entries, "epoch")
         for entry in entries:
