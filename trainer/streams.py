@@ -179,8 +179,7 @@ class IterableStream:
         if self._state is None and self.position:
             self._skip(batches)
         self._state = None
-        for batch in batches:
-            self.position += 1
+        for self.position, batch in enumerate(batches, self.position + 1):
             yield batch, size_of(batch)
         self._epoch, self.position = self._epoch + 1, 0
 
@@ -272,7 +271,8 @@ def unshuffled(loader: Any) -> Any:
     """Return a copy of a loader that reads its samples in their order; one that does not shuffle as it is."""
     if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
         return loader
-    indices = SequentialSampler(loader.dataset)
+    dataset: Any = loader.dataset
+    indices = SequentialSampler(dataset)
     if loader.batch_size is None:
         return _with_indices(loader, indices)
     return _with_indices(loader, BatchSampler(indices, loader.batch_size, loader.drop_last))
