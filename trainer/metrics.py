@@ -54,8 +54,8 @@ class _Entry:
             raise ModuleError(f"self.log({name!r}, on_step=False, on_epoch=False) goes nowhere; set one of them.")
         if not callable(scope.reduce_fx) and scope.reduce_fx not in REDUCTIONS:
             raise ModuleError(
-                f"self.log({name!r}, reduce_fx={scope.reduce_fx!r}) is not known; give {', '.join(map(repr, REDUCTIONS))} "
-                "or a function."
+                f"self.log({name!r}, reduce_fx={scope.reduce_fx!r}) is not possible; "
+                f"give one of {', '.join(map(repr, REDUCTIONS))}, or a function."
             )
         self.name, self.scope, self.in_batch = name, scope, in_batch
         self.step = Accumulator(scope.reduce_fx) if on_step else None
