@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 from PIL import Image
+from playwright.sync_api import sync_playwright
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
@@ -24,19 +26,58 @@ def run(folder, *command):
     return done.stdout
 
 
+def accuracy_in(output):
+    return float(re.search(r"accuracy/test\s+│\s+([\d.]+)", output)[1])
+
+
 def is_drawn(path):
     """Whether a picture shows something."""
     with Image.open(path) as image:
         return image.width > 300 and len(image.convert("L").getcolors(256 * 256)) > 20
 
 
-def test_digits_reaches_97_percent_and_draws_its_curves(tmp_path):
-    output = run(tmp_path, str(EXAMPLES / "digits.py"))
-    accuracy = re.search(r"accuracy/test\s+│\s+([\d.]+)", output)
-    assert accuracy and float(accuracy[1]) >= 0.97
-    assert is_drawn(tmp_path / re.search(r"Curves: +(\S+)", output)[1])
-    tensorboard, _, folder = re.search(r"TensorBoard: +(\S+) (--logdir) (\S+)", output).groups()
-    assert Path(tensorboard).exists() and list((tmp_path / folder).glob("*/events.out.tfevents*"))
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Run digits.py; return its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, run(folder, str(EXAMPLES / "digits.py"))
+
+
+def test_digits_reaches_97_percent_and_draws_its_curves(demo):
+    folder, output = demo
+    assert accuracy_in(output) >= 0.97
+    assert is_drawn(folder / re.search(r"Curves: +(\S+)", output)[1])
+
+
+@contextmanager
+def serving(command, folder):
+    """Start the TensorBoard command that an example prints, on a port of its own, and yield its address."""
+    with subprocess.Popen(
+        [*command.split(), "--port", "0"], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as server:
+        try:
+            yield next(filter(None, (re.search(r"http://\S+/", line) for line in server.stderr)))[0]
+        finally:
+            server.terminate()
+
+
+def test_the_tensorboard_page_of_digits_shows_its_scalars(demo, chromium):
+    folder, output = demo
+    command = re.search(r"TensorBoard: +(.+)", output)[1]
+    with serving(command, folder) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 4000})
+        page.goto(f"{address}?tagFilter=.#timeseries")  # with a filter, all of them are shown and none is folded up
+        page.wait_for_function(
+            "document.body.innerText.split('version_0').length > 10"
+        )  # 9 curves and the list of runs
+        texts = page.locator("card-view").all_inner_texts()
+        browser.close()
+    cards = {"".join(text.partition("Alt + Scroll")[0].split()): text for text in texts}
+    names = {f"{metric}/{stage}" for metric in ("loss", "accuracy") for stage in ("train", "val", "test")}
+    assert cards.keys() >= {"loss", "lr-AdamW", *names}
+    assert all("400" in cards[name].split() for name in names)
+    assert f"{accuracy_in(output):.4f}" in cards["accuracy/test"]
 
 
 def test_gpt_learns_that_bytes_are_not_alike_and_prints_a_sample(tmp_path):
