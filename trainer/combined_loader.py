@@ -115,7 +115,7 @@ def _until_the_longest(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
 
 def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
     iterators = [iter(loader) for loader, _ in loaders]
-    is_over = [False] * len(loaders)
+    is_over = [getattr(loader, "rounds", 0) > 0 for loader, _ in loaders]  # a resumed run's may have begun again
     for taken in itertools.count():
         row = [next(iterator, _OVER) for iterator in iterators]
         for position, (_, limit) in enumerate(loaders):

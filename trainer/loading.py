@@ -83,11 +83,16 @@ class TrainData:
         first = self._streams[0]
         if self._combined is None:
             return first.sized_batches()
-        return ((batch, first.batch_size) for batch, _, _ in self._combined)
+        return ((batch, self._streams[index].batch_size) for batch, _, index in self._combined)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the position of every loader."""
         return [stream.state_dict() for stream in self._streams]
+
+    def close(self) -> None:
+        """Let workers go that outlive an epoch."""
+        for stream in self._streams:
+            stream.close()
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from torch.utils.data import (
 from ..strategies.errors import DataError
 from .batches import size_of
 from .sampling import IndexStream, Order, Sampled, Sequential, Share, Shuffled, length_of, set_epoch
-from .seed import RngStream, derive, isolated_rng
+from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
 
 _END: Final = object()
+_PLACE: Final = ("position", "rounds", "batch_size")
 
 
 class Stream(Protocol):
@@ -34,6 +35,8 @@ class Stream(Protocol):
 
     position: int
     """How far this epoch has been consumed by all ranks; in samples, or in batches where the loader yields those."""
+    rounds: int
+    """How often the loader has begun again in this epoch of the run, beside longer ones."""
 
     def seek(self, epoch: int, position: int) -> None:
         """Let the next iteration begin here."""
@@ -52,6 +55,9 @@ class Stream(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
+
+    def close(self) -> None:
+        """Let the loader's workers go."""
 
 
 class Cut:
@@ -88,7 +94,8 @@ class MapStream:
         )
         self._loader = _with_indices(loader, self._indices)
         self._isolation: Any = isolated_rng if seeded and loader.num_workers == 0 else nullcontext
-        self._epoch, self.position, self.batch_size = 0, 0, 1
+        self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
+        self._is_over = False
 
     def __repr__(self) -> str:
         return f"{self._loader!r:.80}"
@@ -104,7 +111,7 @@ class MapStream:
         return self._share.num_micro_batches(self._share.global_batch_size)
 
     def seek(self, epoch: int, position: int) -> None:
-        self._epoch, self.position = epoch, position
+        self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
 
     def recut(self, accumulate: int) -> None:
         if accumulate != self._cut.accumulate:
@@ -116,16 +123,19 @@ class MapStream:
         return (batch for batch, self.batch_size in self.sized_batches())
 
     def sized_batches(self) -> Iterator[tuple[Any, int]]:
-        self._indices.seek(self._epoch, self.position)
-        set_epoch(self._loader.dataset, self._epoch)
+        if self._is_over:  # the next iteration is another epoch
+            self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
+        epoch = self._epoch + self.rounds
+        self._indices.seek(epoch, self.position)
+        set_epoch(self._loader.dataset, epoch)
         with isolated_rng():  # an iterator draws a seed for its workers
-            torch.default_generator.manual_seed(derive(self._seed, self._epoch))
+            torch.default_generator.manual_seed(derive(self._seed, epoch))
             batches = iter(self._loader)
         while True:
             with self._isolation():
                 batch = next(batches, _END)
             if batch is _END:
-                self._epoch, self.position = self._epoch + 1, 0  # the next iteration is another epoch
+                self._is_over = True
                 return
             size, advance = self._indices.sizes.popleft()
             self.position += advance
@@ -138,10 +148,13 @@ class MapStream:
         return len(self._indices)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {name: getattr(self, name) for name in _PLACE}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.position = state_dict["position"]
+        self.position, self.rounds, self.batch_size = (state_dict[name] for name in _PLACE)
+
+    def close(self) -> None:
+        vars(self._loader)["_iterator"] = None  # persistent workers end now; found by the garbage collector, after 10 s
 
 
 class IterableStream:
@@ -151,14 +164,16 @@ class IterableStream:
         self._loader = loader
         self._seed = seed
         self._owns_rng = isinstance(loader, DataLoader)
-        self._epoch, self.position, self.batch_size = 0, 0, 1
+        self._rng: RngStream | None = None
+        self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
+        self._is_over = False
         self._state: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"{self._loader!r:.80}"
 
     def seek(self, epoch: int, position: int) -> None:
-        self._epoch, self.position = epoch, position
+        self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
 
     def recut(self, accumulate: int) -> None:
         """An iterable is not cut: micro-batches are taken as they come."""
@@ -167,21 +182,33 @@ class IterableStream:
         return (batch for batch, self.batch_size in self.sized_batches())
 
     def sized_batches(self) -> Iterator[tuple[Any, int]]:
+        if self._is_over:  # the next iteration is another epoch
+            self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
+        if self._state is None or not self._state["is_over"]:
+            for batch in self._begin():
+                self.position += 1
+                yield batch, size_of(batch)
+        else:
+            self._state = {**self._state, "is_over": False}
+        self._is_over = True
+
+    def _begin(self) -> Iterator[Any]:
+        """Return the batches from the position on."""
+        epoch = self._epoch + self.rounds
         for data in (self._loader, getattr(self._loader, "dataset", None)):
-            set_epoch(data, self._epoch)
-        rng = RngStream(derive(self._seed, self._epoch)) if self._owns_rng else None
-        with rng or nullcontext():
-            if self._state is not None:
-                self._loader.load_state_dict(self._state)
+            set_epoch(data, epoch)
+        state, self._state = self._state or {}, None
+        rng = self._rng = RngStream(derive(self._seed, epoch)) if self._owns_rng else None
+        # what a resumed run does to come to its place is none of the random numbers that were restored
+        with rng or (isolated_rng() if self.position else nullcontext()):
+            if "loader" in state:
+                self._loader.load_state_dict(state["loader"])
             batches = iter(self._loader)
-        if rng is not None:
-            batches = _drawing_from(rng, batches)
-        if self._state is None and self.position:
-            self._skip(batches)
-        self._state = None
-        for self.position, batch in enumerate(batches, self.position + 1):
-            yield batch, size_of(batch)
-        self._epoch, self.position = self._epoch + 1, 0
+            if "loader" not in state and self.position:
+                self._skip(batches)
+            if "rng" in state:
+                restore_rng(state["rng"])
+        return batches if rng is None else _drawing_from(rng, batches)
 
     def _skip(self, batches: Iterator[Any]) -> None:
         warnings.warn(
@@ -200,14 +227,20 @@ class IterableStream:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"position": self.position}
+        state: dict[str, Any] = {"is_over": self._is_over, **{name: getattr(self, name) for name in _PLACE}}
         if hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict"):
             state["loader"] = self._loader.state_dict()
+            if self._rng is not None:
+                with self._rng:
+                    state["rng"] = capture_rng()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.position = state_dict["position"]
-        self._state = state_dict.get("loader")
+        self.position, self.rounds, self.batch_size = (state_dict[name] for name in _PLACE)
+        self._state = state_dict
+
+    def close(self) -> None:
+        """An iterable is the user's to close."""
 
 
 def _drawing_from(rng: RngStream, batches: Iterator[Any]) -> Iterator[Any]:

@@ -370,6 +370,8 @@ class Trainer(RunView):
         session.stage = None
         with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
             session.writer.close()
+        if session.train_data is not None:
+            session.train_data.close()
         session.hooks.call("teardown", session.task)
         if session.datamodule is not None:
             session.datamodule.teardown(session.task)
