@@ -22,6 +22,8 @@ class Hooks:
     The callables of callbacks already hold the trainer and the module: all of one name take the same arguments.
     """
 
+    __slots__ = HOOK_NAMES
+
     def __init__(self, run: Run, module: nn.Module, module_base: type, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
         for name in HOOK_NAMES:

@@ -105,6 +105,7 @@ class ModelCheckpoint(Callback):
         self._metric = MonitoredMetric("ModelCheckpoint", monitor or "step", mode if monitor else "max")
         self._kept = _Kept()
         self._saved_best = ""
+        self._counts_steps = bool(self._every_n_steps) or self._interval is not None
         self._is_due = False
         self._has_epoch_ended = False
         self.saved_at = -1
@@ -229,13 +230,16 @@ class ModelCheckpoint(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Save what is due. Every rank decides the same: by the step, or by what rank 0 says. Collective if due."""
-        if self._every_n_steps:
-            self._is_due = trainer.global_step % self._every_n_steps == 0
-        elif self._interval is not None:
-            self._is_due = self._clock.is_over(trainer)
+        if self._counts_steps:
+            self._is_due = self._is_due_at(trainer)
         if self._is_due or self._metric.is_pending:
             is_due, self._is_due = self._is_due, False
             self._save(trainer, last=is_due)
+
+    def _is_due_at(self, trainer: Run) -> bool:
+        if self._every_n_steps:
+            return trainer.global_step % self._every_n_steps == 0
+        return self._clock.is_over(trainer)
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
         """Save where training ends inside an epoch, as at the epoch's end; and what would be lost. Collective."""

@@ -36,28 +36,33 @@ def train(session: Session) -> None:
     At every step boundary, in this order: update, step metrics, validation if due; at the end of an epoch its metrics,
     hooks and schedulers; then, with nothing left undone, `on_train_step_end`, where checkpoints are saved.
     """
-    state, hooks, writer = session.state, session.hooks, session.writer
+    state, hooks, writer, interruption = session.state, session.hooks, session.writer, session.interruption
+    step_hooks = hooks.on_train_step_end
     hooks.call("on_train_start")
     while not session.is_over():
         _begin_epoch(session)
         is_partial = False
+        has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
+        is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
         for window in _windows(session):
             goes_on = take_step(session, window)
-            if state.global_step >= session.next_log:
+            step = state.global_step
+            if step >= session.next_log:
                 _log_step(session)
             if session.validates_inside and session.is_validation_due(len(window)):
                 validate(session)
-            if session.schedulers:
-                step_schedulers(session, "step", state.global_step, with_metric=True)
-            if session.profiler.is_active:
+            if has_plateaus:
+                step_schedulers(session, "step", step, with_metric=True)
+            if is_profiled:
                 session.profiler.step()
             if not goes_on or state.batches_in_epoch >= session.num_batches:
                 break
             if writer.has_failed:
                 writer.check()
-            for hook in hooks.on_train_step_end:
+            for hook in step_hooks:
                 hook()
-            if session.is_over():
+            may_be_over = session.should_stop or interruption.signal is not None or may_run_out
+            if (may_be_over or step >= session.last_step) and session.is_over():
                 is_partial = True
                 hooks.call("on_train_last_step")
                 break

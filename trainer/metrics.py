@@ -75,6 +75,11 @@ class Metrics:
     read.
     """
 
+    __slots__ = (
+        *("_computed_at", "_entries", "_in_bar", "_latest", "_resumed", "_stages", "_strategy"),
+        *("batch_size", "dataloader_idx", "in_batch", "logged", "position", "stage"),
+    )
+
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._stages: dict[str, dict[str, _Entry]] = {}
@@ -114,7 +119,8 @@ class Metrics:
                 raise ModuleError(
                     f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log one number."
                 )
-            value = value.detach().clone()
+            # a copy, for what is logged may be changed in place; on the CPU, where nothing waits, as a number
+            value = value.item() if value.is_cpu else value.detach().clone()
         elif not isinstance(value, int | float):
             value = self._number(entry, value)
         weight = self.batch_size if batch_size is None else batch_size

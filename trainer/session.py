@@ -34,7 +34,7 @@ Task = Literal["fit", "validate", "test", "predict"]
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
 
 
-@dataclass
+@dataclass(slots=True)  # a step reads many of these: slots lie side by side in memory
 class Session:
     """Everything that one call of the Trainer works with, in one process."""
 
@@ -76,6 +76,42 @@ class Session:
     reload: Callable[[], None] | None = None
     """Asks the user's hooks for the loaders again; None where they were passed to `fit`."""
 
+    last_step: float = field(init=False)
+    """After how many optimizer steps training ends; infinity for no limit."""
+    last_epoch: float = field(init=False)
+    num_training_step_args: int = field(init=False)
+    moves_own_types: bool = field(init=False)
+    """Whether the user brings batches to the device."""
+    transfer: Callable[[Any, int], Any] | None = field(init=False)
+    """Brings a batch to the device; None where it is there already and nobody wants to touch it."""
+    overrides_optimizer_step: bool = field(init=False)
+    clips: bool = field(init=False)
+
+    # what `bind` finds
+    forward: Callable[..., Any] = field(init=False)
+    """``training_step``, as the strategy calls it."""
+    backward: Callable[..., None] = field(init=False)
+    """``Tensor.backward``, as strategy, module and hooks have it."""
+    _backward: Callable[..., None] = field(init=False)
+    zero_grads: list[Callable[[], None]] = field(init=False)
+    """One for each optimizer."""
+    steps: list[Callable[..., Any]] = field(init=False)
+    """The updates, one for each optimizer."""
+    is_automatic: bool = field(init=False)
+    scales: bool = field(init=False)
+    """Whether gradients are of a scaled loss."""
+    passes_closure: bool = field(init=False)
+    """Whether someone may call for the loss again."""
+
+    # what `plan_epoch` finds
+    num_batches: float = field(init=False)
+    next_log: float = field(init=False)
+    """The global step at which the loggers get the step's values."""
+    validates_inside: bool = field(init=False)
+    """Whether this epoch has validations before its end."""
+    validation_interval: float = field(init=False)
+    """Micro-batches between them."""
+
     def __post_init__(self) -> None:
         module = self.module
         self.last_step = math.inf if self.settings.last_step is None else self.settings.last_step
@@ -101,14 +137,15 @@ class Session:
             self._backward_with_hooks if hooks.on_before_backward or hooks.on_after_backward else self._backward
         )
         zeroes_plainly = not (hooks.on_before_zero_grad or overrides(self.module, "optimizer_zero_grad", TrainModule))
-        self.zero_grads: list[Callable[[], None]] = [
+        self.zero_grads = [
             optimizer.zero_grad if zeroes_plainly else partial(self._zero_grad, optimizer)
             for optimizer in self.optimizers
         ]
-        self.steps: list[Callable[..., Any]] = [
+        self.steps = [
             measured("optimizer_step", optimizer.step if is_transparent else partial(strategy.step, optimizer))
             for optimizer in self.optimizers
         ]
+        self.is_automatic = self.module.automatic_optimization
         self.scales = strategy.precision.uses_scaler
         self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
 
@@ -132,7 +169,7 @@ class Session:
         data, settings, every = self.train_data, self.settings, self.settings.log_every_n_steps
         assert data is not None
         self.num_batches = data.num_batches
-        self.next_log: int | float = (self.state.global_step // every + 1) * every if every else math.inf
+        self.next_log = (self.state.global_step // every + 1) * every if every else math.inf
         self.validates_inside = self.validates and self._validates_in_this_epoch()
         interval = settings.val_check_interval
         if isinstance(interval, float):

@@ -9,7 +9,7 @@ from typing import Any
 from ..strategies.errors import CheckpointError
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainState:
     """Where a run is. Between two optimizer steps this, the weights and the random generators say everything."""
 
@@ -27,8 +27,8 @@ class TrainState:
     """Whether everything due at the end of `epoch` has been done."""
     batches_in_epoch: int = 0
     """Micro-batches of this epoch that this rank has trained on."""
-    batches_seen: int = 0
-    """Micro-batches of all epochs that this rank has trained on."""
+    batches_before_epoch: int = 0
+    """Micro-batches of the epochs before this one that this rank has trained on."""
     samples_seen: int = 0
     """Samples of all epochs that all ranks have trained on."""
     seconds: float = 0.0
@@ -40,8 +40,14 @@ class TrainState:
         """Go to the next epoch, unless this one is still running (or has been resumed)."""
         if self.is_epoch_done:
             self.epoch += 1
+            self.batches_before_epoch += self.batches_in_epoch
             self.batches_in_epoch = 0
             self.is_epoch_done = False
+
+    @property
+    def batches_seen(self) -> int:
+        """Micro-batches of all epochs that this rank has trained on."""
+        return self.batches_before_epoch + self.batches_in_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return all numbers."""

@@ -21,7 +21,7 @@ def take_step(session: Session, window: Window) -> bool:
     micro-batch clip, update and schedulers; batch end.
     """
     metrics, hooks, state, writer = session.metrics, session.hooks, session.state, session.writer
-    is_automatic = session.module.automatic_optimization
+    is_automatic = session.is_automatic
     last = len(window) - 1
     weights = Weights(window) if last or session.passes_closure else None
     metrics.position = state.global_step + 1
@@ -46,7 +46,7 @@ def take_step(session: Session, window: Window) -> bool:
                         zero_grad()
                 if loss is not None:
                     has_gradients = True
-                    session.backward(mean_of(loss) if weights is None else weights.weigh(loss, size))
+                    session.backward(weights.weigh(loss, size) if weights is not None else mean_of(loss))
         if index == last or not goes_on:
             if has_gradients:
                 update(session, weights, window)
@@ -55,8 +55,7 @@ def take_step(session: Session, window: Window) -> bool:
                 state.global_step += 1
         if not goes_on:
             break
-        state.batches_in_epoch += 1
-        state.batches_seen += 1
+        state.batches_in_epoch = batch_idx + 1
         state.samples_seen += size
         if hooks.on_train_batch_end:
             outputs = outputs_for_hooks(output)
