@@ -105,7 +105,7 @@ class Digits(echelon.TrainModule):
 def draw_curves(run):
     """Draw what a run has logged, as ``curves.png`` in its folder."""
     log = EventAccumulator(str(run)).Reload()
-    steps_per_epoch = log.Scalars("loss/val")[0].step
+    steps = log.Scalars("loss/val")[0].step  # of an epoch
     axes = (figure := Figure(figsize=(14, 4.6), layout="constrained")).subplots(1, 3)
     for column, tag, label, color, width in (
         (0, "loss", "training, each step", "#f4cfae", 1.2),
@@ -115,7 +115,7 @@ def draw_curves(run):
         (1, "accuracy/val", "validation", "#2563c9", 2.2),
         (2, "lr-AdamW", None, "#7048b6", 2.2),
     ):
-        epochs, values = zip(*((event.step / steps_per_epoch, event.value) for event in log.Scalars(tag)), strict=True)
+        epochs, values = zip(*((event.step / steps, event.value) for event in log.Scalars(tag)), strict=True)
         axes[column].plot(epochs, values, label=label, color=color, linewidth=width, solid_capstyle="round")
     for axis, title in zip(axes, ("Loss", "Accuracy", "Learning rate"), strict=True):
         axis.set_title(title, loc="left", fontweight="bold", pad=10)
@@ -126,14 +126,14 @@ def draw_curves(run):
         axis.tick_params(which="both", left=False, color="#9aa5b1", labelcolor="#52606d")
     axes[0].set_yscale("log")
     axes[0].legend(frameon=False)
-    axes[1].legend(frameon=False, loc="lower right")
+    axes[1].legend(frameon=False)
     axes[1].yaxis.set_major_formatter("{x:.0%}")
-    accuracy = log.Scalars("accuracy/test")[-1].value
-    figure.suptitle(f"{accuracy:.1%} of the test images are read right\n", x=0.008, ha="left", fontsize=15)
+    figure.suptitle(f"Test accuracy {log.Scalars('accuracy/test')[-1].value:.1%}\n", x=0.008, ha="left", fontsize=15)
     figure.savefig(run / "curves.png", dpi=150)
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # for images this small a second thread costs more than it does
     echelon.seed_everything(1)
     trainer = echelon.Trainer(
         max_epochs=20,

@@ -123,7 +123,7 @@ class GAN(echelon.TrainModule):
         return F.interpolate(make_grid(images, nrow=10, padding=1, normalize=True)[None], scale_factor=8)[0]
 
     def on_train_epoch_end(self):
-        if self.logger is not None and self.current_epoch % 10 == 9:
+        if isinstance(self.logger, echelon.TensorBoardLogger) and self.current_epoch % 10 == 9:
             self.logger.experiment.add_image("samples", self.draw(), self.global_step)
 
 
@@ -131,6 +131,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-epochs", type=int, default=80)
 
+    torch.set_num_threads(1)  # for images this small a second thread costs more than it does
     echelon.seed_everything(1)
     module = GAN()
     trainer = echelon.Trainer(max_epochs=parser.parse_args().max_epochs, log_every_n_steps=10)
