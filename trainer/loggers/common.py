@@ -99,6 +99,40 @@ class VersionFolder:
         return max(numbers, default=-1) + 1
 
 
+class FolderLogger:
+    """The half that loggers into version folders share: where a run's files are."""
+
+    _folder: VersionFolder
+
+    @property
+    def name(self) -> str:
+        """The folder of all versions."""
+        return self._folder.name
+
+    @property
+    def version(self) -> int | str:
+        """The version given, or the next free number."""
+        return self._folder.version
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of everything."""
+        return str(self._folder.save_dir)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run."""
+        return str(self._folder.path)
+
+    def open(self) -> None:
+        """Create the folder of the run; a version number of our choice is final from here on."""
+        self._folder.claim()
+
+    def continue_run(self, checkpoint: Path) -> None:
+        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
+        self._folder.continue_at(checkpoint)
+
+
 def plain(value: Any) -> Any:
     """Return hyper-parameters as what YAML can say: dicts, lists, numbers, bools, texts and None."""
     if isinstance(value, Tensor) and value.numel() == 1:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from ...strategies.errors import ConfigError
-from .common import VersionFolder, plain, replace_text, write_hparams
+from .common import FolderLogger, VersionFolder, plain, replace_text, write_hparams
 
 
-class CSVLogger:
+class CSVLogger(FolderLogger):
     """Write ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<N>``.
 
     A row is one call of `log_metrics`: its step and its values, the other columns empty. A metric that comes later
@@ -42,30 +42,6 @@ class CSVLogger:
         self._columns: list[str] | None = None  # None: the file, if there is one, has yet to be read
         self._hparams: dict[str, Any] = {}
 
-    @property
-    def name(self) -> str:
-        """The folder of all versions."""
-        return self._folder.name
-
-    @property
-    def version(self) -> int | str:
-        """The version given, or the next free number."""
-        return self._folder.version
-
-    @property
-    def save_dir(self) -> str:
-        """The folder of everything."""
-        return str(self._folder.save_dir)
-
-    @property
-    def log_dir(self) -> str:
-        """The folder of this run."""
-        return str(self._folder.path)
-
-    def open(self) -> None:
-        """Create the folder of the run; a version number of our choice is final from here on."""
-        self._folder.claim()
-
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`."""
         self._rows.append({self._prefix + name: float(value) for name, value in metrics.items()} | {"step": step})
@@ -85,10 +61,6 @@ class CSVLogger:
 
     def log_graph(self, module: nn.Module, example_input: Any) -> None:
         """Write nothing: a table shows no graph."""
-
-    def continue_run(self, checkpoint: Path) -> None:
-        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
-        self._folder.continue_at(checkpoint)
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step`, so that a run that continues there continues the table."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...strategies.errors import MissingDependencyError
 from ...strategies.nested import to_device
-from .common import VersionFolder, flatten, plain, write_hparams
+from .common import FolderLogger, VersionFolder, flatten, plain, write_hparams
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +24,7 @@ _ROWS_AT_ONCE: Final = 50
 _SECONDS_AT_MOST: Final = 5.0
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(FolderLogger):
     """Write event files into ``<save_dir>/<name>/version_<N>/<sub_dir>``; look at them with ``tensorboard --logdir``.
 
     A version that exists already is continued. `default_hp_metric` writes the placeholder ``hp_metric`` where
@@ -63,35 +63,11 @@ class TensorBoardLogger:
         self._is_ended = False
 
     @property
-    def name(self) -> str:
-        """The folder of all versions."""
-        return self._folder.name
-
-    @property
-    def version(self) -> int | str:
-        """The version given, or the next free number."""
-        return self._folder.version
-
-    @property
-    def save_dir(self) -> str:
-        """The folder of everything."""
-        return str(self._folder.save_dir)
-
-    @property
-    def log_dir(self) -> str:
-        """The folder of this run."""
-        return str(self._folder.path)
-
-    @property
     def experiment(self) -> SummaryWriter:
         """The writer itself, for images, histograms and whatever else TensorBoard shows; rank 0 only."""
         if self._writer is None:
             self._writer = self._open()
         return self._writer
-
-    def open(self) -> None:
-        """Create the folder of the run; a version number of our choice is final from here on."""
-        self._folder.claim()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep numbers for TensorBoard; they are written 50 rows or 5 seconds later, and at `save`."""
@@ -153,10 +129,6 @@ class TensorBoardLogger:
                 "check example_input_array, or give log_graph=False.",
                 stacklevel=2,
             )
-
-    def continue_run(self, checkpoint: Path) -> None:
-        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
-        self._folder.continue_at(checkpoint)
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step`, so that a run that continues there continues the curves."""
