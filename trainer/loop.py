@@ -130,7 +130,9 @@ def _end_epoch(session: Session, is_partial: bool) -> None:
     if not is_partial and session.is_validation_due_at_epoch_end():
         validate(session)
     session.hooks.call("on_train_epoch_end")
-    session.log(metrics.end_stage())
+    values = metrics.end_stage()
+    if not (is_partial and session.run.is_interrupted):  # the run that goes on will log the epoch as a whole
+        session.log(values)
     if is_partial:
         return
     step_schedulers(session, "epoch", state.epoch + 1)
