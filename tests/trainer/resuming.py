@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,15 @@ class Recorder(Callback):
         self.record.samples.append((batch_idx, module.ids(batch)))
 
 
-def fit(run: Run, folder: Path, ckpt_path: str | None = None, stop_after: int | None = None, seed: int = 1) -> Record:
-    """Run a part of a run, its checkpoints and its curve in `folder`."""
+def fit(
+    run: Run,
+    folder: Path,
+    ckpt_path: str | None = None,
+    stop_after: int | None = None,
+    every_n_steps: int = 1,
+    ends_with: type[BaseException] = Interrupted,
+) -> Record:
+    """Run a part of a run, its checkpoints (every so many steps) and its curve in `folder`."""
     recorder = Recorder(stop_after)
     settings: dict[str, Any] = {
         "accelerator": "cpu",
@@ -76,17 +84,15 @@ def fit(run: Run, folder: Path, ckpt_path: str | None = None, stop_after: int | 
         "enable_model_summary": False,
         **run.settings,
     }
-    saver = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True)
+    saver = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every_n_steps, save_last=True)
     trainer = Trainer(
         default_root_dir=folder,
         logger=CSVLogger(folder, "csv", version=0),
         callbacks=[recorder, *run.callbacks, saver],
         **settings,
     )
-    try:
+    with suppress(ends_with):
         trainer.fit(run.module, run.train, run.val, ckpt_path=ckpt_path)
-    except Interrupted:
-        assert stop_after is not None
     record = recorder.record
     record.num_steps = trainer.global_step
     record.final = _final(trainer, run.module)
