@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._metric = MonitoredMetric("EarlyStopping", monitor, mode)
         self._best = math.inf if mode == "min" else -math.inf
-        self._is_due = False
+        self._is_due = self._was_pending = self._was_stopped = False
 
     @property
     def best_score(self) -> Tensor:
@@ -104,6 +104,7 @@ class EarlyStopping(Callback):
             "best_score": self._best if math.isfinite(self._best) else None,
             "stopping_reason": self.stopping_reason.name,
             "stopping_reason_message": self.stopping_reason_message,
+            "is_pending": self._metric.is_pending,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -114,13 +115,17 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = EarlyStoppingReason[state_dict["stopping_reason"]]
         self.stopping_reason_message = state_dict["stopping_reason_message"]
+        self._was_pending = state_dict["is_pending"]
+        self._was_stopped = self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
     # --- when --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Nothing is due yet, whatever was validated before."""
-        self._is_due = False
-        self._metric.start()
+        """Go on as a resumed run was: with a decision pending, or stopped, unless `patience` has been raised since."""
+        if self._was_stopped and not self._has_patience_again():
+            trainer.should_stop = True
+        self._metric.start(is_pending=self._was_pending)
+        self._is_due = self._was_pending = self._was_stopped = False
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
         """Mark a check as due, unless it waits for the end of the epoch."""
@@ -156,6 +161,10 @@ class EarlyStopping(Callback):
             _log.info(message)
 
     # --- what --------------------------------------------------------------------------------------------------------
+
+    def _has_patience_again(self) -> bool:
+        is_exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+        return is_exhausted and self.wait_count < self.patience
 
     def _judge(self, value: float) -> tuple[EarlyStoppingReason, str]:
         """Compare a value with the thresholds and with the best so far, which it may become."""

@@ -105,6 +105,8 @@ class ModelCheckpoint(Callback):
         self._metric = MonitoredMetric("ModelCheckpoint", monitor or "step", mode if monitor else "max")
         self._kept = _Kept()
         self._saved_best = ""
+        self._replaced: list[str] = []
+        self._was_pending = False
         self._counts_steps = bool(self._every_n_steps) or self._interval is not None
         self._is_due = False
         self._has_epoch_ended = False
@@ -173,6 +175,8 @@ class ModelCheckpoint(Callback):
             "scores": {name: score if math.isfinite(score) else None for name, score in self._kept.scores.items()},
             "newest": self._kept.newest,
             "best": self._ranked()[0] if self._kept.scores else self._saved_best,
+            "is_pending": self._metric.is_pending,
+            "replaced": self._replaced,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -180,6 +184,7 @@ class ModelCheckpoint(Callback):
         scores = {name: float("nan") if score is None else float(score) for name, score in state_dict["scores"].items()}
         self._kept = _Kept(scores, state_dict["newest"])
         self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
+        self._was_pending, self._replaced = state_dict["is_pending"], state_dict["replaced"]
 
     # --- when --------------------------------------------------------------------------------------------------------
 
@@ -197,12 +202,14 @@ class ModelCheckpoint(Callback):
         self._kept = _Kept(scores, kept.newest if kept.newest in on_disk else "")
         if not trainer.strategy.broadcast(Path(self._saved_best).is_dir()):
             self._saved_best = ""
+        self._remove_replaced(trainer)  # a kill may have come between a save and what it was to replace
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Nothing is due yet, whatever was validated before."""
         self._is_due = False
         self.saved_at = trainer.global_step
-        self._metric.start()
+        self._metric.start(is_pending=self._was_pending)
+        self._was_pending = False
         self._clock.start(trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
@@ -315,6 +322,7 @@ class ModelCheckpoint(Callback):
     def _commit(self, trainer: Run, name: str, kept: _Kept) -> None:
         """Save, then point, then delete; in this order also where it is done later. What is kept is saved with it."""
         before, self._kept = self._kept, kept
+        self._replaced = [replaced for replaced in before.names if replaced not in kept.names]
         try:
             trainer.save_checkpoint(self._path(name), self.save_weights_only, wait=False)
         except BaseException:
@@ -323,13 +331,16 @@ class ModelCheckpoint(Callback):
         self._unconfirmed = (name, before)
         if self.save_last:
             trainer.point_to_checkpoint(self._path(_LAST), self._path(kept.newest))
-        for replaced in before.names:
-            if replaced not in kept.names and Path(self._path(replaced)).is_dir():
-                trainer.remove_checkpoint(self._path(replaced))
+        self._remove_replaced(trainer)
         self.saved_at = trainer.global_step
         if self.verbose:
             what = f"{self.monitor}={kept.scores[name]:.6g}" if self.monitor and name in kept.scores else "the newest"
             _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")
+
+    def _remove_replaced(self, trainer: Run) -> None:
+        for name in self._replaced:
+            if name not in self._kept.names and Path(self._path(name)).is_dir():
+                trainer.remove_checkpoint(self._path(name))
 
 
 def _triggers(

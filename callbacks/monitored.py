@@ -36,9 +36,10 @@ class MonitoredMetric:
         self._has_validated = False
         self._has_ended_epoch = False
 
-    def start(self) -> None:
-        """Forget what is pending; call it when training starts."""
-        self.is_pending = self._has_validated = self._has_ended_epoch = False
+    def start(self, *, is_pending: bool = False) -> None:
+        """Forget what was noted; call it when training starts, with whether a resumed run had a decision pending."""
+        self.is_pending = is_pending
+        self._has_validated = self._has_ended_epoch = False
 
     def note_validation(self) -> None:
         """Remember that a validation has run: what it logs can be asked for from now on."""
