@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, Self, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
@@ -93,8 +93,14 @@ class SeededIndices(list[int]):
             seed_generators(derive(self.seed, self.place + offset))
             yield index
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[Self], tuple[list[int], int, int]]:
-        return type(self), (self[:], self.seed, self.place)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return _arrive, (self[:], self.seed, self.place)
+
+
+def _arrive(indices: list[int], seed: int, place: int) -> SeededIndices:
+    """Unpickle indices in a worker, and seed it: for a data set whose ``__getitems__`` does not iterate over them."""
+    seed_generators(derive(seed, place))
+    return SeededIndices(indices, seed, place)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from ..strategies.errors import DataError
 from .batches import size_of
 from .sampling import IndexStream, Order, Sampled, Sequential, Share, Shuffled, length_of, set_epoch
-from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
+from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng, seed_generators
 
 _END: Final = object()
 _PLACE: Final = ("position", "rounds", "batch_size")
@@ -93,7 +93,7 @@ class MapStream:
             is_seeded=seeded,
         )
         self._loader = _with_indices(loader, self._indices)
-        self._isolation: Any = isolated_rng if seeded and loader.num_workers == 0 else nullcontext
+        self._rng = RngStream(seed) if seeded and loader.num_workers == 0 else None
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._is_over = False
 
@@ -130,16 +130,27 @@ class MapStream:
         set_epoch(self._loader.dataset, epoch)
         with isolated_rng():  # an iterator draws a seed for its workers
             torch.default_generator.manual_seed(derive(self._seed, epoch))
-            batches = iter(self._loader)
-        while True:
-            with self._isolation():
-                batch = next(batches, _END)
-            if batch is _END:
-                self._is_over = True
-                return
+            batches: Iterator[Any] = iter(self._loader)
+        if self._rng is not None:
+            batches = self._drawing(batches, self._rng, epoch)
+        for batch in batches:
             size, advance = self._indices.sizes.popleft()
             self.position += advance
             yield batch, size_of(batch) if size is None else size
+
+        self._is_over = True
+
+    def _drawing(self, batches: Iterator[Any], rng: RngStream, epoch: int) -> Iterator[Any]:
+        """Yield the batches while random numbers come from a stream apart, seeded by the place of each batch."""
+        position, offset = self.position, 0
+        while True:
+            with rng:
+                seed_generators(derive(self._seed, epoch, position, offset))
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+            position, offset = self.position, offset + 1 if position == self.position else 0
 
     def num_batches(self) -> int | None:
         return self._indices.num_batches()

@@ -91,6 +91,7 @@ class Trainer(RunView):
         self._callbacks = make_callbacks(settings)
         self.profiler = profiler_by_name(settings.profiler)
         self.state = TrainState()
+        self._has_fitted = False
 
     def _choose_hardware(self) -> Hardware:
         devices = self.settings.devices
@@ -341,8 +342,9 @@ class Trainer(RunView):
         callbacks = with_module_callbacks(self._callbacks, module)
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())
-            if settings.logger is True and self._session is not None:
+            if settings.logger is True and self._has_fitted:
                 self.loggers = make_loggers(settings)  # another run, another folder
+            self._has_fitted = True
         metrics = Metrics(self.strategy)
         metrics.position = self.state.global_step
         run: Run = self
