@@ -1,5 +1,6 @@
 """Every page of the documentation runs, top to bottom, as a reader would type it; and its links lead somewhere."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -85,3 +86,22 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page):
 def test_every_page_is_reached_from_the_readme():
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", PAGES[0].read_text()))
     assert linked == {page.name for page in PAGES[1:]}
+
+
+SETTINGS = [name for name in inspect.signature(echelon.Trainer).parameters if name != "self"]
+HOOKS = [name for name in vars(echelon.Callback) if not name.startswith("_") and "test" not in name]
+CALLBACKS = [
+    name
+    for name, kind in vars(echelon.callbacks).items()
+    if isinstance(kind, type) and issubclass(kind, echelon.Callback) and kind is not echelon.Callback
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("trainer", SETTINGS), ("callbacks", [name for name in HOOKS if "predict" not in name]), ("callbacks", CALLBACKS)],
+    ids=["settings", "hooks", "callbacks"],
+)
+def test_a_page_leaves_nothing_out(page, names):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert [name for name in names if f"`{name}" not in text] == []
