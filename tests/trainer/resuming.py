@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ def fit(
     stop_after: int | None = None,
     every_n_steps: int = 1,
     ends_with: type[BaseException] = Interrupted,
+    optimizer_settings: Literal["saved", "configured"] = "saved",
 ) -> Record:
     """Run a part of a run, its checkpoints (every so many steps) and its curve in `folder`."""
     recorder = Recorder(stop_after)
@@ -92,7 +93,7 @@ def fit(
         **settings,
     )
     with suppress(ends_with):
-        trainer.fit(run.module, run.train, run.val, ckpt_path=ckpt_path)
+        trainer.fit(run.module, run.train, run.val, ckpt_path=ckpt_path, optimizer_settings=optimizer_settings)
     record = recorder.record
     record.num_steps = trainer.global_step
     record.final = _final(trainer, run.module)
