@@ -7,6 +7,7 @@ import pytest
 import torch
 from resuming import Run, Small, fit, numbered
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import seed_everything
 
@@ -106,13 +107,12 @@ def test_the_same_settings_are_not_mentioned(memory_path, caplog):
 
 
 def test_a_place_far_into_an_epoch_is_found_without_reading_what_lies_before(memory_path):
-    def run():
-        return Run(Exact(), numbered(100_000, batch_size=1000), None, {"max_epochs": 1})
-
+    in_memory = TensorDataset(torch.zeros(100_000, 2), torch.arange(100_000))
+    noted = numbered(100_000, batch_size=1000)
     seed_everything(1)
-    begun = fit(run(), memory_path, stop_after=90, every_n_steps=90)
-    after = run()
-    resumed = fit(after, memory_path, "last", every_n_steps=100)
+    before = Run(Exact(), DataLoader(in_memory, 1000, shuffle=True), None, {"max_epochs": 1})
+    begun = fit(before, memory_path, stop_after=90, every_n_steps=90)
+    resumed = fit(Run(Exact(), noted, None, {"max_epochs": 1}), memory_path, "last", every_n_steps=100)
     read = [index for record in (begun, resumed) for _, ids in record.samples for index in ids]
     assert sorted(read) == list(range(100_000))
-    assert after.train.dataset.reads == read[90_000:]
+    assert noted.dataset.reads == read[90_000:]
