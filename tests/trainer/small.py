@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from echelon import Trainer, TrainModule
+from echelon import EchelonError, Trainer, TrainModule
 
 
 class Regression(TrainModule):
@@ -86,3 +88,8 @@ def quiet(folder: Path | None = None, **settings: Any) -> Trainer:
         "num_sanity_val_steps": 0,
     }
     return Trainer(**{**silent, **settings})
+
+
+def raises(error: type[EchelonError], *parts: str) -> Any:
+    """Expect one error whose message holds these parts in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))

@@ -33,6 +33,16 @@ class SizedBatches(Batches):
         return self.num_batches
 
 
+class Unsized:
+    """A sampler without a length."""
+
+    def __init__(self, *entries):
+        self.entries = entries
+
+    def __iter__(self):
+        return iter(self.entries)
+
+
 class OldStyle:
     """Batches by index, as Python's oldest protocol of iteration has them."""
 
@@ -59,6 +69,9 @@ FOUR = [[0, 1], [2, 3], [4, 5], [6, 7]]
         (lambda: DataLoader(samples(8), batch_size=None, sampler=[[0, 1], [5, 2, 3]]), [[0, 1], [5, 2, 3]], 2),
         (lambda: DataLoader(samples(8), batch_sampler=[[0, 1], [5, 2, 3]]), [[0, 1], [5, 2, 3]], 2),
         (lambda: loader(8, 2, sampler=[7, 5, 3]), [[7, 5], [3]], 2),
+        (lambda: loader(8, 2, sampler=Unsized(7, 5, 3)), [[7, 5], [3]], float("inf")),
+        (lambda: loader(8, 2, sampler=Unsized(7, 5, 3), drop_last=True), [[7, 5]], float("inf")),
+        (lambda: DataLoader(samples(8), batch_sampler=Unsized([7, 5], [3])), [[7, 5], [3]], float("inf")),
         (lambda: Batches(2), [[0, 1], [2, 3]], float("inf")),
         (lambda: SizedBatches(2), [[0, 1], [2, 3]], 2),
         (OldStyle, [[0, 1], [2, 3], [4, 5]], float("inf")),
