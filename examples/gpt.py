@@ -116,7 +116,7 @@ class GPT(echelon.TrainModule):
         return [echelon.ThroughputMonitor(length_fn=lambda batch: batch[0].numel()), echelon.LearningRateMonitor()]
 
     @torch.no_grad()
-    def write(self, prompt, length, temperature=0.7):
+    def write(self, prompt, length, temperature=0.8):
         """Continue a text by so many bytes."""
         self.eval()
         tokens = torch.tensor([list(prompt.encode())], device=self.device)
@@ -140,4 +140,4 @@ if __name__ == "__main__":
         log_every_n_steps=10,
     )
     trainer.fit(module, datamodule=SourceData())
-    print(module.write("def ", length=400))
+    print(module.write("\ndef ", length=400))
