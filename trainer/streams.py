@@ -177,14 +177,15 @@ class IterableStream:
         self._owns_rng = isinstance(loader, DataLoader)
         self._rng: RngStream | None = None
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
-        self._is_over = False
-        self._state: Mapping[str, Any] | None = None
+        self._is_over = self._was_over = False
+        self._state: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"{self._loader!r:.80}"
 
     def seek(self, epoch: int, position: int) -> None:
-        self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
+        self._epoch, self.position, self.rounds = epoch, position, 0
+        self._is_over = self._was_over = False
 
     def recut(self, accumulate: int) -> None:
         """An iterable is not cut: micro-batches are taken as they come."""
@@ -195,20 +196,18 @@ class IterableStream:
     def sized_batches(self) -> Iterator[tuple[Any, int]]:
         if self._is_over:  # the next iteration is another epoch
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
-        if self._state is None or not self._state["is_over"]:
+        if not self._was_over:
             for batch in self._begin():
                 self.position += 1
                 yield batch, size_of(batch)
-        else:
-            self._state = {**self._state, "is_over": False}
-        self._is_over = True
+        self._is_over, self._was_over = True, False
 
     def _begin(self) -> Iterator[Any]:
         """Return the batches from the position on."""
         epoch = self._epoch + self.rounds
         for data in (self._loader, getattr(self._loader, "dataset", None)):
             set_epoch(data, epoch)
-        state, self._state = self._state or {}, None
+        state, self._state = self._state, {}
         rng = self._rng = RngStream(derive(self._seed, epoch)) if self._owns_rng else None
         # what a resumed run does to come to its place is none of the random numbers that were restored
         with rng or (isolated_rng() if self.position else nullcontext()):
@@ -217,7 +216,7 @@ class IterableStream:
             batches = iter(self._loader)
             if "loader" not in state and self.position:
                 self._skip(batches)
-            if "rng" in state:
+            if "rng" in state and self.position:
                 restore_rng(state["rng"])
         return batches if rng is None else _drawing_from(rng, batches)
 
@@ -248,7 +247,7 @@ class IterableStream:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.position, self.rounds, self.batch_size = (state_dict[name] for name in _PLACE)
-        self._state = state_dict
+        self._state, self._was_over = state_dict, state_dict["is_over"]
 
     def close(self) -> None:
         """An iterable is the user's to close."""
