@@ -1,0 +1,94 @@
+"""Loaders that know where they are (torchdata's StatefulDataLoader, or the user's) are resumed by their own state."""
+
+import numpy as np
+import pytest
+import torch
+from resuming import Numbered, Run, Small, assert_exact, fit
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon import CombinedLoader, seed_everything
+
+
+def augment(x):
+    return x + torch.randn(2) + float(np.random.randn())
+
+
+class Counted(IterableDataset):
+    """Numbers that are changed at random; knows how far it has been read."""
+
+    def __init__(self, size=12, augment=augment):
+        self.size, self.augment, self.next, self.reads = size, augment, 0, 0
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        self.next = max(self.next, first)
+        while self.next < self.size:
+            index, self.next = self.next, self.next + step
+            self.reads += 1
+            yield self.augment(torch.tensor([index / 10, 1.0 - index / 7])), torch.tensor(index)
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Mine(DataLoader):
+    """A loader of the user's that gives away the state of its data."""
+
+    def state_dict(self):
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state):
+        self.dataset.load_state_dict(state)
+
+
+@pytest.fixture
+def stateful():
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+def test_a_loader_of_the_users_reads_on(memory_path):
+    assert_exact(lambda: Run(Small(), Mine(Counted(), 3), None), memory_path)
+
+
+def test_a_loader_of_the_users_reads_nothing_again(memory_path):
+    seed_everything(1)
+    fit(Run(Small(), Mine(Counted(12), 3), None), memory_path, stop_after=3)
+    data = Counted(12)
+    fit(Run(Small(), Mine(data, 3), None), memory_path, ckpt_path="last")
+    assert data.reads == 2 * 12 - 9
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size"])
+def test_beside_one_that_is_longer(memory_path, mode):
+    class Two(Small):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["long"], batch_idx)
+
+        def ids(self, batch):
+            return [None if one is None else one[1].tolist() for one in batch.values()]
+
+    def build():
+        loaders = {"long": DataLoader(Numbered(15), 3, shuffle=True), "short": Mine(Counted(4), 2)}
+        return Run(Two(), CombinedLoader(loaders, mode), None, {"limit_train_batches": 5})
+
+    assert_exact(build, memory_path)
+
+
+def unchanged():
+    """Samples as they are: what workers draw for an iterable data set is theirs, and nobody saves it."""
+    return Counted(augment=torch.clone)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize(
+    ("data", "workers"),
+    [(Counted, 0), (unchanged, 2), (lambda: Numbered(14, augment), 0), (lambda: Numbered(14, augment), 2)],
+)
+def test_a_stateful_data_loader_reads_on(memory_path, stateful, data, workers):
+    steps = [2, 5] if workers else [2, 4, 5, 7]
+    assert_exact(lambda: Run(Small(), stateful(data(), 3, num_workers=workers), None), memory_path, steps)
