@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable
 from time import monotonic
@@ -65,7 +66,7 @@ class TqdmBar:
                 initial=done,
                 position=self._line,
                 file=sys.stdout,
-                dynamic_ncols=True,
+                **_width(),
                 leave=True,
                 mininterval=0.0,  # the caller has decided already that it is time
                 miniters=1,
@@ -109,6 +110,15 @@ class TqdmBar:
         self._bar.leave = keep
         self._bar.close()
         self._bar = None
+
+
+def _width() -> dict[str, Any]:
+    """Return tqdm's arguments for the width: the terminal's, also when it changes; 80 where it says it has none."""
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):  # a notebook: its widget knows better
+        return {"dynamic_ncols": True}
+    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 20}
 
 
 class LineBar:

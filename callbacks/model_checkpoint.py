@@ -252,6 +252,8 @@ class ModelCheckpoint(Callback):
         """Save where training ends inside an epoch, as at the epoch's end; and what would be lost. Collective."""
         if not self._has_epoch_ended and self._counts(trainer.current_epoch):
             self._save(trainer)
+            if self.save_top_k != 0 and not self._kept.names and not trainer.is_interrupted:
+                self._save(trainer, top_k=False, force=True)  # better unranked than nothing
         if self.save_last is True:
             self._save(trainer, top_k=False)
         if trainer.is_interrupted:

@@ -378,3 +378,10 @@ def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelCheckpoint(**arguments)
+
+
+def test_what_ends_inside_its_first_epoch_is_saved_unranked_rather_than_not_at_all(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss")
+    trainer_in(tmp_path, saving, max_steps=2).fit(Scripted([1.0]), batches(), batches())
+    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["epoch=0-step=2.ckpt"]
+    assert saving.best_model_path == ""
