@@ -29,8 +29,8 @@ class Loss:
 
     @property
     def mean(self) -> Tensor:
-        """The loss per unit of this micro-batch."""
-        return self.total / self.count
+        """The loss per unit of this micro-batch; 0 where it has none."""
+        return self.total / nonzero(self.count)
 
 
 def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | None:
@@ -66,6 +66,11 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
             "outside torch.no_grad() and without .detach() or .item()."
         )
     return output  # type: ignore[no-any-return]
+
+
+def nonzero(count: Tensor | float) -> Tensor | float:
+    """Return a count, or 1 for none: a sum over nothing is 0, and stays it when it is divided."""
+    return count + (count == 0)
 
 
 def mean_of(loss: Tensor | Loss) -> Tensor:

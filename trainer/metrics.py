@@ -110,10 +110,7 @@ class Metrics:
         if entry is None:
             entry = self._register(name, Scope(*options))
         elif entry.scope != options or entry.in_batch != self.in_batch:
-            raise ModuleError(
-                f"self.log({name!r}, ...) was called in two ways in {self.stage}: with {entry.scope} and {options}, or "
-                "inside and outside of batches; use one way, or two names."
-            )
+            raise _two_ways(entry, Scope(*options), self.stage)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ModuleError(
@@ -269,6 +266,15 @@ class Metrics:
         self._latest = dict(state_dict["latest"])
         self._computed_at = dict(state_dict["computed_at"])
         self._resumed = dict(state_dict["epoch"])
+
+
+def _two_ways(entry: _Entry, options: Scope, stage: str) -> ModuleError:
+    now, before = options._asdict(), entry.scope._asdict()
+    found = [f"{name}={before[name]!r} and {now[name]!r}" for name in now if now[name] != before[name]]
+    return ModuleError(
+        f"self.log({entry.name!r}, ...) was called in two ways in {stage}: "
+        f"{', '.join(found) or 'inside and outside of batches'}; use one way, or two names."
+    )
 
 
 def _reduce_across(

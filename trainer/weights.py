@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..strategies.errors import ModuleError
-from .loss import Loss, as_tensor, mean_of
+from .loss import Loss, as_tensor, mean_of, nonzero
 
 Window = Sequence[tuple[Any, int]]
 """The micro-batches of one step, each with its number of samples."""
@@ -45,8 +45,7 @@ class Weights:
             )
         elif isinstance(loss, Loss):
             if self._first_count is None:
-                # one that counts nothing (padding only) must not divide by zero
-                self._first_count = loss.count.clamp(min=1) if isinstance(loss.count, Tensor) else max(loss.count, 1)
+                self._first_count = nonzero(loss.count)
             self._count = self._count + loss.count
             weighed = loss.total / self._first_count
         else:
@@ -65,7 +64,7 @@ class Weights:
             return None
         if self._first_count is not None:
             like = self.losses[0]
-            return as_tensor(self._first_count, like) / as_tensor(self._count, like)
+            return as_tensor(self._first_count, like) / nonzero(as_tensor(self._count, like))
         return self._planned / self._used if self._used != self._planned else None
 
     def total(self) -> Tensor:

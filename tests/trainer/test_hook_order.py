@@ -3,8 +3,8 @@
 Departures: the loaders are made before the optimizers, whose schedules may ask how long the run is; the sanity check
 has hooks of the module too; the gradients are dropped once a window, not once a micro-batch; ``optimizer_step`` gets a
 closure that has been computed, so it comes after the gradients are clipped; schedulers of the interval ``epoch`` are
-stepped after the epoch's validation and end hooks; ``on_train_step_end`` and ``on_train_last_step`` are ours, and where ModelCheckpoint saves;
-callbacks come before the module in ``on_load_checkpoint`` as everywhere.
+stepped after the epoch's validation and end hooks; ``on_train_step_end`` and ``on_train_last_step`` are ours, and where
+ModelCheckpoint saves; callbacks come before the module in ``on_load_checkpoint`` as everywhere.
 """
 
 import inspect
