@@ -22,12 +22,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def find_checkpoint(
-    ckpt_path: str | Path | None, loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint], root_dir: str
+    ckpt_path: str | Path | None,
+    loggers: Sequence[Logger],
+    callbacks: Sequence[ModelCheckpoint],
+    root_dir: str,
+    *,
+    to_resume: bool,
 ) -> Path | None:
     """Return the checkpoint that ``ckpt_path`` means; None without one, and for ``last`` where there is none yet.
 
     ``best`` is that of the first `ModelCheckpoint`; ``last`` the newest valid one in their folders, and in those of all
-    runs of the loggers' names, or in `root_dir` without loggers.
+    runs of the loggers' names, or in `root_dir` without loggers; `to_resume` training, the newest that holds more than
+    weights.
 
     Raises:
         ConfigError: for ``best`` where none was saved.
@@ -48,7 +54,7 @@ def find_checkpoint(
         folders.add(str(Path(root_dir) / "checkpoints"))
     for logger in loggers:
         folders.update(map(str, Path(logger.log_dir).parent.glob("*/checkpoints")))
-    return checkpoint.resolve(ckpt_path, *sorted(folders))
+    return checkpoint.resolve(ckpt_path, *sorted(folders), part="loop" if to_resume else None)
 
 
 def load_module(

@@ -261,7 +261,8 @@ class Trainer(RunView):
         folder = root_dir(self.settings, request.task)
         if folder is not None:
             check_writable(folder)
-        checkpoint = find_checkpoint(request.ckpt_path, self.loggers, self.checkpoint_callbacks, self.default_root_dir)
+        sources = self.loggers, self.checkpoint_callbacks, self.default_root_dir
+        checkpoint = find_checkpoint(request.ckpt_path, *sources, to_resume=request.task == "fit")
         self._is_running = True
         try:
             yield replace(request, checkpoint=checkpoint)

@@ -94,6 +94,8 @@ def fit(
     )
     with suppress(ends_with):
         trainer.fit(run.module, run.train, run.val, ckpt_path=ckpt_path, optimizer_settings=optimizer_settings)
+    if isinstance(run.train, DataLoader):
+        run.train._iterator = None  # workers that the garbage collector finds take 5 seconds each to end
     record = recorder.record
     record.num_steps = trainer.global_step
     record.final = _final(trainer, run.module)

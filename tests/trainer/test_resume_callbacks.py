@@ -80,3 +80,10 @@ def test_what_a_checkpoint_has_replaced_goes_when_a_kill_came_in_between(memory_
     (memory_path / "checkpoints").rename(memory_path / "other")
     fit(build(), memory_path, str(kept), stop_after=5)
     assert [path.name for path in folder_of(memory_path).iterdir()] == ["epoch=0-step=4.ckpt"]
+
+
+def test_the_last_checkpoint_is_one_that_can_be_resumed(memory_path):
+    seed_everything(1)
+    build = watched(lambda: ModelCheckpoint(memory_path / "checkpoints", every_n_train_steps=2, save_weights_only=True))
+    fit(build(), memory_path, every_n_steps=3, stop_after=4)
+    assert fit(build(), memory_path, "last", every_n_steps=3).samples[0][0] == 3

@@ -35,8 +35,8 @@ def list_checkpoints(*folders: str | Path) -> list[Found]:
     return sorted(found, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
-def newest_valid(*folders: str | Path) -> Path | None:
-    """Return the newest checkpoint whose every byte verifies; None if there is no checkpoint at all.
+def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
+    """Return the newest checkpoint (having this `part`) whose every byte verifies; None if there is none at all.
 
     Each newer one that is damaged is reported to the logger ``echelon``. The one returned was just verified: load it
     with ``verify=False``.
@@ -49,6 +49,8 @@ def newest_valid(*folders: str | Path) -> Path | None:
         try:
             if checkpoint.manifest is None:
                 raise CheckpointError(checkpoint.fault)
+            if part is not None and part not in checkpoint.manifest.parts:
+                continue
             verify(checkpoint.path)
         except CheckpointError as error:
             _logger.warning("Passed over the checkpoint %s: %s", checkpoint.path, error)
@@ -62,16 +64,17 @@ def newest_valid(*folders: str | Path) -> Path | None:
     return None
 
 
-def resolve(ckpt_path: str | Path, *folders: str | Path) -> Path | None:
+def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None) -> Path | None:
     """Return the checkpoint that the user means: a path, or ``last`` for the newest valid one of `folders`.
 
+    With `part`, ``last`` passes over those without it.
     ``last`` gives None where there is no checkpoint yet, so that the first run of a job needs no other command.
 
     Raises:
         CheckpointError: if the path is absent, or is something else than a checkpoint, with what it is.
     """
     if ckpt_path == "last":
-        return newest_valid(*folders)
+        return newest_valid(*folders, part=part)
     path = Path(ckpt_path)
     if (path / MANIFEST).is_file():
         return path
