@@ -53,14 +53,13 @@ class Session:
     """Brings a batch to the device; None where it is there already and nobody wants to touch it."""
     forward: Callable[..., Any] = field(init=False)
     """``training_step``, as the strategy calls it."""
-    num_training_step_args: int = field(init=False)
     zero_grads: list[Callable[[], None]] = field(init=False)
     """One for each optimizer."""
     backward: Callable[..., None] = field(init=False)
     """``Tensor.backward``, as strategy, module and hooks have it."""
     optimizers: Sequence[Optimizer] = ()
-    scales: bool = field(init=False)
-    """Whether gradients are of a scaled loss."""
+    updates_directly: bool = field(init=False)
+    """Whether nothing stands between complete gradients and the optimizers' steps."""
     clips: bool = field(init=False)
     overrides_optimizer_step: bool = field(init=False)
     steps: list[Callable[..., Any]] = field(init=False)
@@ -118,7 +117,6 @@ class Session:
         module = self.module
         self.last_step = math.inf if self.settings.last_step is None else self.settings.last_step
         self.last_epoch = math.inf if self.settings.last_epoch is None else self.settings.last_epoch
-        self.num_training_step_args = self.num_step_args("training_step", 2)
         self.moves_own_types = moves_own_types(module, self.datamodule)
         self.transfer = make_transfer(module, self.datamodule, self.strategy)
         self.overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
@@ -129,8 +127,10 @@ class Session:
         """Bind what a step calls, as directly as strategy and hooks allow: every frame in between costs the step."""
         strategy, hooks, measured = self.strategy, self.hooks, self.profiler.measured
         is_transparent = strategy.is_transparent
-        run: Callable[..., Any] = partial(strategy.run, "training_step")
-        self.forward = measured("training_step", self.module.training_step if is_transparent else run)
+        forward = self.module.training_step if is_transparent else partial(strategy.run, "training_step")
+        if self.num_step_args("training_step", 2) == 1:
+            forward = _without_index(forward)
+        self.forward = measured("training_step", forward)
         backward: Callable[..., None] = Tensor.backward if is_transparent else strategy.backward
         if overrides(self.module, "backward", TrainModule):
             backward = self._module_backward
@@ -148,8 +148,9 @@ class Session:
             for optimizer in self.optimizers
         ]
         self.is_automatic = self.module.automatic_optimization
-        self.scales = strategy.precision.uses_scaler
         self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
+        scales = strategy.precision.uses_scaler
+        self.updates_directly = not (scales or self.clips or self.passes_closure or hooks.on_before_optimizer_step)
 
     def _zero_grad(self, optimizer: Optimizer) -> None:
         for hook in self.hooks.on_before_zero_grad:
@@ -241,3 +242,10 @@ class Session:
         if self.strategy.rank == 0:
             for logger in self.loggers:
                 logger.log_metrics(numbers, self.state.global_step)
+
+
+def _without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
+    def forward(batch: Any, batch_idx: int) -> Any:
+        return step(batch)
+
+    return forward

@@ -38,7 +38,7 @@ def take_step(session: Session, window: Window) -> bool:
                 session.strategy.accumulate(is_last=index == last)
             if writer.is_copying and not is_automatic:
                 writer.settle()  # the step itself changes what a checkpoint is copying
-            output = session.forward(*(batch, batch_idx)[: session.num_training_step_args])
+            output = session.forward(batch, batch_idx)
             if is_automatic:
                 loss = loss_of(output)
                 if index == 0:
@@ -76,9 +76,24 @@ def update(session: Session, weights: Weights | None, window: Window) -> None:
             closure = _closure(session, window, weights)
     if session.writer.is_copying:
         session.writer.settle()  # a checkpoint is copying what changes now
+    has_updated = True
+    if session.updates_directly:
+        for index, step in enumerate(session.steps):
+            step()
+            state.optimizer_steps[index] += 1
+    else:
+        has_updated = _update_each(session, closure)
+    state.global_step += 1
+    if not has_updated:
+        state.skipped_steps += 1
+    elif session.schedulers:
+        step_schedulers(session, "step", state.global_step)
+
+
+def _update_each(session: Session, closure: Callable[[], Any] | None) -> bool:
+    """Unscale, clip and step each optimizer; return False when scaled gradients overflowed and one was left out."""
     for index, optimizer in enumerate(session.optimizers):
-        if session.scales:
-            session.strategy.unscale(optimizer)
+        session.strategy.unscale(optimizer)
         for hook in session.hooks.on_before_optimizer_step:
             hook(optimizer)
         if session.clips:
@@ -86,16 +101,11 @@ def update(session: Session, weights: Weights | None, window: Window) -> None:
             session.module.configure_gradient_clipping(optimizer, limit, algorithm)
         if session.overrides_optimizer_step:
             managed: Any = session.managed_optimizers[index]
-            session.module.optimizer_step(state.epoch, session.batch_idx, managed, closure)
+            session.module.optimizer_step(session.state.epoch, session.batch_idx, managed, closure)
         else:
             session.steps[index](closure if session.needs_closure[index] else None)
-            state.optimizer_steps[index] += 1
-    has_updated = session.strategy.end_step() if session.scales else True
-    state.global_step += 1
-    if not has_updated:
-        state.skipped_steps += 1
-    elif session.schedulers:
-        step_schedulers(session, "step", state.global_step)
+            session.state.optimizer_steps[index] += 1
+    return session.strategy.end_step()
 
 
 def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | None], None]:
@@ -151,7 +161,7 @@ def _compute_again(session: Session, window: Window) -> Tensor:
         batch = batch if session.transfer is None else session.transfer(batch, 0)
         if len(window) > 1:
             session.strategy.accumulate(is_last=index == len(window) - 1)
-        loss = loss_of(session.forward(*(batch, session.batch_idx)[: session.num_training_step_args]))
+        loss = loss_of(session.forward(batch, session.batch_idx))
         if loss is not None:
             session.strategy.backward(weights.weigh(loss, size))
     correction = weights.correction()
