@@ -34,7 +34,7 @@ Task = Literal["fit", "validate", "test", "predict"]
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Session:
     """Everything that one call of the Trainer works with, in one process."""
 
