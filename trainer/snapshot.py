@@ -23,7 +23,7 @@ _PARTS: Final = {"state_dict": "model", "optimizer_states": "optimizers"}
 def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     """Return everything that a resumed run needs; the names are those of Lightning's checkpoints where it has one.
 
-    ``on_save_checkpoint`` of callbacks, module and data module may add to it. Collective: every rank calls it.
+    ``on_save_checkpoint`` of callbacks and module may add to it. Collective: every rank calls it.
     """
     module = session.module
     hyper_parameters, omitted = jsonable(module.hparams_initial)

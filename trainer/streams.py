@@ -137,7 +137,6 @@ class MapStream:
             size, advance = self._indices.sizes.popleft()
             self.position += advance
             yield batch, size_of(batch) if size is None else size
-
         self._is_over = True
 
     def _drawing(self, batches: Iterator[Any], rng: RngStream, epoch: int) -> Iterator[Any]:
@@ -298,15 +297,13 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
     sampler: Any = loader.sampler
     if type(sampler) is SequentialSampler:
         return Sequential(len(dataset))
-    if type(sampler) is RandomSampler:
-        own_seed = sampler.generator.initial_seed() if sampler.generator is not None else seed
-        if not sampler.replacement and sampler.num_samples == len(dataset):
-            return Shuffled(len(dataset), own_seed)
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         sampler = copy.copy(sampler)
         sampler.generator = None  # draws from a stream of its own, begun by the seed, so that it can be resumed
         seed = generator.initial_seed()
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
+        return Shuffled(len(dataset), seed)
     return Sampled(sampler, seed)
 
 
