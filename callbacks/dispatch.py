@@ -51,23 +51,27 @@ def overrides(instance: object, name: str, base: type) -> bool:
     return callable(method) and getattr(method, "__func__", method) is not getattr(base, name, None)
 
 
-def callback_states(callbacks: Iterable[Callback]) -> dict[str, dict[str, Any]]:
-    """Return the state of every callback that has any, by its key.
+def check_state_keys(callbacks: Iterable[Callback]) -> None:
+    """Check that no two callbacks keep their state under one key.
 
     Raises:
-        ConfigError: when two callbacks have one key: one state would be lost.
+        ConfigError: when two do: one state would be lost.
     """
-    states: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
     for callback in callbacks:
-        state = callback.state_dict()
-        if not state:
+        if not overrides(callback, "state_dict", Callback):
             continue
-        if callback.state_key in states:
+        if callback.state_key in seen:
             raise ConfigError(
                 f"Two callbacks have the state_key {callback.state_key!r}; give each its own, or one state is lost."
             )
-        states[callback.state_key] = state
-    return states
+        seen.add(callback.state_key)
+
+
+def callback_states(callbacks: Iterable[Callback]) -> dict[str, dict[str, Any]]:
+    """Return the state of every callback that has any, by its key."""
+    states = ((callback.state_key, callback.state_dict()) for callback in callbacks)
+    return {key: state for key, state in states if state}
 
 
 def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from ..strategies.nested import map_tensors
 from .batches import check_batch, size_of
 from .seed import isolated_rng
 from .session import EvaluationStage, Session
-from .step import step_schedulers, take_step
+from .step import step_schedulers, take_steps
 from .weights import Window
 
 Results = list[dict[str, float]]
@@ -44,18 +44,17 @@ def train(session: Session) -> None:
         is_partial = False
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
-        for window in _windows(session):
-            goes_on = take_step(session, window)
+        for num_micro_batches in take_steps(session, _windows(session)):
             step = state.global_step
             if step >= session.next_log:
                 _log_step(session)
-            if session.validates_inside and session.is_validation_due(len(window)):
+            if session.validates_inside and session.is_validation_due(num_micro_batches):
                 validate(session)
             if has_plateaus:
                 step_schedulers(session, "step", step, with_metric=True)
             if is_profiled:
                 session.profiler.step()
-            if not goes_on or state.batches_in_epoch >= session.num_batches:
+            if num_micro_batches == 0 or state.batches_in_epoch >= session.num_batches:
                 break
             if writer.has_failed:
                 writer.check()

@@ -39,8 +39,6 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
     Raises:
         ModuleError: when it is something else, is no scalar, or has no gradient.
     """
-    if type(output) is Tensor and output.requires_grad and output.numel() == 1:
-        return output  # nearly always
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise ModuleError(

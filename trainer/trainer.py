@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..callbacks.console import say
-from ..callbacks.dispatch import Hooks, callback_states
+from ..callbacks.dispatch import Hooks, check_state_keys
 from ..callbacks.run import Run
 from ..callbacks.table import render_table
 from ..callbacks.timer import parse_duration
@@ -287,7 +287,6 @@ class Trainer(RunView):
             # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
             introduce(session, is_resumed=request.ckpt_path is not None)
             session.hooks.call("on_fit_start")
-            callback_states(session.callbacks)  # two with one name: now, not at the first checkpoint
             with session.interruption.listening():
                 if saved is None:
                     sanity_check(session)
@@ -342,6 +341,7 @@ class Trainer(RunView):
     def _open_session(self, request: _Request) -> Session:
         module, settings = request.module, self.settings
         callbacks = with_module_callbacks(self._callbacks, module)
+        check_state_keys(callbacks)
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())
             if settings.logger is True and self._has_fitted:
