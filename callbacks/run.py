@@ -94,10 +94,6 @@ class Run(Protocol):
         """The number of training samples consumed by all ranks since the very first `fit`."""
 
     @property
-    def current_batch_size(self) -> int:
-        """The number of samples in this rank's current micro-batch."""
-
-    @property
     def batch_position(self) -> int:
         """The index of the current training micro-batch in its epoch: the ``batch_idx`` of hooks and steps."""
 
@@ -132,10 +128,6 @@ class Run(Protocol):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole run: what a OneCycleLR wants as ``total_steps``."""
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether training ends at this step boundary, as far as is known now."""
 
     @property
     def is_interrupted(self) -> bool:

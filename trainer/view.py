@@ -96,11 +96,6 @@ class RunView:
         return self.state.samples_seen
 
     @property
-    def current_batch_size(self) -> int:
-        """The number of samples in this rank's current micro-batch."""
-        return self.session.metrics.batch_size
-
-    @property
     def batch_position(self) -> int:
         """The index of the current micro-batch: the ``batch_idx`` of hooks and steps."""
         return self.session.batch_idx
@@ -115,11 +110,6 @@ class RunView:
     def max_steps(self) -> int:
         """Training ends after so many optimizer steps; -1 for no limit."""
         return self.settings.max_steps
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether training ends at this step boundary, as far as is known now."""
-        return self.session.is_over()
 
     @property
     def is_last_batch(self) -> bool:
