@@ -26,6 +26,10 @@ class RunError(EchelonError, RuntimeError):
     """Something asked of the trainer at a moment at which it cannot be done."""
 
 
+class ProcessError(RunError):
+    """A process of a run did not come, died, or lost the others; the message names its rank."""
+
+
 class NonFiniteError(EchelonError, ArithmeticError):
     """A loss or a gradient became NaN or infinite."""
 

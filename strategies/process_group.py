@@ -1,0 +1,188 @@
+"""The processes of a run as one group: who takes part, how they meet, and how they talk."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+from contextlib import closing
+from datetime import timedelta
+from typing import Any, Final, TypedDict, Unpack
+
+import torch
+
+from .environment import Environment
+from .errors import ConfigError, ProcessError, did_you_mean
+
+_START_TIMEOUT: Final = timedelta(minutes=5)
+# torch's own default for gloo; a rank may be busy for long: with a checkpoint, a download, a first compilation
+_TIMEOUT: Final = timedelta(minutes=30)
+
+
+class ProcessSettings(TypedDict, total=False):
+    """What every strategy with several processes takes, by keyword."""
+
+    process_group_backend: str | None
+    """``"nccl"``, ``"gloo"`` or ``"mpi"``; by default nccl on CUDA and gloo on CPU, as torch's documentation advises."""
+    timeout: timedelta
+    """How long a collective waits for a rank that is alive but does not come. A rank that died is noticed at once."""
+    start_timeout: timedelta
+    """How long the processes wait for each other at the start."""
+    check_collectives: bool
+    """Compare every collective of `Strategy` across ranks before it runs: slow, and an error instead of a hang."""
+
+
+def check_settings(settings: ProcessSettings, device_type: str) -> None:
+    """Check what can be known to be wrong before any process starts.
+
+    Raises:
+        ConfigError: for an unknown setting, or a backend that this build of torch, or the device, cannot use.
+    """
+    known = ProcessSettings.__annotations__
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name!r} is no setting of a strategy with processes.{did_you_mean(name, known)}")
+    for name, value in (("timeout", settings.get("timeout")), ("start_timeout", settings.get("start_timeout"))):
+        if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
+            raise ConfigError(f"{name}={value!r} is not possible; give a timedelta above zero.")
+    if device_type == "mps":
+        raise ConfigError("accelerator='mps' has one device and no backend for several; use accelerator='cpu'.")
+    _backend(settings, device_type)
+
+
+def _backend(settings: ProcessSettings, device_type: str) -> str:
+    import torch.distributed as dist
+
+    default = "nccl" if device_type == "cuda" else "gloo"
+    name = settings.get("process_group_backend") or default
+    if name not in ("nccl", "gloo", "mpi"):
+        raise ConfigError(
+            f"process_group_backend={name!r} is not known.{did_you_mean(name, ('nccl', 'gloo', 'mpi'))}"
+        )
+    if not getattr(dist, f"is_{name}_available")():
+        raise ConfigError(
+            f"process_group_backend={name!r}, but this build of torch ({torch.__version__}) was made without it; "
+            f"use {default!r}" + (", which mpirun can start as well." if name == "mpi" else ".")
+        )
+    if name == "nccl" and device_type != "cuda":
+        raise ConfigError(f"process_group_backend='nccl' needs GPUs, found accelerator={device_type!r}; use 'gloo'.")
+    return name
+
+
+class ProcessGroup:
+    """The process group of this process. What is in it stays joined until the process ends.
+
+    Args:
+        environment: who and where this process is.
+        device: where its tensors are.
+        settings: see `ProcessSettings`.
+    """
+
+    def __init__(self, environment: Environment, device: torch.device, **settings: Unpack[ProcessSettings]) -> None:
+        self.environment = environment
+        self.device = device
+        self.settings = settings
+        self.backend = _backend(settings, device.type)
+        self.rank, self.world_size = environment.rank, environment.world_size
+        self.local_rank, self.local_world_size = environment.local_rank, environment.local_world_size
+        self.node_rank = environment.node_rank
+
+    def join(self) -> None:
+        """Meet the other processes. Collective: every rank calls it.
+
+        A group that is there already is used: that of an earlier run, of Ray, or of the user.
+
+        Raises:
+            ProcessError: naming the ranks that did not come within the start timeout.
+        """
+        import torch.distributed as dist
+
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if dist.is_initialized():
+            self._check_existing()
+        else:
+            self._meet()
+        self.store: Any = dist.PrefixStore("echelon", dist.distributed_c10d._get_default_store())
+        is_cpu = dist.get_backend() == "gloo"
+        # collectives of CPU tensors and of objects, and whatever must not make the GPU wait
+        self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self._timeout)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return self.settings.get("timeout", _TIMEOUT)
+
+    def _check_existing(self) -> None:
+        import torch.distributed as dist
+
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
+            raise ConfigError(
+                f"torch.distributed is initialised already, with rank {dist.get_rank()} of {dist.get_world_size()}, but "
+                f"this process was started as rank {self.rank} of {self.world_size}; leave init_process_group to the "
+                "trainer, or make both agree."
+            )
+
+    def _meet(self) -> None:
+        import torch.distributed as dist
+
+        limit = self.settings.get("start_timeout", _START_TIMEOUT)
+        store = self._open_store(limit)
+        store.set(f"echelon/start/{self.rank}", socket.gethostname())
+        keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
+        try:
+            store.wait(keys, limit)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise ProcessError(
+                f"Only {self.world_size - len(missing)} of {self.world_size} processes came within "
+                f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, or "
+                "look at why they ended; a longer wait is start_timeout of the strategy."
+            ) from error
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
+        )
+        atexit.register(_leave)
+
+    def _open_store(self, limit: timedelta) -> Any:
+        import torch.distributed as dist
+
+        environment, port = self.environment, self.environment.main_port
+        is_one_machine = environment.num_nodes == 1
+        address = "127.0.0.1" if is_one_machine else environment.main_address
+        try:
+            if environment.launcher == "torchrun":  # its agent may host the store, or rank 0; torch knows which
+                return next(dist.rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
+            if self.rank == 0 and is_one_machine:
+                return _loopback_store(port or 0, limit)
+            return dist.TCPStore(address, port or 0, is_master=self.rank == 0, timeout=limit, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
+            raise ProcessError(
+                f"Rank {self.rank} cannot {'open' if self.rank == 0 else 'reach'} the store of the run at "
+                f"{address}:{port} ({error}); is rank 0 running there, and is the port free and not behind a firewall? "
+                "MASTER_ADDR and MASTER_PORT name another."
+            ) from error
+
+
+def _loopback_store(port: int, limit: timedelta) -> Any:
+    """Return the store of a run on one machine; torch's own would listen on every interface."""
+    import torch.distributed as dist
+
+    with closing(socket.socket()) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
