@@ -22,7 +22,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, Mapping):
-        return _rebuild(data, {key: map_tensors(function, value, other) for key, value in data.items()})
+        return rebuild_mapping(data, {key: map_tensors(function, value, other) for key, value in data.items()})
     if isinstance(data, list):
         return [map_tensors(function, value, other) for value in data]
     if isinstance(data, tuple):
@@ -34,7 +34,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable
     return other(data)
 
 
-def _rebuild(original: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+def rebuild_mapping(original: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the kind of `original` that holds `parts`; a plain dict where its kind takes none."""
     if type(original) is dict:
         return parts
     try:
