@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..callbacks.run import Stage
 from ..strategies import Strategy
 from ..strategies.errors import ModuleError
 from .accumulator import REDUCTIONS, Accumulator, Reduce, to_numbers
+from .metric_reduction import ComputedMetric, Line, Reduction, Share
 
 Moment = Literal["step", "epoch"]
 
@@ -26,25 +27,15 @@ class Scope(NamedTuple):
     logger: bool
     sync_dist: bool
     add_dataloader_idx: bool
-
-
-@runtime_checkable
-class ComputedMetric(Protocol):
-    """A metric that accumulates by itself: what torchmetrics' ``Metric`` offers."""
-
-    def compute(self) -> Tensor:
-        """Return the value of everything seen since `reset`, on all ranks."""
-
-    def reset(self) -> None:
-        """Forget everything."""
+    rank_zero_only: bool
 
 
 class _Entry:
     """One name that is logged in one stage."""
 
-    __slots__ = ("computed", "epoch", "in_batch", "is_unread", "name", "scope", "stamp", "step")
+    __slots__ = ("computed", "epoch", "epoch_line", "in_batch", "is_unread", "scope", "stamp", "step", "step_line")
 
-    def __init__(self, name: str, scope: Scope, in_batch: bool, in_training: bool) -> None:
+    def __init__(self, key: str, name: str, scope: Scope, *, in_batch: bool, in_training: bool, is_heard: bool) -> None:
         by_step = in_batch and in_training
         on_step = by_step if scope.on_step is None else scope.on_step
         on_epoch = not by_step if scope.on_epoch is None else scope.on_epoch
@@ -57,31 +48,50 @@ class _Entry:
                 f"self.log({name!r}, reduce_fx={scope.reduce_fx!r}) is not possible; "
                 f"give one of {', '.join(map(repr, REDUCTIONS))}, or a function."
             )
-        self.name, self.scope, self.in_batch = name, scope, in_batch
-        self.step = Accumulator(scope.reduce_fx) if on_step else None
-        self.epoch = Accumulator(scope.reduce_fx) if on_epoch else None
+        self.scope, self.in_batch = scope, in_batch
+        # what is not heard goes nowhere
+        self.step = Accumulator(scope.reduce_fx) if on_step and is_heard else None
+        self.epoch = Accumulator(scope.reduce_fx) if on_epoch and is_heard else None
+        has_both = on_step and on_epoch
+        reduce_fx: Any = "function" if callable(scope.reduce_fx) else scope.reduce_fx
+        self.step_line = Line(key, name, f"{name}_step" if has_both else name, reduce_fx, scope.prog_bar, scope.logger)
+        self.epoch_line = replace(self.step_line, reported=f"{name}_epoch" if has_both else name)
         self.stamp = -1
         self.is_unread = False
         self.computed: ComputedMetric | None = None
 
-    def key(self, moment: Moment) -> str:
-        return f"{self.name}_{moment}" if self.step is not None and self.epoch is not None else self.name
+    def line(self, moment: Moment) -> Line:
+        return self.step_line if moment == "step" else self.epoch_line
+
+    def share(self, moment: Moment) -> Share:
+        if moment == "step":
+            assert self.step is not None
+            return Share(self.step_line, self.step)
+        assert self.epoch is not None
+        return Share(self.epoch_line, self.epoch, self.computed)
 
 
 class Metrics:
     """All logged numbers of a run.
 
     The loop says where the run is (`enter`, `in_batch`, `position`, `batch_size`); nothing is computed before it is
-    read.
+    read. What ranks have together is read at the end of an epoch, at the steps that are logged, and by `reduce`; what
+    else is read is this rank's.
+
+    Args:
+        strategy: whose ranks log, connected.
+        module: where metric objects are looked for that another rank has logged.
     """
 
     __slots__ = (
-        *("_computed_at", "_entries", "_in_bar", "_latest", "_resumed", "_stages", "_strategy"),
-        *("batch_size", "dataloader_idx", "in_batch", "logged", "position", "stage"),
+        *("_computed_at", "_entries", "_in_bar", "_is_alone", "_latest", "_module", "_reductions", "_resumed"),
+        *("_stages", "_strategy", "batch_size", "dataloader_idx", "in_batch", "logged", "position", "stage"),
     )
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Strategy, module: nn.Module | None = None) -> None:
+        self._strategy, self._module = strategy, module
+        self._is_alone = strategy.world_size == 1
+        self._reductions: dict[tuple[str, Moment], Reduction] = {}
         self._stages: dict[str, dict[str, _Entry]] = {}
         self._latest: dict[str, Tensor] = {}
         self._computed_at: dict[str, int] = {}
@@ -138,7 +148,14 @@ class Metrics:
         if self.dataloader_idx is not None:
             key = f"{name}/{self.dataloader_idx}"
             shown = f"{name}/dataloader_idx_{self.dataloader_idx}" if scope.add_dataloader_idx else name
-        entry = self._entries[key] = _Entry(shown, scope, self.in_batch, self.stage == "train")
+        entry = self._entries[key] = _Entry(
+            key,
+            shown,
+            scope,
+            in_batch=self.in_batch,
+            in_training=self.stage == "train",
+            is_heard=not scope.rank_zero_only or self._strategy.rank == 0,
+        )
         if self.stage == "train" and entry.epoch is not None and key in self._resumed:
             entry.epoch.load_state_dict(self._resumed.pop(key))
         return entry
@@ -152,30 +169,42 @@ class Metrics:
             return float(value)
         except (TypeError, ValueError):
             raise ModuleError(
-                f"self.log({entry.name!r}, ...) got {type(value).__name__} ({value!r:.60}); log a number or a "
-                "scalar tensor."
+                f"self.log({entry.step_line.name!r}, ...) got {type(value).__name__} ({value!r:.60}); log a number or "
+                "a scalar tensor."
             ) from None
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
+    def reduce(self) -> None:
+        """Make what the current step logged the newest value on every rank. Collective: every rank calls it."""
+        if not self._is_alone:
+            self._take_step()
+
     def step_values(self) -> dict[str, Tensor]:
         """Return what the current optimizer step logged for the loggers. Collective: every rank calls it."""
-        entries = [
-            e for e in self._entries.values() if e.step is not None and e.stamp == self.position and e.scope.logger
-        ]
-        return self._reduced(entries, "step")
+        if self._is_alone:
+            entries = [e for e in self._logged_in_step() if e.scope.logger]
+            return {e.step_line.reported: e.step.value() for e in entries if e.step is not None}
+        return {line.reported: value for line, value in self._take_step() if line.logger}
 
     def end_stage(self) -> dict[str, Tensor]:
         """End an epoch of the current stage: return its values for the loggers. Collective: every rank calls it."""
         self._read_steps()  # what nobody has read yet is older than what is computed here
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
-        values = self._reduced(entries, "epoch")
-        for entry in entries:
-            value = values[entry.key("epoch")]
-            self._keep(entry.key("epoch"), entry.name, value, self.position)
-            if entry.scope.prog_bar:
-                self._in_bar[entry.key("epoch")] = value
-        return {entry.key("epoch"): values[entry.key("epoch")] for entry in entries if entry.scope.logger}
+        values = self._values(entries, "epoch")
+        for line, value in values:
+            self._keep(line, value, self.position)
+        return {line.reported: value for line, value in values if line.logger}
+
+    def _take_step(self) -> list[tuple[Line, Tensor]]:
+        self._read_steps()  # of other steps
+        values = self._values(self._logged_in_step(), "step")
+        for line, value in values:
+            self._keep(line, value, self.position)
+        return values
+
+    def _logged_in_step(self) -> list[_Entry]:
+        return [e for e in self._entries.values() if e.step is not None and e.stamp == self.position]
 
     def clear_stage(self) -> None:
         """Forget the values of the current stage's epoch."""
@@ -188,11 +217,13 @@ class Metrics:
             if entry.computed is not None:
                 entry.computed.reset()
             entry.stamp = -1
+        if not self._is_alone:
+            self._reduction("epoch").reset()
 
     def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
         """Forget what the current stage's epoch has accumulated, and go on from a saved state, if there is one."""
         self._entries.clear()
-        self._resumed = dict(state_dict["epoch"]) if state_dict is not None else {}
+        self._resume(state_dict)
 
     def forget(self) -> None:
         """Forget every value that can be read."""
@@ -200,7 +231,7 @@ class Metrics:
             known.clear()
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of every name."""
+        """Return the newest value of every name: of a step that nobody has reduced, this rank's."""
         self._read_steps()
         return {name: value.float() for name, value in self._latest.items()}
 
@@ -220,43 +251,62 @@ class Metrics:
                 if not entry.is_unread or entry.step is None or entry.step.is_empty:
                     continue
                 entry.is_unread = False
-                value = entry.step.value()
-                self._keep(entry.key("step"), entry.name, value, entry.stamp)
-                if entry.scope.prog_bar:
-                    self._in_bar[entry.key("step")] = value
+                self._keep(entry.step_line, entry.step.value(), entry.stamp)
 
-    def _keep(self, key: str, name: str, value: Tensor, step: int) -> None:
-        for each in {key, name}:
+    def _keep(self, line: Line, value: Tensor, step: int) -> None:
+        for each in {line.reported, line.name}:
             self._latest[each] = value
             self._computed_at[each] = step
+        if line.prog_bar:
+            self._in_bar[line.reported] = value
 
-    def _reduced(self, entries: list[_Entry], moment: Moment) -> dict[str, Tensor]:
-        """Reduce all at once: one collective for the sums, one each for minima and maxima where there are any."""
-        values: dict[str, Tensor] = {}
-        partials: dict[str, tuple[Accumulator, Tensor, float, bool]] = {}
+    def _values(self, entries: list[_Entry], moment: Moment) -> list[tuple[Line, Tensor]]:
+        """Return the values of a moment: what ranks share of all of them, what they do not of this one."""
+        shared = [] if self._is_alone else [e for e in entries if e.scope.sync_dist or e.share(moment).computed]
+        values = []
         for entry in entries:
-            key = entry.key(moment)
-            if entry.computed is not None and moment == "epoch":
-                values[key] = entry.computed.compute().detach().double()
+            if entry in shared:
                 continue
-            accumulator = entry.step if moment == "step" else entry.epoch
-            assert accumulator is not None
-            partials[key] = (accumulator, *accumulator.partial(), entry.scope.sync_dist)
-        values.update(_reduce_across(self._strategy, partials))
-        return {entry.key(moment): values[entry.key(moment)] for entry in entries}
+            _, accumulator, computed = entry.share(moment)
+            value = accumulator.value() if computed is None else computed.compute().detach().double()
+            values.append((entry.line(moment), value))
+        if not self._is_alone:
+            values += self._reduction(moment).values(self._shares(shared, moment))
+        return values
+
+    def _shares(self, entries: list[_Entry], moment: Moment) -> dict[str, Share]:
+        return {entry.step_line.key: entry.share(moment) for entry in entries}
+
+    def _reduction(self, moment: Moment) -> Reduction:
+        key = (self.stage, moment)
+        if key not in self._reductions:
+            self._reductions[key] = Reduction(self._strategy, self._module)
+        return self._reductions[key]
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an epoch that is not over has accumulated, and the newest value of every name."""
+        """Return what an epoch that is not over has accumulated, on all ranks, and the newest value of every name.
+
+        Collective: every rank calls it.
+        """
         self._read_steps()
-        entries = self._stages.get("train", {})
+        entries = [
+            e
+            for e in self._stages.get("train", {}).values()
+            if e.epoch is not None and not e.epoch.is_empty and e.computed is None
+        ]
+        epoch = {e.epoch_line.key: e.epoch.state_dict() for e in entries if e.epoch is not None}
+        if not self._is_alone:
+            shares = self._shares([e for e in entries if e.scope.sync_dist], "epoch")
+            partials = self._reduction("epoch").partials(shares)
+            epoch |= {key: {"total": partial.total, "weight": partial.weight} for key, partial in partials.items()}
+        return {"epoch": epoch, **self.outcome()}
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the newest value of every name, as this rank has it."""
+        self._read_steps()
         return {
-            "epoch": {
-                key: e.epoch.state_dict()
-                for key, e in entries.items()
-                if e.epoch is not None and not e.epoch.is_empty and e.computed is None
-            },
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
         }
@@ -265,35 +315,18 @@ class Metrics:
         """Go on from what `state_dict` returned; an epoch's values join the first that is logged under their name."""
         self._latest = dict(state_dict["latest"])
         self._computed_at = dict(state_dict["computed_at"])
-        self._resumed = dict(state_dict["epoch"])
+        self._resume(state_dict)
+
+    def _resume(self, state_dict: Mapping[str, Any] | None) -> None:
+        # what all ranks had counts once
+        is_counted = state_dict is not None and self._strategy.rank == 0
+        self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_counted else {}
 
 
 def _two_ways(entry: _Entry, options: Scope, stage: str) -> ModuleError:
     now, before = options._asdict(), entry.scope._asdict()
     found = [f"{name}={before[name]!r} and {now[name]!r}" for name in now if now[name] != before[name]]
     return ModuleError(
-        f"self.log({entry.name!r}, ...) was called in two ways in {stage}: "
+        f"self.log({entry.step_line.name!r}, ...) was called in two ways in {stage}: "
         f"{', '.join(found) or 'inside and outside of batches'}; use one way, or two names."
     )
-
-
-def _reduce_across(
-    strategy: Strategy, partials: Mapping[str, tuple[Accumulator, Tensor, float, bool]]
-) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = {}
-    shared: dict[Literal["sum", "min", "max"], dict[str, tuple[Accumulator, Tensor, float]]] = {}
-    for key, (accumulator, total, weight, is_shared) in partials.items():
-        if is_shared and not callable(accumulator.reduce):
-            operation = "sum" if accumulator.reduce == "mean" else accumulator.reduce
-            shared.setdefault(operation, {})[key] = (accumulator, total, weight)
-        else:
-            values[key] = accumulator.result(total, weight)
-    for op, group in shared.items():
-        pairs = [
-            torch.stack([total, torch.full_like(total, weight)]).to(strategy.device)
-            for _, total, weight in group.values()
-        ]
-        reduced = strategy.all_reduce(torch.stack(pairs), op)
-        for (key, (accumulator, _, _)), (total, weight_of_all) in zip(group.items(), reduced, strict=True):
-            values[key] = accumulator.result(total, weight_of_all)
-    return values

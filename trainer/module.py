@@ -228,7 +228,7 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
                     f"self.log({name!r}, ...) without a trainer does nothing; fit the module first.", stacklevel=2
                 )
             return
-        scope = (on_step, on_epoch, reduce_fx, prog_bar, logger, sync_dist and not rank_zero_only, add_dataloader_idx)
+        scope = (on_step, on_epoch, reduce_fx, prog_bar, logger, sync_dist, add_dataloader_idx, rank_zero_only)
         metrics.log(name, value, scope, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:

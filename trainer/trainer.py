@@ -347,7 +347,7 @@ class Trainer(RunView):
             if settings.logger is True and self._has_fitted:
                 self.loggers = make_loggers(settings)  # another run, another folder
             self._has_fitted = True
-        metrics = Metrics(self.strategy)
+        metrics = Metrics(self.strategy, module)
         metrics.position = self.state.global_step
         run: Run = self
         module.attach(run, None if settings.barebones else metrics)
