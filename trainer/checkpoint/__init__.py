@@ -5,6 +5,7 @@ from .exporting import export
 from .finding import list_checkpoints, newest_valid, resolve
 from .loading import load, verify
 from .pruning import remove
+from .ranks import Ranks
 from .saving import save
 from .weights import Difference, difference, load_into, load_weights
 from .writer import AsyncWriter, SyncWriter, Writer
@@ -12,6 +13,7 @@ from .writer import AsyncWriter, SyncWriter, Writer
 __all__ = [
     "AsyncWriter",
     "Difference",
+    "Ranks",
     "SyncWriter",
     "Writer",
     "difference",

@@ -47,11 +47,16 @@ def committed(path: Path) -> Iterator[Path]:
         sync(temporary)
         _move(temporary, path)
     except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
-        ) from error
+        raise refused(path, error) from error
     finally:
         _delete(temporary)
+
+
+def refused(path: Path, error: OSError) -> CheckpointError:
+    """Return the error that says why a checkpoint could not be written."""
+    return CheckpointError(
+        f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
+    )
 
 
 def discard(path: Path) -> None:

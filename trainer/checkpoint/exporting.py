@@ -9,7 +9,7 @@ from typing import Final
 from ...strategies.errors import CheckpointError
 from .commit import sync
 from .disk import explain
-from .tensors import Piece, write_tensors
+from .tensors import write_tensors
 from .values import encode
 from .weights import load_weights
 
@@ -32,13 +32,13 @@ def export(path: str | Path, destination: str | Path) -> Path:
     destination = Path(destination)
     file = destination if destination.suffix == ".safetensors" else destination / _NAME
     weights = load_weights(path)
-    encoded, tensors = encode(weights, "weights", "")
+    encoded, pieces = encode(weights, "weights", "")
     # as safetensors.torch.save_model does: a tied name is noted with the one that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value["$tensor"] != name}
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(temporary, {name: Piece(tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()}, tied)
+        write_tensors(temporary, pieces, tied)
         temporary.replace(file)
         sync(file.parent)
     except OSError as error:

@@ -11,8 +11,9 @@ from typing import Any
 from ...strategies.errors import CheckpointError, did_you_mean
 from .disk import FileRecord, MappedFile, explain
 from .manifest import LARGEST_JSON, Manifest, read_manifest
+from .pieces import Piece
 from .saving import STATE
-from .tensors import Piece, collect, read_tensors
+from .tensors import collect, read_tensors
 from .values import decode
 
 

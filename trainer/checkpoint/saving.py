@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from ...strategies.errors import CheckpointError
 from .commit import committed
 from .disk import FileRecord, write_bytes
 from .manifest import LARGEST_JSON, MANIFEST, Manifest
-from .tensors import Piece, write_tensors
-from .values import encode
+from .pieces import Piece
+from .tensors import write_tensors
+from .values import TENSOR_TAGS, Encoder
 
 STATE: Final = "state.json"
 MODEL: Final = "model"
@@ -29,11 +29,28 @@ MODEL: Final = "model"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state, ready to be written: JSON as text, and per part the tensors by key."""
+    """What one rank has to write of a state."""
 
-    text: bytes
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Any]
+    """Per part everything but tensors, as JSON values; only rank 0's are written."""
+    pieces: Mapping[str, Mapping[str, Piece]]
+    """Per part the tensors that this rank writes, by key."""
+    entries: Mapping[str, Mapping[str, dict[str, Any]]]
+    """Per part that differs between ranks: its `Sharded` mappings by place, which are inside `values`."""
     mesh: Mapping[str, int]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have something to write; all ranks give the same answer."""
+        return bool(self.entries)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files that one rank has written: their records, and per part their names."""
+
+    files: Mapping[str, FileRecord]
+    parts: Mapping[str, Sequence[str]]
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] | None = None) -> None:
@@ -48,54 +65,102 @@ def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] 
     write(Path(path), take(state, mesh))
 
 
-def take(state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> Snapshot:
-    """Encode `state`; tensors are referred to, not copied."""
-    encoded: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Tensor]] = {}
+def take(state: Mapping[str, Any], mesh: Mapping[str, int] | None = None, *, is_first: bool = True) -> Snapshot:
+    """Encode what this rank has to write of `state`; tensors are referred to, not copied.
+
+    Args:
+        state: parts by name.
+        mesh: degrees of parallelism, for the manifest.
+        is_first: whether this is rank 0, which writes all that is equal on all ranks.
+    """
+    encoders: dict[str, Encoder] = {}
+    values: dict[str, Any] = {}
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError(f"state has a part {part!r} of type {type(part).__name__}; name parts by strings.")
-        encoded[part], tensors[part] = encode(value, f"state[{part!r}]", "" if part == MODEL else part)
+        encoders[part] = Encoder(is_first=is_first)
+        values[part] = encoders[part].encode(value, f"state[{part!r}]", "" if part == MODEL else part)
+    return Snapshot(
+        values=values,
+        pieces={part: encoder.pieces for part, encoder in encoders.items()},
+        entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_shared},
+        mesh=dict(mesh or {}),
+    )
+
+
+def write(path: Path, snapshot: Snapshot) -> None:
+    """Write a snapshot as the checkpoint folder `path`."""
+    text = _to_json(snapshot.values)
+    with committed(path) as folder:
+        finish(folder, snapshot, [write_own(folder, snapshot)], text)
+
+
+def write_own(folder: Path, snapshot: Snapshot, rank: int = 0, world_size: int = 1) -> Written:
+    """Write the tensors of this rank, a file a part."""
+    files: dict[str, FileRecord] = {}
+    parts: dict[str, list[str]] = {part: [] for part in snapshot.pieces}
+    stems = _stems(snapshot.pieces)
+    for part, pieces in snapshot.pieces.items():
+        if pieces:
+            ending = f"-{rank + 1:05d}-of-{world_size:05d}" if part in snapshot.entries and world_size > 1 else ""
+            name = f"{stems[part]}{ending}.safetensors"
+            parts[part].append(name)
+            files[name] = write_tensors(folder / name, pieces)
+    return Written(files, parts)
+
+
+def finish(folder: Path, snapshot: Snapshot, written: Sequence[Written], text: bytes | None = None) -> None:
+    """Write what makes the files of all ranks, in order of rank, one checkpoint: ``state.json`` and the manifest."""
+    files = {name: record for one in written for name, record in one.files.items()}
+    files[STATE] = write_bytes(folder / STATE, _to_json(snapshot.values) if text is None else text)
+    manifest = Manifest(
+        echelon_version=echelon_version(),
+        torch_version=torch.__version__,
+        saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        mesh=snapshot.mesh,
+        parts={part: [name for one in written for name in one.parts[part]] for part in snapshot.values},
+        parameters=list(dict.fromkeys(_keys(snapshot.values.get(MODEL)))),
+        files=files,
+    )
+    write_bytes(folder / MANIFEST, manifest.to_bytes())
+
+
+def _to_json(values: Mapping[str, Any]) -> bytes:
     try:
-        text = json.dumps(encoded, allow_nan=False).encode()
+        text = json.dumps(values, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The state cannot be written as JSON ({error}); store smaller plain values.") from None
     if len(text) > LARGEST_JSON:
         raise CheckpointError(
             f"The state has {len(text)} bytes of plain values, more than {LARGEST_JSON}; store long lists as tensors."
         )
-    return Snapshot(text, tensors, dict(mesh or {}))
+    return text
 
 
-def write(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot as the checkpoint folder `path`."""
-    with committed(path) as folder:
-        files: dict[str, FileRecord] = {}
-        parts: dict[str, list[str]] = {}
-        for part, tensors in snapshot.tensors.items():
-            parts[part] = [_file_name(part, files)] if tensors else []
-            for name in parts[part]:
-                pieces = {key: Piece(tensor, (0,) * tensor.dim()) for key, tensor in tensors.items()}
-                files[name] = write_tensors(folder / name, pieces)
-        files[STATE] = write_bytes(folder / STATE, snapshot.text)
-        manifest = Manifest(
-            echelon_version=echelon_version(),
-            torch_version=torch.__version__,
-            saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
-            mesh=snapshot.mesh,
-            parts=parts,
-            parameters=list(snapshot.tensors.get(MODEL, {})),
-            files=files,
-        )
-        write_bytes(folder / MANIFEST, manifest.to_bytes())
+def _keys(value: Any) -> Iterator[str]:
+    """Give the keys of the tensors in an encoded value, in order."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _keys(item)
+    elif isinstance(value, dict):
+        tag = next(iter(value), "")
+        if tag in TENSOR_TAGS:
+            yield value[tag]
+        else:
+            for item in value.values():
+                yield from _keys(item)
 
 
-def _file_name(part: str, taken: Iterable[str]) -> str:
-    """Return ``<part>.safetensors``, made a name that every file system takes."""
-    stem = re.sub(r"[^A-Za-z0-9_]", "_", part)[:100] or "_"
-    names = (f"{stem}{number or ''}.safetensors" for number in itertools.count())
-    known = {name.lower() for name in taken}
-    return next(name for name in names if name.lower() not in known)
+def _stems(parts: Iterable[str]) -> dict[str, str]:
+    """Return for each part how its files' names begin, made what every file system takes."""
+    stems: dict[str, str] = {}
+    known: set[str] = set()
+    for part in parts:
+        stem = re.sub(r"[^A-Za-z0-9_]", "_", part)[:100] or "_"
+        names = (f"{stem}{number or ''}" for number in itertools.count())
+        stems[part] = next(name for name in names if name.lower() not in known)
+        known.add(stems[part].lower())
+    return stems
 
 
 def echelon_version() -> str:

@@ -6,7 +6,6 @@ import ctypes
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ...strategies.errors import CheckpointError
 from .disk import FileRecord, HashedFile, MappedFile
+from .pieces import Piece
 from .values import SAFETENSORS_DTYPES
 
 # Why torch's own HuggingFaceStorageWriter does not write these files: it serialises a file in memory before writing it.
@@ -26,14 +26,6 @@ SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 _ALIGNMENT: Final = 64
 _LONGEST_HEADER: Final = 100_000_000
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of a file, whole or a shard: its place in the whole tensor, one offset a dimension."""
-
-    tensor: Tensor
-    offsets: tuple[int, ...]
 
 
 def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> FileRecord:

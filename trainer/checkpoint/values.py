@@ -17,6 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...strategies.errors import CheckpointError, MissingDependencyError
+from ...strategies.sharded import Sharded
+from .pieces import Piece, is_sharded, own_piece
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -36,12 +38,15 @@ SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
+TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
+"""What marks an object that stands for a tensor of the files."""
+
 _REMEDY: Final = (
     "store numbers, strings, tensors, or lists and dicts of them (state_dict and load_state_dict can translate)"
 )
 
 
-def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Piece]]:
     """Return `value` as what JSON can hold, and its tensors under the keys that the JSON refers to.
 
     `path` is what errors call the value (``state['optimizers']``); `prefix` begins the tensors' keys. Tensors are
@@ -50,11 +55,8 @@ def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         CheckpointError: for a value that is neither plain nor a dense tensor, with its place and what to do.
     """
-    encoder = _Encoder()
-    try:
-        return encoder.encode(value, path, prefix), encoder.tensors
-    except RecursionError:
-        raise CheckpointError(f"{path} contains itself, or is nested too deeply to be saved; {_REMEDY}.") from None
+    encoder = Encoder()
+    return encoder.encode(value, path, prefix), encoder.pieces
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -73,13 +75,28 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
         ) from None
 
 
-class _Encoder:
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._reserved = {"__metadata__", ""}
-        self._known: dict[tuple[object, ...], str] = {}
+class Encoder:
+    """Encodes values for one rank: those of rank 0 and, of other ranks, only what they own."""
+
+    def __init__(self, *, is_first: bool = True) -> None:
+        self.pieces: dict[str, Piece] = {}
+        """The tensors, or blocks of them, that this rank is to write, by key."""
+        self.entries: dict[str, dict[str, Any]] = {}
+        """What each `Sharded` became, by its place: the same object as in what `encode` returned."""
+        self.is_shared = False
+        """Whether ranks differ in what they hold."""
+        self._is_first = self._is_own = is_first
+        self._taken = {"__metadata__", ""}
+        self._known: dict[tuple[object, ...], tuple[str, Tensor]] = {}
 
     def encode(self, value: Any, path: str, key: str) -> Any:
+        """Return `value` as what JSON can hold; see the function `encode`."""
+        try:
+            return self._encode(value, path, key)
+        except RecursionError:
+            raise CheckpointError(f"{path} contains itself, or is nested too deeply to be saved; {_REMEDY}.") from None
+
+    def _encode(self, value: Any, path: str, key: str) -> Any:
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -87,24 +104,36 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": str(value)}
         if isinstance(value, Tensor):
             return {"$tensor": self._tensor(value, path, key), **_complex_mark(value)}
+        if kind is Sharded:
+            return self._sharded(value, path, key)
         if kind in (dict, OrderedDict):
             return self._mapping(value, path, key)
         if kind in _SEQUENCES:
-            items = [self.encode(item, f"{path}[{index}]", _join(key, index)) for index, item in enumerate(value)]
+            items = [self._encode(item, f"{path}[{index}]", _join(key, index)) for index, item in enumerate(value)]
             return items if kind is list else {_SEQUENCES[kind]: items}
         if kind in _SCALARS:
             tag, write = _SCALARS[kind]
             return {tag: write(value)}
         return self._rare(value, path, key)
 
+    def _sharded(self, value: Sharded, path: str, key: str) -> Any:
+        odd = [name for name in value if type(name) is not str or name.startswith("$")]
+        if odd:
+            raise CheckpointError(f"{path} is sharded and has the name {odd[0]!r}; use strings without a leading '$'.")
+        self.is_shared = self._is_own = True
+        encoded: dict[str, Any] = self._mapping(value, path, key)
+        self._is_own = self._is_first
+        self.entries[key] = encoded
+        return encoded
+
     def _mapping(self, value: Mapping[Any, Any], path: str, key: str) -> Any:
         if all(type(name) is str and not name.startswith("$") for name in value):
-            return {name: self.encode(item, f"{path}[{name!r}]", _join(key, name)) for name, item in value.items()}
+            return {name: self._encode(item, f"{path}[{name!r}]", _join(key, name)) for name, item in value.items()}
         return {
             "$dict": [
                 [
-                    self.encode(name, f"the key {name!r} of {path}", key),
-                    self.encode(item, f"{path}[{name!r}]", _join(key, name)),
+                    self._encode(name, f"the key {name!r} of {path}", key),
+                    self._encode(item, f"{path}[{name!r}]", _join(key, name)),
                 ]
                 for name, item in value.items()
             ]
@@ -113,12 +142,12 @@ class _Encoder:
     def _rare(self, value: Any, path: str, key: str) -> Any:
         kind = type(value)
         if kind in (set, frozenset):
-            items = [self.encode(item, f"an element of {path}", key) for item in sorted(value, key=repr)]
+            items = [self._encode(item, f"an element of {path}", key) for item in sorted(value, key=repr)]
             return {f"${kind.__name__}": items}
         if kind is deque:
-            return {"$deque": self.encode(list(value), path, key), "maxlen": value.maxlen}
+            return {"$deque": self._encode(list(value), path, key), "maxlen": value.maxlen}
         if kind is Counter:
-            return {"$counter": self.encode([[name, count] for name, count in value.items()], path, key)}
+            return {"$counter": self._encode([[name, count] for name, count in value.items()], path, key)}
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             try:
@@ -137,30 +166,48 @@ class _Encoder:
         unfit = _unfit(tensor)
         if unfit:
             raise CheckpointError(f"{path} is {unfit}; make it a dense tensor before saving.")
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.detach().resolve_conj())
-        if tensor.dtype not in SAFETENSORS_DTYPES:
+        if tensor.dtype not in SAFETENSORS_DTYPES and not tensor.is_complex():
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
             )
-        tensor = tensor.detach().resolve_neg()
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and memory in self._known:
-            return self._known[memory]
+        is_shard = is_sharded(tensor)
+        self.is_shared |= is_shard
+        piece = own_piece(tensor, path) if is_shard else Piece.whole(tensor.detach())
+        if piece is None:
+            return self._new_key(key)
+        piece = _plain(piece)
+        own = piece.tensor
+        memory = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
+        if own.numel() and memory in self._known:
+            return self._known[memory][0]
+        unique = self._new_key(key)
+        self._known[memory] = unique, own  # kept, or its memory would become another tensor's
+        if self._is_own or is_shard:
+            self.pieces[unique] = piece
+        return unique
+
+    def _new_key(self, key: str) -> str:
         unique, count = key, 1
-        while unique in self.tensors or unique in self._reserved:
+        while unique in self._taken:
             count += 1
             unique = f"{key}#{count}"
-        self.tensors[unique] = tensor
-        self._known[memory] = unique
+        self._taken.add(unique)
         return unique
+
+
+def _plain(piece: Piece) -> Piece:
+    """Return what can be written: without lazy conjugation or negation, complex numbers as pairs."""
+    tensor, offsets = piece.tensor, piece.offsets
+    if tensor.is_complex():
+        tensor, offsets = torch.view_as_real(tensor.resolve_conj()), (*offsets, 0)
+    return Piece(tensor.resolve_neg(), offsets)
 
 
 def _unfit(tensor: Tensor) -> str:
     """Say why the elements of a tensor are not simply in its memory; empty if they are."""
     if is_lazy(tensor):
         return "a lazy parameter that has no shape yet"
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors"
     kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
     kind = next(
@@ -186,7 +233,7 @@ def _decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
     if not tag.startswith("$"):
         return {name: _decode(item, tensor) for name, item in encoded.items()}
     content = encoded[tag]
-    if tag in ("$tensor", "$array", "$number"):
+    if tag in TENSOR_TAGS:
         found = tensor(content)
         found = torch.view_as_complex(found) if encoded.get("complex") else found
         return found if tag == "$tensor" else _to_numpy(found, scalar=tag == "$number")

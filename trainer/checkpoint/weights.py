@@ -17,8 +17,9 @@ from ...strategies.errors import CheckpointError
 from .disk import MappedFile, explain
 from .loading import load
 from .manifest import MANIFEST
+from .pieces import Piece
 from .saving import MODEL
-from .tensors import Piece, read_tensors
+from .tensors import read_tensors
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"

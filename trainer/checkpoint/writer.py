@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from .commit import point
+from .pieces import Piece
 from .pruning import remove
-from .saving import Snapshot, save, take, write
+from .ranks import Ranks
+from .saving import Snapshot, take, write
+from .together import write_together
 
 _logger = logging.getLogger("echelon")
 
@@ -57,12 +60,18 @@ class Writer(Protocol):
     def close(self) -> None:
         """Wait until everything is committed, and raise the error of a write that failed."""
 
+    def abandon(self) -> None:
+        """Note that the run has failed: `close` waits some seconds more for other ranks, which may be dead."""
+
 
 class SyncWriter:
-    """Writes while the caller waits."""
+    """Writes while the caller waits; with `ranks`, which all call `save`, each its part."""
 
     is_copying = False
     has_failed = False
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
 
     def save(
         self,
@@ -73,7 +82,7 @@ class SyncWriter:
         still: Collection[str] = (),
     ) -> None:
         """Write a checkpoint; it is committed on return."""
-        save(path, state, mesh=mesh)
+        _write(path, _take(state, mesh, self._ranks), self._ranks)
 
     def settle(self) -> None:
         """Return: nothing is ever pending."""
@@ -92,15 +101,20 @@ class SyncWriter:
     def close(self) -> None:
         """Return: nothing is ever pending."""
 
+    def abandon(self) -> None:
+        """Return: nothing is ever pending."""
+
 
 class AsyncWriter:
     """Writes in a thread; the caller waits only until the tensors are copied to buffers, which every save reuses.
 
     At most one write is in flight: a second `save` waits for the first. After a failed write, what was to follow it
-    (links, removals) is dropped, and the error is raised by the next call of any method.
+    (links, removals) is dropped, and the error is raised by the next call of any method. With `ranks`, which all call
+    `save`, each copies and writes what it owns, and all learn of an error of any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
         self.is_copying = self.has_failed = False
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._settled = threading.Event()
@@ -124,16 +138,18 @@ class AsyncWriter:
             CheckpointError: for a value that a checkpoint cannot hold, or of an earlier write that failed.
         """
         self.close()
-        snapshot = take(state, mesh)
+        snapshot = _take(state, mesh, self._ranks)
         staged = self._allocate(snapshot)
         copies = [
-            (part, staged[part][key], t) for part, tensors in snapshot.tensors.items() for key, t in tensors.items()
+            (part, staged[part][key].tensor, piece.tensor)
+            for part, pieces in snapshot.pieces.items()
+            for key, piece in pieces.items()
         ]
         later = [(buffer, tensor) for part, buffer, tensor in copies if part in still]
         _copy([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
         self._settled.clear()
         self.is_copying = True
-        self._submit(functools.partial(self._write, Path(path), replace(snapshot, tensors=staged), later, _now(later)))
+        self._submit(functools.partial(self._write, Path(path), replace(snapshot, pieces=staged), later, _now(later)))
 
     def settle(self) -> None:
         """Wait until the parts that `save` was told to be still are copied."""
@@ -161,15 +177,24 @@ class AsyncWriter:
             thread.join()
         self.check()
 
-    def _allocate(self, snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
+    def abandon(self) -> None:
+        """Note that the run has failed: `close` waits some seconds more for other ranks, which may be dead."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    def _allocate(self, snapshot: Snapshot) -> dict[str, dict[str, Piece]]:
         previous, self._buffers = self._buffers, {}
-        for part, tensors in snapshot.tensors.items():
-            for key, tensor in tensors.items():
+        staged: dict[str, dict[str, Piece]] = {}
+        for part, pieces in snapshot.pieces.items():
+            staged[part] = {}
+            for key, piece in pieces.items():
+                tensor = piece.tensor
                 buffer = previous.pop((part, key), None)
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[part, key] = buffer
-        return {part: {key: self._buffers[part, key] for key in tensors} for part, tensors in snapshot.tensors.items()}
+                staged[part][key] = Piece(buffer, piece.offsets)
+        return staged
 
     def _write(self, path: Path, snapshot: Snapshot, later: Copies, ready: torch.cuda.Event | None) -> None:
         try:
@@ -177,7 +202,7 @@ class AsyncWriter:
             later.clear()
         finally:
             self._settled.set()
-        write(path, snapshot)
+        _write(path, snapshot, self._ranks)
 
     def _submit(self, job: Callable[[], object]) -> None:
         with self._lock:
@@ -207,6 +232,25 @@ class AsyncWriter:
         if self._error is not None:
             error, self._error, self.has_failed = self._error, None, False
             raise error
+
+
+def _take(state: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: Ranks | None) -> Snapshot:
+    """Take what this rank has to write; a rank that cannot tells the others, which would wait for it."""
+    if ranks is None:
+        return take(state, mesh)
+    ranks.begin()
+    try:
+        return take(state, mesh, is_first=ranks.rank == 0)
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def _write(path: Path, snapshot: Snapshot, ranks: Ranks | None) -> None:
+    if ranks is None:
+        write(path, snapshot)
+    else:
+        write_together(path, snapshot, ranks)
 
 
 def _now(copies: Copies) -> torch.cuda.Event | None:
