@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +24,10 @@ _STARTED_BY: dict[Launcher, str] = {
     "ray": "Ray Train",
     "kubeflow": "Kubeflow",
 }
+
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+# Intel MPI's, too; srun sets the first two as well, for programs that were built with MPICH
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 # SLURM numbers the steps that are no srun of the user's (batch script, interactive shell) from here on
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -66,11 +71,9 @@ class Environment:
             return _torchrun(environ)
         if _has(environ, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             return _torchrun(environ, "ray" if _is_ray_worker(environ) else "torchrun")
-        if _has(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-            return _mpi(environ, "OMPI_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-        # srun sets the first two as well, for programs that were built with MPICH
-        if _has(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
-            return _mpi(environ, "{}", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+        for names in (_OPEN_MPI, _MPICH):
+            if _has(environ, *names):
+                return _mpi(environ, names)
         if _is_srun_task(environ):
             return _slurm(environ)
         if _has(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -104,8 +107,9 @@ def reconcile(environment: Environment, num_devices: int | None, num_nodes: int 
             "Give Trainer(num_nodes=...) the number of machines, or unset NODE_RANK on a single one."
         )
     if nodes > 1 and environment.missing:
+        missing = " and ".join(environment.missing) + (" are" if len(environment.missing) > 1 else " is")
         raise ConfigError(
-            f"num_nodes={nodes}, but {' and '.join(environment.missing)} are not set and no launcher was found. "
+            f"num_nodes={nodes}, but {missing} not set and no launcher was found. "
             f"Set, on each node, MASTER_ADDR to an address of node 0, MASTER_PORT to a free port of it (default "
             f"{DEFAULT_PORT}) and NODE_RANK to 0 ... {nodes - 1}; or start the program with srun, mpirun or "
             f"`echelon launch --nnodes {nodes}`."
@@ -159,19 +163,22 @@ def _nobody(environ: Mapping[str, str]) -> Environment:
 
 def _torchrun(environ: Mapping[str, str], launcher: Launcher = "torchrun") -> Environment:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    local_world_size = _number(environ, "LOCAL_WORLD_SIZE")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE") or 1
     node_rank = _first(environ, "GROUP_RANK", "NODE_RANK")
-    num_nodes = _first(environ, "GROUP_WORLD_SIZE")
+    if node_rank is None:
+        node_rank = rank // local_world_size
+    # Ray sets none; where its nodes have different numbers of workers, this is at least what this one can know
+    num_nodes = _first(environ, "GROUP_WORLD_SIZE") or max(node_rank + 1, -(-world_size // local_world_size))
     return _checked(
         Environment(
             launcher=launcher,
             rank=rank,
             local_rank=_number(environ, "LOCAL_RANK"),
-            node_rank=rank // local_world_size if node_rank is None else node_rank,
+            node_rank=node_rank,
             world_size=world_size,
             local_world_size=local_world_size,
-            num_nodes=-(-world_size // local_world_size) if num_nodes is None else num_nodes,
-            main_address=environ["MASTER_ADDR"],
+            num_nodes=num_nodes,
+            main_address=environ.get("MASTER_ADDR") or LOOPBACK,
             main_port=_number(environ, "MASTER_PORT"),
         )
     )
@@ -181,8 +188,9 @@ def _is_ray_worker(environ: Mapping[str, str]) -> bool:
     return _has(environ, "RAY_JOB_ID") or _has(environ, "RAY_RAYLET_PID")
 
 
-def _mpi(environ: Mapping[str, str], form: str, names: tuple[str, str, str, str]) -> Environment:
-    rank, world_size, local_rank, local_world_size = (_number(environ, form.format(name)) for name in names)
+def _mpi(environ: Mapping[str, str], names: tuple[str, ...]) -> Environment:
+    rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
+    local_world_size = max(local_world_size, 1)
     num_nodes = world_size // local_world_size
     if num_nodes * local_world_size != world_size or (rank - local_rank) % local_world_size:
         raise ConfigError(
@@ -194,7 +202,7 @@ def _mpi(environ: Mapping[str, str], form: str, names: tuple[str, str, str, str]
             f"mpirun started {world_size} processes on {num_nodes} nodes, but MASTER_ADDR is not set, and mpirun does "
             "not tell where rank 0 is; pass it on: mpirun -x MASTER_ADDR=<address of rank 0's node> ..."
         )
-    job = environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID", "")
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")  # MPICH names its jobs nowhere
     return _checked(
         Environment(
             launcher="mpi",
@@ -205,7 +213,7 @@ def _mpi(environ: Mapping[str, str], form: str, names: tuple[str, str, str, str]
             local_world_size=local_world_size,
             num_nodes=num_nodes,
             main_address=environ.get("MASTER_ADDR") or LOOPBACK,
-            main_port=_first(environ, "MASTER_PORT") or _port_of(job),
+            main_port=_first(environ, "MASTER_PORT") or (_port_of(zlib.crc32(job.encode())) if job else DEFAULT_PORT),
         )
     )
 
@@ -226,17 +234,14 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 def _slurm(environ: Mapping[str, str]) -> Environment:
     node_rank = _first(environ, "SLURM_NODEID") or 0
     world_size = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 1
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE")
-    per_node = _tasks_per_node(tasks) if tasks else []
-    num_nodes = _first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or len(per_node) or 1
-    if len(per_node) != num_nodes:
-        per_node = (per_node or [world_size // num_nodes])[:1] * num_nodes
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or LOOPBACK
+    per_node = _tasks_per_node(environ, world_size)
+    num_nodes = len(per_node)
     if sum(per_node) != world_size or node_rank >= num_nodes:
         raise ConfigError(
             f"SLURM's variables contradict each other: {world_size} tasks in all, {per_node} on its {num_nodes} nodes, "
-            f"SLURM_NODEID={node_rank}; start the program with srun, directly."
+            f"SLURM_NODEID={node_rank}; start the program itself with srun."
         )
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or LOOPBACK
     job, step = _first(environ, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _number(environ, "SLURM_STEP_ID")
     return _checked(
         Environment(
@@ -247,10 +252,27 @@ def _slurm(environ: Mapping[str, str]) -> Environment:
             world_size=world_size,
             local_world_size=per_node[node_rank],
             num_nodes=num_nodes,
-            main_address=environ.get("MASTER_ADDR") or (first_host(nodes) if num_nodes > 1 else LOOPBACK),
-            main_port=_first(environ, "MASTER_PORT") or _port_of(str(job + 101 * step)),
+            main_address=environ.get("MASTER_ADDR") or (first_host(hosts) if num_nodes > 1 else LOOPBACK),
+            main_port=_first(environ, "MASTER_PORT") or _port_of(job + 101 * step),
         )
     )
+
+
+def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
+    """Return [2, 2, 2, 1] for "2(x3),1"."""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if not tasks:
+        num_nodes = _first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
+        return [_first(environ, "SLURM_NTASKS_PER_NODE") or world_size // num_nodes] * num_nodes
+    counts: list[int] = []
+    for part in tasks.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={tasks!r} is not of the form '2(x3),1'; start the program itself with srun."
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def _one_process_a_machine(environ: Mapping[str, str]) -> Environment:
@@ -271,7 +293,7 @@ def _one_process_a_machine(environ: Mapping[str, str]) -> Environment:
             world_size=world_size,
             local_world_size=1,
             num_nodes=world_size,
-            main_address=environ["MASTER_ADDR"],
+            main_address=environ.get("MASTER_ADDR") or LOOPBACK,
             main_port=_number(environ, "MASTER_PORT"),
         )
     )
@@ -285,21 +307,9 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
-def _tasks_per_node(tasks: str) -> list[int]:
-    """Return [2, 2, 2, 1] for "2(x3),1"."""
-    counts: list[int] = []
-    for part in tasks.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
-            raise ConfigError(f"SLURM's tasks per node {tasks!r} are not of the form '2(x3),1'; start it with srun.")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
-
-
-def _port_of(job: str) -> int:
+def _port_of(job: int) -> int:
     """Return a port that all processes of a job derive from its id, below those that kernels give to connections."""
-    digits = re.sub(r"\D", "", job)
-    return 15000 + int(digits) % 10000 if digits else DEFAULT_PORT
+    return 15000 + job % 10000
 
 
 def _has(environ: Mapping[str, str], *names: str) -> bool:
