@@ -38,6 +38,7 @@ examples:
   echelon fit config.yaml trainer.max_epochs=3 module.lr=1e-2 trainer.callbacks.0.patience=5
   echelon fit config.yaml ckpt_path=last
   echelon test config.yaml ckpt_path=echelon_logs/version_0/checkpoints/last.ckpt
+  echelon launch --nproc 2 train.py
   echelon ckpt ls echelon_logs/version_0/checkpoints
 
 exit codes:
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .checkpoint.commands import main as ckpt
 
         return ckpt(words[1:])
+    if words[:1] == ["launch"]:
+        from .launch_command import main as launch
+
+        return launch(words[1:])
     parser = _parser()
     options, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
@@ -90,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--traceback", action="store_true", help="where Echelon reports an error, show where it arose"
         )
+    commands.add_parser("launch", help="start several processes of a program on this node", add_help=False)
     commands.add_parser("ckpt", help="list, show, verify, compare and export checkpoints", add_help=False)
     return parser
 

@@ -212,7 +212,7 @@ def test_ray_may_place_different_numbers_of_workers():
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "'2x3' is not of the form"),
         (
             {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"},
-            "4 processes on 2 nodes, but MASTER_ADDR is not set.*-x MASTER_ADDR",
+            "4 processes on 2 nodes, but MASTER_ADDR is not set",
         ),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "3"}, "2 of 3 processes on this node.*same number of slots"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "rank 2 as its number 1; .*by slot"),

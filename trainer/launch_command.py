@@ -1,0 +1,151 @@
+"""``echelon launch``: several processes of one program on this node, by torchrun's own machinery."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ..strategies.environment import DEFAULT_PORT
+
+_EPILOG: Final = f"""\
+on one machine, by a store that listens on loopback only:
+  echelon launch --nproc 2 train.py --lr 1e-3
+  echelon launch --nproc gpu -m my_package.train
+
+on two machines, node 0 being 10.0.0.1; the store listens there, on every interface, at port {DEFAULT_PORT}:
+  echelon launch --nproc 4 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 train.py      on the first
+  echelon launch --nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 train.py      on the second
+or, where nodes may take their ranks as they come (torchrun's c10d rendezvous), the same on each:
+  echelon launch --nproc 4 --nnodes 2 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
+
+The program's Trainer takes numbers of devices and nodes from the launch; devices= and num_nodes= that contradict it
+are errors. Each process gets one thread unless OMP_NUM_THREADS is set. torchrun has more options; a program that it
+starts runs just so.
+
+exit codes:
+  0 done   2 wrong command   else that of the process that failed first, or 128 + the signal that ended it
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the program in the processes that were asked for and return the job's exit code."""
+    parser = _parser()
+    options = parser.parse_args(words)
+    _check(parser, options)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
+    if options.rdzv is not None:
+        # else a worker of a later round may read where the store of an earlier one was (pytorch#135712, torch 2.14)
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # torchrun leaves the folder of its error files behind, unless it is somebody's
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program, *options.arguments])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="echelon launch",
+        description="Start several processes of a program on this node. They train as one run, as under torchrun.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
+    )
+    parser.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
+    parser.add_argument("--node-rank", type=_count, metavar="R", help="which node this is: 0 is where --rdzv points")
+    parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
+    parser.add_argument("--local-addr", metavar="HOST", help="this node's address, where its name leads elsewhere")
+    parser.add_argument(
+        "--max-restarts", type=_count, default=0, metavar="K", help="start all again up to K times if one fails (0)"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
+    parser.add_argument("program", metavar="PROGRAM", help="a Python script")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
+    return parser
+
+
+def _nproc(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 1, gpu, cpu or auto")
+    return text
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not all(word.isdigit() for word in (least, most or least)) or not 1 <= int(least) <= int(most or least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 1, or MIN:MAX such as 1:4")
+    return int(least), int(most or least)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 0")
+    return int(text)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error and code 2 for options that contradict each other, before any process starts."""
+    least, most = options.nnodes
+    if most == 1:
+        for name in ("rdzv", "node_rank", "local_addr"):
+            if getattr(options, name) is not None:
+                option = name.replace("_", "-")
+                parser.error(f"--{option} {getattr(options, name)} is for several nodes; give --nnodes, too")
+    elif options.rdzv is None:
+        parser.error(f"--nnodes {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
+    if options.node_rank is not None and least != most:
+        parser.error(f"--node-rank {options.node_rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
+    if options.node_rank is not None and options.node_rank >= most:
+        parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
+    if not options.module and not Path(options.program).is_file():
+        parser.error(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
+
+
+def _torchrun_options(options: argparse.Namespace) -> list[str]:
+    least, most = options.nnodes
+    given = {"nproc-per-node": options.nproc, "nnodes": f"{least}:{most}", "max-restarts": options.max_restarts}
+    if options.local_addr is not None:
+        given["local-addr"] = options.local_addr
+    if most == 1:
+        given |= {"rdzv-backend": _register_loopback(), "rdzv-endpoint": "127.0.0.1"}
+    else:
+        endpoint = options.rdzv if ":" in options.rdzv else f"{options.rdzv}:{DEFAULT_PORT}"
+        given |= {"rdzv-backend": "c10d", "rdzv-endpoint": endpoint}
+    if options.node_rank is not None:
+        given |= {"rdzv-backend": "static", "node-rank": options.node_rank}
+    return [*(f"--{name}={value}" for name, value in given.items()), *(["--module"] if options.module else [])]
+
+
+def _register_loopback() -> str:
+    """Make torchrun know a meeting on loopback, where its own standalone mode listens on every interface."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    from ..strategies.local_rendezvous import LocalRendezvous
+
+    name = LocalRendezvous().get_backend()
+    rendezvous_handler_registry.register(name, lambda _: LocalRendezvous())
+    return name
+
+
+def _run(words: list[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        end = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {-failure.exitcode}"
+        print(f"echelon: rank {rank} (pid {failure.pid}) ended with {end}; see its output", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        print(f"echelon: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
+    return 0
