@@ -1,85 +1,31 @@
-"""Starting the processes of this node when nobody else has, as a function call: its result and its errors come back."""
+"""Starting processes when nobody else has, as a function call: its results and its errors come back to the caller."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from .environment import Environment
+from .environment import LOOPBACK, Environment
 from .errors import ProcessError
 from .travel import pack, unpack
-from .worker import Failure, Job, Settings
+from .worker import SHOW_STACKS, Job, Settings
 
 if TYPE_CHECKING:
     from .agent import Agent
 
 T = TypeVar("T")
 
-
-class RankTraceback(Exception):  # noqa: N818 - it is no error of its own but the place of one
-    """The traceback of an exception as it was in the process that raised it; the cause of that exception here."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-def launch_all(
-    function: Callable[[], T],
-    *,
-    num_processes: int,
-    parts: Mapping[str, object] | None = None,
-    timeout: float | None = None,
-) -> list[T]:
-    """Run `function` in new processes of this machine and return all results, by rank."""
-    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
-    try:
-        (folder / "function").write_bytes(pack(function, parts=parts))
-        (folder / "settings").write_bytes(pack(Settings.of_this_process(is_local=True)))
-        return _run(Job(folder, keeps_all_results=True), num_processes, timeout)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run(job: Job, num_processes: int, timeout: float | None) -> list[Any]:
-    from .agent import Agent
-    from .local_rendezvous import LocalRendezvous
-
-    agent = Agent(job, num_processes, LocalRendezvous())
-    errors: list[BaseException] = []
-
-    def watch() -> None:
-        try:
-            agent.run()
-        except BaseException as error:  # noqa: BLE001 - raised in the caller
-            errors.append(error)
-
-    # In a thread of its own, because elastic would else install signal handlers, for good.
-    thread = threading.Thread(target=watch, name="echelon agent", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if thread.is_alive():
-        agent.send(signal.SIGKILL)
-        thread.join()
-        raise ProcessError(f"Ranks had not finished after timeout={timeout:g} s; raise it.")
-    if errors:
-        raise errors[0]
-    for rank in agent.pids:
-        if (job.folder / f"{rank}.failure").exists():
-            failure = unpack((job.folder / f"{rank}.failure").read_bytes())
-            error = unpack(failure.error)
-            error.add_note(f"Raised on rank {rank} of {num_processes}.")
-            raise error from RankTraceback(failure.traceback)
-    if any(agent.exit_codes.values()):
-        raise ProcessError(f"A rank died: exit codes {agent.exit_codes}; see its output.")
-    return [unpack((job.folder / f"{rank}.result").read_bytes()) for rank in agent.pids]
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STACKS: Final = 2.0  # seconds for which workers are given to write where they stand
 
 
 def launch(
@@ -91,8 +37,168 @@ def launch(
     parts: Mapping[str, object] | None = None,
     on_result: Callable[[T], None] | None = None,
 ) -> T:
-    """Run `function` in `num_processes` new processes of this node and return what its first one returned."""
-    result = launch_all(function, num_processes=num_processes, parts=parts)[0]
+    """Run `function` in `num_processes` new processes of this node and return what the first of them returned.
+
+    A signal to the caller (SIGINT, SIGTERM, SIGUSR1) reaches the workers as SIGTERM, so that they may come to an end
+    in order; a second one kills them.
+
+    Args:
+        function: what to run; it, all that it refers to, and its result travel by value.
+        num_processes: how many processes this node has.
+        environment: which node of how many this is, and where the first one is.
+        start_timeout: how long the nodes wait for each other.
+        parts: what `function` holds, by name; to say which attribute of which part cannot travel.
+        on_result: is given the result, before it is returned or the caller's signal is raised.
+
+    Raises:
+        ConfigError: for what cannot travel.
+        ProcessError: if a process was killed or left early, or a node did not come.
+        KeyboardInterrupt: if the caller received SIGINT, once the workers have ended.
+        SystemExit: with 143, likewise, after SIGTERM or SIGUSR1.
+        BaseException: what `function` raised in a worker, with its rank as a note and its traceback as the cause.
+    """
+    with _folder() as folder:
+        job = Job(folder, is_local=environment.num_nodes == 1, keeps_all_results=False)
+        _fill(job, function, parts)
+        with _Signals() as signals:
+            agent = _run(job, num_processes, environment, start_timeout, signals)
+        _raise_failure(agent, signals)
+        result: T = _result(job, agent.ranks[0])
     if on_result is not None:
         on_result(result)
+    signals.raise_if_received()
     return result
+
+
+def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float) -> list[T]:
+    """Run `function` in new processes of this machine, for at most `timeout` seconds, and return all their results.
+
+    Raises:
+        ProcessError: as `launch`; also for ranks that had not finished in time, with the stack of each.
+        BaseException: as `launch`.
+    """
+    environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
+    with _folder() as folder:
+        job = Job(folder, is_local=True, keeps_all_results=True, shows_stacks=True)
+        _fill(job, function, None)
+        with _Signals() as signals:
+            agent = _run(job, num_processes, environment, timedelta(seconds=timeout), signals, timeout)
+        _raise_failure(agent, signals)
+        signals.raise_if_received()
+        return [_result(job, rank) for rank in agent.ranks]
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder that only this user can open; what lies in it is unpickled."""
+    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(job: Job, function: Callable[[], Any], parts: Mapping[str, object] | None) -> None:
+    (job.folder / "function").write_bytes(pack(function, "function", parts))
+    (job.folder / "settings").write_bytes(pack(Settings.of_this_process(), "settings"))
+
+
+def _result(job: Job, rank: int) -> Any:
+    return unpack((job.folder / f"{rank}.result").read_bytes())
+
+
+class _Signals:
+    """Passes the caller's signals on to the workers; in the main thread only, elsewhere Python cannot."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.agent: Agent | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+            self._before = {number: signal.signal(number, self._handle) for number in handled}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first, self.received = self.received is None, self.received or number
+        if self.agent is not None:
+            self.agent.send(signal.SIGTERM if is_first else signal.SIGKILL)
+
+    def raise_if_received(self) -> None:
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is not None:
+            raise SystemExit(143)
+
+
+def _run(
+    job: Job,
+    num_processes: int,
+    environment: Environment,
+    start_timeout: timedelta,
+    signals: _Signals,
+    timeout: float | None = None,
+) -> Agent:
+    """Run the workers to their end, whatever it is."""
+    from .agent import Agent
+    from .rendezvous import Rendezvous
+
+    agent = signals.agent = Agent(job, num_processes, Rendezvous(environment, start_timeout))
+    errors: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            agent.run()
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
+            errors.append(error)
+
+    # In the main thread elastic would install signal handlers, for good.
+    thread = threading.Thread(target=watch, name="echelon-agent", daemon=True)
+    thread.start()
+    try:
+        thread.join(timeout)
+        if thread.is_alive():
+            raise _too_late(job, agent, timeout)
+    finally:
+        if thread.is_alive():
+            agent.send(signal.SIGKILL)
+            thread.join()
+        agent.release()
+    if errors:
+        raise errors[0]
+    return agent
+
+
+def _too_late(job: Job, agent: Agent, timeout: float | None) -> ProcessError:
+    """Return the error that says where the ranks stand that have not finished."""
+    ranks = agent.running
+    agent.send(SHOW_STACKS)
+    files = {rank: job.folder / f"{rank}.stacks" for rank in ranks}
+    end = time.monotonic() + _STACKS
+    while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
+        time.sleep(0.05)
+    stacks = [f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items()]
+    return ProcessError(
+        f"Rank {', '.join(map(str, ranks))} had not finished after timeout={timeout:g} s, and all were killed; raise "
+        "the limit, or see where they stood:\n" + "\n".join(stacks)
+    )
+
+
+def _raise_failure(agent: Agent, signals: _Signals) -> None:
+    if not agent.failed and agent.failure_elsewhere is None:
+        return
+    cause = min(agent.failed, key=lambda end: end.likelihood, default=None)
+    if signals.received is not None and (cause is None or cause.was_told_to_end):
+        signals.raise_if_received()
+    if agent.failure_elsewhere is not None and (cause is None or cause.likelihood[0] == 3):
+        raise ProcessError(
+            f"{agent.failure_elsewhere}; the workers of this node were stopped. See the output of that node."
+        )
+    assert cause is not None
+    raise cause.to_error()

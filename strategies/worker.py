@@ -1,7 +1,8 @@
-"""One worker process: it becomes like its caller, runs the function, and leaves what came out in a file."""
+"""One worker process: it becomes like its caller, runs the function, and leaves what came of it in a file."""
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import multiprocessing
 import os
@@ -10,7 +11,6 @@ import re
 import signal
 import socket
 import sys
-import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,17 @@ from typing import Any, Final, Self
 
 import torch
 
+from .failures import Failure
 from .travel import pack, unpack
+
+SHOW_STACKS: Final = signal.SIGUSR2
+"""Has a worker whose job says so write where each of its threads stands."""
 
 # What torch.distributed.elastic tells each worker; a caller that is a worker itself has variables of the same names.
 _OF_A_WORKER: Final = re.compile(
-    "(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"
 )
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# How the loss of a peer, which is no cause but a consequence, is told by those that still live.
-_OF_A_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,11 @@ class Job:
     """What a worker is told at its start; the function itself lies in the folder."""
 
     folder: Path
+    is_local: bool
+    """Whether all processes are on this machine."""
     keeps_all_results: bool
+    """Whether every worker's result is wanted, or only the first one's."""
+    shows_stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,6 @@ class Settings:
     """What of the caller's process has to be the same in its workers."""
 
     environ: dict[str, str]
-    is_local: bool
     default_dtype: torch.dtype
     matmul_precision: str
     is_deterministic: bool
@@ -52,11 +57,10 @@ class Settings:
     torch_random: torch.Tensor
 
     @classmethod
-    def of_this_process(cls, *, is_local: bool) -> Self:
-        """Return those of the caller; `is_local` when all processes are on this machine."""
+    def of_this_process(cls) -> Self:
+        """Return those of the caller."""
         return cls(
             environ=dict(os.environ),
-            is_local=is_local,
             default_dtype=torch.get_default_dtype(),
             matmul_precision=torch.get_float32_matmul_precision(),
             is_deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -66,35 +70,23 @@ class Settings:
             torch_random=torch.get_rng_state(),
         )
 
-    def apply(self) -> None:
+    def apply(self, *, is_local: bool) -> None:
         """Make this process like the caller's."""
-        own = {name: value for name, value in os.environ.items() if _OF_A_WORKER.fullmatch(name)}
-        kept = {name: value for name, value in self.environ.items() if not _OF_A_WORKER.fullmatch(name)}
-        if self.is_local:
-            kept = {**dict.fromkeys(_INTERFACES, _loopback()), **kept}
-        # The variables here are those that the fork server was started with, perhaps long ago.
-        for name in set(os.environ) - set(own) - set(kept):
-            del os.environ[name]
-        os.environ.update(kept)
+        variables = dict.fromkeys(_INTERFACES, _loopback()) if is_local else {}
+        variables |= {name: value for name, value in self.environ.items() if not _OF_A_WORKER.fullmatch(name)}
+        # What is here and not in the caller comes from the time when the fork server was started.
+        for name in set(os.environ) - set(variables):
+            if not _OF_A_WORKER.fullmatch(name):
+                del os.environ[name]
+        os.environ.update(variables)
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
         torch.set_num_threads(_threads())
-        warnings.filters[:] = self.warning_filters  # type: ignore[index]
+        warnings.resetwarnings()  # it also tells the module that its filters have changed
+        warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
         random.setstate(self.python_random)
         torch.set_rng_state(self.torch_random)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How the function failed in one worker."""
-
-    error: bytes | None
-    """The exception, packed; None if it cannot be."""
-    text: str
-    traceback: str
-    blames_a_peer: bool
-    is_exit: bool
 
 
 def run(job: Job) -> None:
@@ -104,14 +96,17 @@ def run(job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = os.environ["RANK"]
     try:
-        unpack((job.folder / "settings").read_bytes()).apply()
+        stacks = (job.folder / f"{rank}.stacks").open("w") if job.shows_stacks else None
+        if stacks is not None:
+            faulthandler.register(SHOW_STACKS, stacks)
+        unpack((job.folder / "settings").read_bytes()).apply(is_local=job.is_local)
         result = unpack((job.folder / "function").read_bytes())()
         is_kept = job.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
-        _write(job.folder / f"{rank}.result", pack(result if is_kept else None, "the function's result"))
+        _write(job.folder / f"{rank}.result", pack(result if is_kept else None, "result"))
     except BaseException as error:  # noqa: BLE001 - a sys.exit() of the function would else pass for success
-        _write(job.folder / f"{rank}.failure", pack(_failure(error)))
+        _write(job.folder / f"{rank}.failure", pack(Failure.of(error)))
         _leave_at_once()
-    # Returning would make elastic ask for a value and wait until all have returned; without a code it lets pass.
+    # Returning would make elastic wait until all have returned; an exit without a code it lets pass.
     sys.exit()
 
 
@@ -119,30 +114,6 @@ def _write(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".part")
     temporary.write_bytes(data)
     temporary.rename(path)
-
-
-def _failure(error: BaseException) -> Failure:
-    chain, link = [error], error.__cause__
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__
-    try:
-        packed = pack(error)
-        unpack(packed)
-    except Exception:  # noqa: BLE001 - whatever the exception's own class raises
-        packed = None
-    return Failure(
-        packed,
-        "".join(traceback.format_exception_only(error)).strip(),
-        "".join(traceback.format_exception(error)),
-        any(_blames_a_peer(link) for link in chain),
-        isinstance(error, SystemExit | KeyboardInterrupt),
-    )
-
-
-def _blames_a_peer(error: BaseException) -> bool:
-    is_of_torch = isinstance(error, torch.distributed.DistError | ConnectionError)
-    return is_of_torch or (isinstance(error, RuntimeError) and bool(_OF_A_PEER.search(str(error))))
 
 
 def _leave_at_once() -> None:
@@ -158,9 +129,9 @@ def _end_with_the_caller() -> None:
     """Have the kernel kill this process as soon as the caller is gone, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    if hasattr(fcntl, "F_SETSIG"):
-        # The parent is the fork server, and lives as long as its children; so PR_SET_PDEATHSIG does not do. But the
-        # caller, and nobody else, holds the other end of this pipe.
+    if hasattr(fcntl, "F_SETSIG"):  # Linux
+        # PR_SET_PDEATHSIG does not do: the parent is the fork server, which lives as long as one of its children. But
+        # this is a pipe whose other end the caller, and nobody else, holds open.
         pipe = parent.sentinel
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)

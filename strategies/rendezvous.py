@@ -1,0 +1,127 @@
+"""Where the agents of a run's nodes meet: a store on the first node, on loopback when there is no other."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from .environment import LOOPBACK, Environment
+from .errors import ProcessError
+
+_TRY = timedelta(seconds=3)  # after which a node that waits asks again: it may have reached the store of an earlier run
+
+
+class Rendezvous(RendezvousHandler):
+    """A meeting of a fixed number of nodes, whose workers then use the same store."""
+
+    def __init__(self, environment: Environment, limit: timedelta) -> None:
+        self.node_rank, self.num_nodes = environment.node_rank, environment.num_nodes
+        self.address = environment.main_address if self.num_nodes > 1 else LOOPBACK
+        self.port = (environment.main_port or 0) if self.num_nodes > 1 else 0
+        self.limit = limit
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes.
+
+        Raises:
+            ProcessError: naming the nodes that did not come in time, or the port that is taken.
+        """
+        store = self._receive() if self.node_rank == 0 else self._visit()
+        info = RendezvousStoreInfo(self.address, self.port)
+        return RendezvousInfo(PrefixStore("echelon/nodes", store), self.node_rank, self.num_nodes, info)
+
+    def _receive(self) -> Store:
+        """Open the store, and answer every other node."""
+        store = self._open()
+        keys = [_hello(node) for node in range(1, self.num_nodes)]
+        try:
+            store.wait(keys, self.limit)
+        except RuntimeError as error:
+            missing = [node for node, key in enumerate(keys, 1) if not store.check([key])]
+            raise self._missing(missing) from error
+        for key in keys:
+            store.set(_answer(store.get(key).decode()), "")
+        return store
+
+    def _open(self) -> TCPStore:
+        # Left to itself, a TCPStore listens on all interfaces, also when it is given an address.
+        listener = socket.socket(socket.AF_INET6 if ":" in self.address else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.address, self.port))
+        except OSError as error:
+            listener.close()
+            raise ProcessError(
+                f"Node 0 cannot listen on {self.address}:{self.port} ({error.strerror}); set MASTER_ADDR to an address "
+                "of this machine and MASTER_PORT to a free port, the same on every node."
+            ) from error
+        self.port = listener.getsockname()[1]
+        return TCPStore(
+            self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def _visit(self) -> Store:
+        """Come to the store of node 0, and wait for its answer."""
+        end = time.monotonic() + self.limit.total_seconds()
+        missing = [0]
+        name = uuid.uuid4().hex
+        while (left := timedelta(seconds=end - time.monotonic())) > timedelta(0):
+            try:
+                store = TCPStore(self.address, self.port, is_master=False, timeout=min(left, _TRY))
+                store.set(_hello(self.node_rank), name)
+                others = range(1, self.num_nodes)
+                missing = [node for node in others if not store.check([_hello(node)])]
+                store.wait([_answer(name)], min(left, _TRY))
+            except RuntimeError:  # not there yet, or just gone
+                time.sleep(0.1)
+            else:
+                return store
+        raise self._missing(missing or [0])
+
+    def _missing(self, nodes: list[int]) -> ProcessError:
+        return ProcessError(
+            f"Node {', '.join(map(str, nodes))} of {self.num_nodes} did not come to {self.address}:{self.port} within "
+            f"{self.limit.total_seconds():g} s (this is node {self.node_rank}); start the program there too, with its "
+            "own NODE_RANK and the same MASTER_ADDR and MASTER_PORT, or wait longer with start_timeout."
+        )
+
+    def get_backend(self) -> str:
+        """Return the name that stands in elastic's logs."""
+        return "echelon"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers join the store made here, where rank 0 would else open a port on every interface."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Return False: whoever holds it may meet again."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing; nobody else could come."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the number of nodes is fixed."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return an id that nobody has to tell from others."""
+        return "echelon"
+
+    def shutdown(self) -> bool:
+        """Do nothing: the store ends with its last holder."""
+        return True
+
+
+def _hello(node: int) -> str:
+    return f"echelon/hello/{node}"
+
+
+def _answer(name: str) -> str:
+    return f"echelon/answer/{name}"
