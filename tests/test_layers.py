@@ -22,7 +22,7 @@ TRAINER_LEVELS = (
     ("step",),
     ("session",),
     ("loading",),
-    ("sampling", "streams"),
+    ("dealing", "loaders", "sampling", "streams"),
 )
 
 

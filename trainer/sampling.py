@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol, SupportsIndex
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 
@@ -61,19 +61,30 @@ class Sampled:
     seed: int
 
     def entries(self, epoch: int, start: int) -> Iterator[Any]:
-        set_epoch(self.sampler, epoch)
-        own_rng = RngStream(derive(self.seed, epoch))
-        with own_rng:
-            entries = islice(self.sampler, start, None)
-        while True:
-            with own_rng:
-                chunk = list(islice(entries, 64))
-            if not chunk:
-                return
-            yield from chunk
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):  # a batch sampler may hold one
+            set_epoch(sampler, epoch)
+        return drawn(self.sampler, derive(self.seed, epoch), start)
 
     def size(self) -> int | None:
         return length_of(self.sampler)
+
+
+def drawn(
+    sampler: Iterable[Any], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
+) -> Iterator[Any]:
+    """Yield what a sampler yields, from one place to another, while random numbers come from a stream of their own.
+
+    That costs 25 us for each chunk.
+    """
+    own_rng = RngStream(seed)
+    with own_rng:
+        entries = islice(sampler, start, stop)
+    while True:
+        with own_rng:
+            found = list(islice(entries, chunk))
+        if not found:
+            return
+        yield from found
 
 
 class SeededIndices(list[int]):
@@ -103,6 +114,35 @@ def _arrive(indices: list[int], seed: int, place: int) -> SeededIndices:
     return SeededIndices(indices, seed, place)
 
 
+Agree = Callable[[list[float]], list[list[float]]]
+"""Gathers numbers: one row for each data rank, in their order. Collective: every rank calls it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who reads the data: this rank, of how many."""
+
+    data_rank: int = 0
+    data_size: int = 1
+    planned_size: int = 0
+    """For how many ranks the loaders' batch_size and accumulate_grad_batches are meant: a run that goes on with other
+    ranks keeps its global batch. 0: for those that there are."""
+    is_dealing: bool = True
+    """Whether one stream is dealt to the ranks; False: the user's loaders yield to each rank what is its own."""
+    agree: Agree | None = None
+    """Needed where only reading tells how much there is."""
+
+    def gather(self, *numbers: float) -> list[list[float]]:
+        """Return the numbers of every rank. Collective: every rank calls it."""
+        assert self.agree is not None, "several data ranks need a way to agree"
+        return self.agree(list(numbers))
+
+    def longest(self, length: int | None) -> int | None:
+        """Return the largest length that a rank has; None if one does not know. Collective: every rank calls it."""
+        most = max(row[0] for row in self.gather(math.inf if length is None else length))
+        return None if math.isinf(most) else int(most)
+
+
 @dataclass(frozen=True)
 class Share:
     """How a global batch is cut: into ranks, and each rank's part into micro-batches."""
@@ -114,23 +154,53 @@ class Share:
     data_rank: int = 0
     data_size: int = 1
 
-    def of(self, num_entries: int) -> slice:
-        """Return this rank's part of a global batch with so many entries."""
-        return slice(
-            num_entries * self.data_rank // self.data_size, num_entries * (self.data_rank + 1) // self.data_size
-        )
+    def of(self, num_entries: int, rank: int | None = None) -> slice:
+        """Return the part of a rank (of this one) of a global batch with so many entries."""
+        rank = self.data_rank if rank is None else rank
+        return slice(num_entries * rank // self.data_size, num_entries * (rank + 1) // self.data_size)
 
     def num_micro_batches(self, num_entries: int) -> int:
-        """Return into how many micro-batches this rank's part of such a global batch is cut."""
-        part = len(range(num_entries)[self.of(num_entries)])
-        return math.ceil(part / (self.micro_batch_size or 1))
+        """Return into how many micro-batches the largest part of such a global batch is cut."""
+        return math.ceil(math.ceil(num_entries / self.data_size) / (self.micro_batch_size or 1))
+
+    def totals(self, entries: Sequence[Any]) -> list[int | None]:
+        """Return how many samples the first, second, ... micro-batches of all ranks hold; None where reading tells."""
+        if self.micro_batch_size is None:
+            parts = (entries[self.of(len(entries), rank)] for rank in range(self.data_size))
+            return [_num_samples(batches) for batches in zip_longest(*parts, fillvalue=[])]
+        width = self.micro_batch_size
+        smaller, num_larger = divmod(len(entries), self.data_size)  # parts differ by one entry at most
+        starts = range(0, smaller + bool(num_larger), width)
+        return [
+            (self.data_size - num_larger) * min(max(smaller - start, 0), width)
+            + num_larger * min(smaller + 1 - start, width)
+            for start in starts
+        ]
+
+
+def _num_samples(batches: Iterable[Any]) -> int | None:
+    """Return the samples of batches of indices; None for what is no such batch."""
+    lists = list(batches)
+    return sum(map(len, lists)) if all(isinstance(batch, list) for batch in lists) else None
+
+
+class Part(NamedTuple):
+    """What is cut out of a global batch for this rank, and what all ranks have together."""
+
+    num_micro_batches: int
+    """Of this rank; may be 0."""
+    totals: list[int | None]
+    """Samples of all ranks in their first, second, ... micro-batches; None where only reading tells."""
+    end: int
+    """The position of all ranks behind this global batch."""
 
 
 class IndexStream:
     """The batch sampler behind every training loader: this rank's micro-batches from a position on.
 
     `sizes` receives, for every micro-batch yielded, its number of samples and by how many entries the position of all
-    ranks advances with it.
+    ranks advances with it. `parts` receives, where there are several ranks, what each global batch is cut into before
+    the first micro-batch of it is yielded.
     """
 
     def __init__(self, order: Order, share: Share, *, seed: int, drop_last: bool, is_seeded: bool) -> None:
@@ -140,6 +210,7 @@ class IndexStream:
         self._drop_last = drop_last
         self._is_seeded = is_seeded
         self.sizes: deque[tuple[int | None, int]] = deque()
+        self.parts: deque[Part] = deque()
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int) -> None:
@@ -152,13 +223,22 @@ class IndexStream:
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
+        self.parts.clear()
         entries = self._order.entries(self._epoch, self._start)
         place = self._start
         while global_batch := list(islice(entries, self._share.global_batch_size)):
             if self._drop_last and len(global_batch) < self._share.global_batch_size:
                 return
+            end = place + len(global_batch)
+            if self._share.data_size > 1:
+                self.parts.append(self._part(global_batch, end))
             yield from self._cut(global_batch, place)
-            place += len(global_batch)
+            place = end
+
+    def _part(self, global_batch: list[Any], end: int) -> Part:
+        mine = self._share.of(len(global_batch))
+        num_micro_batches = math.ceil((mine.stop - mine.start) / (self._share.micro_batch_size or 1))
+        return Part(num_micro_batches, self._share.totals(global_batch), end)
 
     def _cut(self, global_batch: list[Any], place: int) -> Iterator[Any]:
         part = self._share.of(len(global_batch))
@@ -185,13 +265,21 @@ class IndexStream:
         return size
 
     def num_batches(self) -> int | None:
-        """Return the number of this rank's micro-batches in a whole epoch; None if the sampler has no length."""
+        """Return the micro-batches of an epoch, on the rank that has most; None if the sampler has no length."""
         size = self._order.size()
-        if size is None:
-            return None
-        whole, rest = divmod(size, self._share.global_batch_size)
+        return None if size is None else self.count(size)
+
+    def count(self, num_entries: int) -> int:
+        """Return into how many micro-batches so many entries are cut, on the rank that has most."""
+        whole, rest = divmod(num_entries, self._share.global_batch_size)
         count = whole * self._share.num_micro_batches(self._share.global_batch_size)
         return count if self._drop_last else count + self._share.num_micro_batches(rest)
+
+    def count_before(self, position: int) -> int:
+        """Return how many of an epoch's micro-batches lie before a position."""
+        size = self._order.size()
+        # from behind: the position may lie inside a global batch, if those were of another size until now
+        return self.count(position) if size is None else self.count(size) - self.count(max(0, size - position))
 
 
 def length_of(data: object) -> int | None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, Protocol
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from ..strategies.errors import DataError
 from .batches import size_of
-from .sampling import IndexStream, Order, Sampled, Sequential, Share, Shuffled, length_of, set_epoch
+from .loaders import check_loader, is_dealt, is_indexed, is_sequence, makes_batches, order_of, with_indices
+from .sampling import IndexStream, Ranks, Share, length_of, set_epoch
 from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng, seed_generators
 
 _END: Final = object()
-_PLACE: Final = ("position", "rounds", "batch_size")
+_PLAIN: Final = {TensorDataset, list, tuple, range}
+"""Data sets that draw no random numbers."""
+_PLACE: Final = ("position", "rounds", "batch_size", "num_streams")
 
 
 class Stream(Protocol):
@@ -37,6 +30,8 @@ class Stream(Protocol):
     """How far this epoch has been consumed by all ranks; in samples, or in batches where the loader yields those."""
     rounds: int
     """How often the loader has begun again in this epoch of the run, beside longer ones."""
+    num_streams: int
+    """1 if all ranks share what is read; their number, if each reads its own."""
 
     def seek(self, epoch: int, position: int) -> None:
         """Let the next iteration begin here."""
@@ -45,7 +40,10 @@ class Stream(Protocol):
         """Yield the batches from the position on, each with its number of samples."""
 
     def num_batches(self) -> int | None:
-        """Return this rank's batches of a whole epoch; None if the data does not know."""
+        """Return the batches of a whole epoch; None if the data does not know."""
+
+    def batches_done(self) -> int:
+        """Return how many batches lie before the position, on the rank that has most."""
 
     def recut(self, accumulate: int) -> None:
         """Make an optimizer step of so many micro-batches, from the next iteration on."""
@@ -56,6 +54,9 @@ class Stream(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
 
+    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether what is read was cut and dealt in the same way when `state_dict` was taken."""
+
     def close(self) -> None:
         """Let the loader's workers go."""
 
@@ -63,36 +64,52 @@ class Stream(Protocol):
 class Cut:
     """How the global batch is cut for one loader, as the settings say it."""
 
-    def __init__(self, accumulate: int, global_batch_size: int | None, data_rank: int, data_size: int) -> None:
+    def __init__(self, accumulate: int, global_batch_size: int | None, ranks: Ranks) -> None:
         self.accumulate = accumulate
         self.global_batch_size = global_batch_size
-        self.data_rank, self.data_size = data_rank, data_size
+        self.ranks = ranks
+        self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate
 
-    def share(self, batch_size: int | None) -> Share:
-        """Return the share of a loader with this batch size; None: it yields ready-made batches."""
+    @property
+    def per_step(self) -> int:
+        """Batches of an optimizer step on one rank, where a loader's batches are taken as they come."""
+        return math.ceil(self._num_planned / self.ranks.data_size)
+
+    def share(self, batch_size: int | None, *, is_dealt: bool) -> Share:
+        """Return the share of a loader with this batch size; None: it yields ready-made batches.
+
+        A loader that is not dealt is all this rank's: its global batch is this rank's part of the whole one.
+        """
         if self.global_batch_size is not None and batch_size is not None:
             size = self.global_batch_size
         else:
-            size = (batch_size or 1) * self.data_size * self.accumulate
-        return Share(size, batch_size, self.data_rank, self.data_size)
+            size = (batch_size or 1) * self._num_planned
+        ranks = self.ranks
+        if is_dealt:
+            return Share(size, batch_size, ranks.data_rank, ranks.data_size)
+        return Share(math.ceil(size / ranks.data_size), batch_size)
 
 
 class MapStream:
     """A DataLoader over a data set with indices: its own copy, with our index stream in place of its sampler."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, cut: Cut, *, in_order: bool) -> None:
-        self._cut, self._seed = cut, seed
-        self._samples = loader.batch_size if _collates(loader) else None
-        self._share = cut.share(self._samples)
+        ranks = cut.ranks
+        self.num_streams = 1 if in_order or is_dealt(loader, ranks) else ranks.data_size
+        # where each reads its own, the same place is another sample on each rank
+        self._seed = seed if self.num_streams == 1 else derive(seed, ranks.data_rank)
+        self._cut = cut
+        self._samples = loader.batch_size if makes_batches(loader) else None
+        self._share = cut.share(self._samples, is_dealt=self.num_streams == 1)
         seeded = not (type(loader.dataset) in _PLAIN and loader.collate_fn is default_collate)
         self._indices = IndexStream(
             order_of(loader, seed, in_order=in_order),
             self._share,
-            seed=seed,
+            seed=self._seed,
             drop_last=bool(loader.drop_last),
             is_seeded=seeded,
         )
-        self._loader = _with_indices(loader, self._indices)
+        self._loader = with_indices(loader, self._indices)
         self._rng = RngStream(seed) if seeded and loader.num_workers == 0 else None
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._is_over = False
@@ -103,11 +120,11 @@ class MapStream:
     @property
     def global_batch_size(self) -> int | None:
         """Samples of an optimizer step; None where the loader yields ready-made batches."""
-        return self._share.global_batch_size if self._samples is not None else None
+        return self._share.global_batch_size * self.num_streams if self._samples is not None else None
 
     @property
-    def accumulate(self) -> int:
-        """Micro-batches of an optimizer step on this rank."""
+    def per_step(self) -> int:
+        """Micro-batches of an optimizer step, on the rank that has most."""
         return self._share.num_micro_batches(self._share.global_batch_size)
 
     def seek(self, epoch: int, position: int) -> None:
@@ -115,8 +132,8 @@ class MapStream:
 
     def recut(self, accumulate: int) -> None:
         if accumulate != self._cut.accumulate:
-            self._cut = Cut(accumulate, None, self._cut.data_rank, self._cut.data_size)
-            self._share = self._cut.share(self._samples)
+            self._cut = Cut(accumulate, None, self._cut.ranks)
+            self._share = self._cut.share(self._samples, is_dealt=self.num_streams == 1)
             self._indices.recut(self._share)
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,12 +156,36 @@ class MapStream:
             yield batch, size_of(batch) if size is None else size
         self._is_over = True
 
+    def parts(self, limit: float) -> Iterator[tuple[list[tuple[Any, int]], list[int | None]]]:
+        """Yield this rank's part of each global batch, perhaps empty, and the samples of all ranks.
+
+        Those are of the first, second, ... micro-batches of all ranks together; None where only reading tells. `limit`
+        is the largest number of micro-batches that a rank may read.
+        """
+        plans = self._indices.parts
+        plans.clear()
+        batches = self.sized_batches()
+        ahead: list[tuple[Any, int]] = []
+        while limit > 0:
+            if not plans:
+                ahead = list(islice(batches, 1))  # makes the sampler go on, which says what comes
+            if not plans:
+                return
+            plan = plans.popleft()
+            longest = int(min(limit, len(plan.totals)))
+            mine = list(islice(chain(ahead, batches), min(plan.num_micro_batches, longest)))
+            ahead = [] if mine else ahead
+            self.position = plan.end  # also where this rank has no part
+            yield mine, plan.totals[:longest]
+            limit -= longest
+
     def _drawing(self, batches: Iterator[Any], rng: RngStream, epoch: int) -> Iterator[Any]:
         """Yield the batches while random numbers come from a stream apart, seeded by the place of each batch."""
         position, offset = self.position, 0
+        first = self._share.data_rank * self.per_step
         while True:
             with rng:
-                seed_generators(derive(self._seed, epoch, position, offset))
+                seed_generators(derive(self._seed, epoch, position, first + offset))
                 batch = next(batches, _END)
             if batch is _END:
                 return
@@ -154,25 +195,39 @@ class MapStream:
     def num_batches(self) -> int | None:
         return self._indices.num_batches()
 
+    def batches_done(self) -> int:
+        return self._indices.count_before(self.position)
+
     def __len__(self) -> int:
         return len(self._indices)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _PLACE}
+        return {"cut": self._cut_as, **{name: getattr(self, name) for name in _PLACE}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.position, self.rounds, self.batch_size = (state_dict[name] for name in _PLACE)
+        self.position, self.rounds, self.batch_size = _place_in(state_dict, self)
+
+    @property
+    def _cut_as(self) -> list[int | None]:
+        return [self._cut.ranks.data_size, self._share.global_batch_size, self._samples]
+
+    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+        return list(state_dict.get("cut", ())) == self._cut_as
 
     def close(self) -> None:
         vars(self._loader)["_iterator"] = None  # persistent workers end now; found by the garbage collector, after 10 s
 
 
 class IterableStream:
-    """Any other iterable: its position is a number of batches, and it is resumed by its own state if it has one."""
+    """Any other iterable: its position is a number of batches, and it is resumed by its own state if it has one.
 
-    def __init__(self, loader: Any, seed: int) -> None:
+    Each rank reads its own. All have the same random numbers, so that what deals a shuffled order to them can.
+    """
+
+    def __init__(self, loader: Any, seed: int, num_streams: int) -> None:
         self._loader = loader
         self._seed = seed
+        self.num_streams = num_streams
         self._owns_rng = isinstance(loader, DataLoader)
         self._rng: RngStream | None = None
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
@@ -217,7 +272,7 @@ class IterableStream:
                 self._skip(batches)
             if "rng" in state and self.position:
                 restore_rng(state["rng"])
-        return batches if rng is None else _drawing_from(rng, batches)
+        return batches if rng is None else drawing_from(rng, batches)
 
     def _skip(self, batches: Iterator[Any]) -> None:
         warnings.warn(
@@ -236,7 +291,8 @@ class IterableStream:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"is_over": self._is_over, **{name: getattr(self, name) for name in _PLACE}}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _PLACE}
+        state["is_over"] = self._is_over
         if hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict"):
             state["loader"] = self._loader.state_dict()
             if self._rng is not None:
@@ -245,14 +301,35 @@ class IterableStream:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.position, self.rounds, self.batch_size = (state_dict[name] for name in _PLACE)
-        self._state, self._was_over = state_dict, state_dict["is_over"]
+        self.position, self.rounds, self.batch_size = _place_in(state_dict, self)
+        if self.is_cut_as(state_dict):
+            self._state, self._was_over = state_dict, state_dict["is_over"]
+
+    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+        return state_dict["num_streams"] == self.num_streams and "is_over" in state_dict
+
+    def batches_done(self) -> int:
+        return self.position
 
     def close(self) -> None:
         """An iterable is the user's to close."""
 
 
-def _drawing_from(rng: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
+def _place_in(state_dict: Mapping[str, Any], stream: Stream) -> tuple[int, int, int]:
+    """Return position, rounds and batch size out of a state; as near as can be, if other ranks read other streams."""
+    position, rounds, batch_size, saved = (state_dict[name] for name in _PLACE)
+    if saved != stream.num_streams:
+        position = position * saved // stream.num_streams
+        warnings.warn(
+            f"{stream!r} yields to each rank batches of its own. It was saved by {saved} ranks, {stream.num_streams} "
+            f"go on, each from position {position}: some samples of this epoch may come twice or never. Use a data "
+            "set with indices, and no DistributedSampler, to resume exactly on any number of ranks.",
+            stacklevel=2,
+        )
+    return position, rounds, batch_size
+
+
+def drawing_from(rng: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield what an iterator yields while random numbers come from a stream of their own."""
     while True:
         with rng:
@@ -269,73 +346,12 @@ def stream_of(loader: Any, seed: int, cut: Cut, *, in_order: bool = False) -> Ma
         DataError: for what is no loader.
     """
     check_loader(loader)
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    if cut.ranks.data_size > 1 and cut.ranks.is_dealing and is_sequence(loader):
+        loader = DataLoader(loader, batch_size=None, collate_fn=_as_it_is)
+    if is_indexed(loader):
         return MapStream(loader, seed, cut, in_order=in_order)
-    return IterableStream(loader, seed)
+    return IterableStream(loader, seed, cut.ranks.data_size)
 
 
-def check_loader(loader: Any) -> None:
-    """Raise `DataError` unless batches can be read from it, judging without reading."""
-    if isinstance(loader, Dataset):
-        raise DataError(
-            f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
-            "instead."
-        )
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise DataError(
-            f"{loader!r:.80} is no loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
-        )
-
-
-def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
-    """Return the order in which a loader's sampler reads, as a function of (seed, epoch)."""
-    dataset: Any = loader.dataset
-    if in_order:
-        return Sequential(len(dataset))
-    if _has_own_batches(loader):
-        return Sampled(loader.batch_sampler, seed)  # type: ignore[arg-type]
-    sampler: Any = loader.sampler
-    if type(sampler) is SequentialSampler:
-        return Sequential(len(dataset))
-    generator = getattr(sampler, "generator", None)
-    if isinstance(generator, torch.Generator):
-        sampler = copy.copy(sampler)
-        sampler.generator = None  # draws from a stream of its own, begun by the seed, so that it can be resumed
-        seed = generator.initial_seed()
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
-        return Shuffled(len(dataset), seed)
-    return Sampled(sampler, seed)
-
-
-def unshuffled(loader: Any) -> Any:
-    """Return a copy of a loader that reads its samples in their order; one that does not shuffle as it is."""
-    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
-        return loader
-    dataset: Any = loader.dataset
-    indices = SequentialSampler(dataset)
-    if loader.batch_size is None:
-        return _with_indices(loader, indices)
-    return _with_indices(loader, BatchSampler(indices, loader.batch_size, loader.drop_last))
-
-
-_PLAIN: Final = {TensorDataset, list, tuple, range}
-
-
-def _collates(loader: DataLoader[Any]) -> bool:
-    """Whether the loader itself makes batches of samples, of its batch_size."""
-    return loader.batch_size is not None
-
-
-def _has_own_batches(loader: DataLoader[Any]) -> bool:
-    """Whether the user gave a batch sampler."""
-    return loader.batch_size is None and loader.batch_sampler is not None
-
-
-def _with_indices(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
-    """Return a copy of the loader, of the same class and with everything it has, that reads these indices."""
-    clone = copy.copy(loader)
-    batched = loader.batch_sampler is not None
-    # a DataLoader forbids setting its sampler, for fear of a half-changed one: everything that uses it is set here
-    vars(clone)["batch_sampler" if batched else "sampler"] = indices
-    vars(clone)["_iterator"] = None
-    return clone
+def _as_it_is(batch: Any) -> Any:
+    return batch
