@@ -8,7 +8,7 @@ from .pruning import remove
 from .ranks import Ranks
 from .saving import save
 from .weights import Difference, difference, load_into, load_weights
-from .writer import AsyncWriter, SyncWriter, Writer
+from .writer import AsyncWriter, SyncWriter, Writer, make_writer
 
 __all__ = [
     "AsyncWriter",
@@ -22,6 +22,7 @@ __all__ = [
     "load",
     "load_into",
     "load_weights",
+    "make_writer",
     "newest_valid",
     "point",
     "remove",

@@ -40,7 +40,9 @@ def own_piece(tensor: Any, path: str) -> Piece | None:
 
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
-        raise CheckpointError(f"{path} is a DTensor with placements {placements}; redistribute it before saving.")
+        raise CheckpointError(
+            f"{path} is a DTensor with placements {placements}; call its redistribute() before saving."
+        )
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(p.is_replicate() and at for p, at in zip(placements, coordinate, strict=True)):
         return None

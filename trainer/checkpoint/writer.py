@@ -234,13 +234,19 @@ class AsyncWriter:
             raise error
 
 
+def make_writer(*, is_async: bool, store: Any = None, rank: int = 0, world_size: int = 1) -> Writer:
+    """Return the writer of a run. Collective: every rank makes one, with the store (of c10d) that they share."""
+    ranks = Ranks(store, rank, world_size) if world_size > 1 else None
+    return AsyncWriter(ranks) if is_async else SyncWriter(ranks)
+
+
 def _take(state: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: Ranks | None) -> Snapshot:
     """Take what this rank has to write; a rank that cannot tells the others, which would wait for it."""
     if ranks is None:
         return take(state, mesh)
     ranks.begin()
     try:
-        return take(state, mesh, is_first=ranks.rank == 0)
+        return take(state, mesh or {"dp_replicate": ranks.world_size}, is_first=ranks.rank == 0)
     except BaseException as error:
         ranks.fail(error)
         raise

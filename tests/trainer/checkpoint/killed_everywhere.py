@@ -1,13 +1,14 @@
 """A program that forks a writer for each system call of a save, kills it there, and looks at what is left.
 
 Run by test_ckpt_commit.py in a process of its own: forking wants a process without threads.
-Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random
+Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import random
@@ -21,8 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import FileStore
 
-from echelon.trainer.checkpoint import list_checkpoints, load, newest_valid, point, remove, save
+from echelon.strategies.sharded import Sharded
+from echelon.trainer.checkpoint import (
+    Ranks,
+    SyncWriter,
+    list_checkpoints,
+    load,
+    newest_valid,
+    point,
+    remove,
+    save,
+)
 from echelon.trainer.checkpoint.commit import is_stranded, sweep, unfinished
 
 TOUCHING_THE_DISK = {
@@ -40,6 +52,13 @@ def state(step: int) -> dict[str, Any]:
 
 def in_child(work: Callable[[], None], kill_at: int) -> bool:
     """Run `work` in a fork that kills itself before its system call number `kill_at`; return whether it was killed."""
+    _, status = os.waitpid(fork(work, kill_at), 0)
+    assert os.WIFSIGNALED(status) or status == 0, status
+    return os.WIFSIGNALED(status)
+
+
+def fork(work: Callable[[], None], kill_at: int = 0) -> int:
+    """Begin to run `work` in a fork, likewise; never killed by itself if 0. Return its process id."""
     pid = os.fork()
     if pid == 0:
         count = 0
@@ -51,12 +70,11 @@ def in_child(work: Callable[[], None], kill_at: int) -> bool:
                 if count == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.setprofile(profile)
+        if kill_at:
+            sys.setprofile(profile)
         work()
         os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) or status == 0, status
-    return os.WIFSIGNALED(status)
+    return pid
 
 
 def check(folder: Path, allowed: set[int]) -> None:
@@ -131,6 +149,34 @@ def removing(folder: Path) -> int:
     return at_every_call(folder, work, {1, 2})
 
 
+def one_of_two_ranks(folder: Path, victim: int) -> int:
+    """Kill one of two ranks that write together, at each of its calls, and then the other, as a launcher does."""
+    store = folder.with_name(f"store-{victim}")
+
+    def work(rank: int) -> None:
+        ranks = Ranks(FileStore(str(store), 2), rank, 2)
+        whole = state(2)
+        whole["optimizers"] = Sharded(m=whole["optimizers"]["m"]) if rank else Sharded()
+        SyncWriter(ranks).save(folder / "b.ckpt", whole)
+
+    kill_at, was_killed = 0, True
+    while was_killed:
+        kill_at += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        store.unlink(missing_ok=True)
+        save(folder / "a.ckpt", state(1))
+        other = fork(functools.partial(work, 1 - victim))
+        was_killed = in_child(functools.partial(work, victim), kill_at)
+        if was_killed:
+            os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        check(folder, {1, 2} if was_killed else {2})
+        sweep(folder)
+        assert unfinished(folder) == []
+        check(folder, {1, 2} if was_killed else {2})
+    return kill_at - 1
+
+
 def at_random(folder: Path) -> int:
     """Kill a writer of one checkpoint after another from outside, wherever it is."""
     chance = random.Random(0)
@@ -163,5 +209,7 @@ if __name__ == "__main__":
         "remove": removing,
         "replace-without-exchange": replace_without_exchange,
         "random": at_random,
+        "rank-0": functools.partial(one_of_two_ranks, victim=0),
+        "rank-1": functools.partial(one_of_two_ranks, victim=1),
     }
     print(modes[sys.argv[2]](Path(sys.argv[1])))

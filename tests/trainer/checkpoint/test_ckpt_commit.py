@@ -30,7 +30,15 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("mode", "at_least"),
-    [("fresh", 30), ("replace", 30), ("replace-without-exchange", 30), ("remove", 40), ("random", 40)],
+    [
+        ("fresh", 30),
+        ("replace", 30),
+        ("replace-without-exchange", 30),
+        ("remove", 40),
+        ("random", 40),
+        ("rank-0", 20),
+        ("rank-1", 4),
+    ],
 )
 def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_everywhere.py")

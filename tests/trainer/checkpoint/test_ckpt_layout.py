@@ -21,8 +21,8 @@ from echelon.strategies.errors import CheckpointError
 from echelon.trainer.checkpoint import load, save
 from echelon.trainer.checkpoint.disk import MappedFile
 from echelon.trainer.checkpoint.manifest import MANIFEST, read_manifest
-from echelon.trainer.checkpoint.saving import STATE
 from echelon.trainer.checkpoint.pieces import Piece
+from echelon.trainer.checkpoint.saving import STATE
 from echelon.trainer.checkpoint.tensors import read_tensors, write_tensors
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

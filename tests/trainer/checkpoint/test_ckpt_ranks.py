@@ -78,7 +78,7 @@ def test_entries_of_all_ranks_are_one_state(kind: Callable[[Ranks], Writer], tmp
                 writer.settle()
                 values["exp_avg"].fill_(-1)
         writer.close()
-        assert not (writer.has_failed or writer.is_copying and kind is SyncWriter)
+        assert not writer.has_failed
 
     good(on_ranks(4, run))
     for step in (1, 2, 3):
@@ -166,14 +166,19 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     verify(tmp_path / "old.ckpt")
 
 
+def save_two(writer: Writer, folder: Path, state: dict[str, Any]) -> None:
+    """Either save may be the one that tells of the failure of the first."""
+    writer.save(folder / "taken.ckpt", state)
+    writer.save(folder / "b.ckpt", state)
+
+
 def test_writers_go_on_after_a_failure(kind: Callable[[Ranks], Writer], tmp_path: Path) -> None:
     (tmp_path / "taken.ckpt").write_text("a file in the way")
 
     def run(ranks: Ranks) -> None:
         writer = kind(ranks)
         with pytest.raises(CheckpointError, match=r"taken.ckpt exists and is not a checkpoint"):
-            for path in (tmp_path / "taken.ckpt", tmp_path / "b.ckpt"):
-                writer.save(path, dealt(1, ranks.rank, 2))
+            save_two(writer, tmp_path, dealt(1, ranks.rank, 2))
         writer.save(tmp_path / "c.ckpt", dealt(2, ranks.rank, 2))
         writer.close()
 
