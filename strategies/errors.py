@@ -30,6 +30,10 @@ class ProcessError(RunError):
     """A process of a run did not come, died, or lost the others; the message names its rank."""
 
 
+class CollectiveError(ProcessError):
+    """Ranks do not call the same collective; the message holds a table of what each of them called, and where."""
+
+
 class NonFiniteError(EchelonError, ArithmeticError):
     """A loss or a gradient became NaN or infinite."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,28 @@ def iterate_tensors(data: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
             yield from iterate_tensors(getattr(data, field.name))
+
+
+def named_leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf, tensor or not, with a name such as ``['loss'][0]``; in the order of `map_tensors`."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from named_leaves(value, f"{name}[{key!r}]")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from named_leaves(value, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            if field.init:
+                yield from named_leaves(getattr(data, field.name), f"{name}.{field.name}")
+    else:
+        yield name, data
+
+
+def with_leaves(data: Any, leaves: Iterable[Any]) -> Any:
+    """Return `data` with its leaves, in the order of `named_leaves`, replaced by these."""
+    new = iter(leaves)
+    return map_tensors(lambda _: next(new), data, lambda _: next(new))
 
 
 def to_device(data: Any, device: torch.device) -> Any:

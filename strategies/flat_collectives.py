@@ -1,0 +1,166 @@
+"""The collectives on one flat tensor, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ReduceOp = Literal["sum", "mean", "min", "max"]
+REDUCE_OPS: Final = ("sum", "mean", "min", "max")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a collective runs on: torch's process group, and whoever wants to hear of it before it runs."""
+
+    process_group: Any
+    world_size: int
+    rank: int
+    announce: Callable[[str, Tensor], None]
+    """Called by backward with the operation and the gradient; forward is announced by whoever calls it."""
+
+
+# torch.distributed.nn.functional.all_gather gives wrong gradients on gloo (torch 2.14), and torch's functional
+# collectives know none of a broadcast. All of these operations are linear, so that their gradients are few lines.
+
+
+def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
+    """Return the reduction of every rank's `flat`, which may be overwritten; sum and mean have a gradient."""
+    import torch.distributed as dist
+
+    if op in ("sum", "mean"):
+        total: Tensor = _AllReduce.apply(wire, flat) if _has_gradient(flat) else _sum(wire, flat)
+        return total / wire.world_size if op == "mean" else total
+    flat = flat.detach()
+    dist.all_reduce(flat, dist.ReduceOp.MIN if op == "min" else dist.ReduceOp.MAX, wire.process_group)
+    return flat
+
+
+def all_gather(wire: Wire, flat: Tensor) -> Tensor:
+    """Return every rank's `flat`, one after another."""
+    return _AllGather.apply(wire, flat) if _has_gradient(flat) else _all_gather(wire, flat)
+
+
+def reduce_scatter(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
+    """Return this rank's part of the reduction of every rank's `flat`; sum and mean have a gradient."""
+    if op in ("min", "max"):
+        return all_reduce(wire, flat, op).chunk(wire.world_size)[wire.rank].clone()
+    part: Tensor = _ReduceScatter.apply(wire, flat) if _has_gradient(flat) else _reduce_scatter(wire, flat)
+    return part / wire.world_size if op == "mean" else part
+
+
+def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
+    """Return rank `src`'s `flat`; others pass a tensor like it, which requires a gradient where src's does."""
+    import torch.distributed as dist
+
+    if _has_gradient(flat):
+        return _Broadcast.apply(wire, flat, src)  # type: ignore[no-any-return]
+    dist.broadcast(as_bytes(flat), src, wire.process_group)
+    return flat.detach()
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return what only moves in a form that every backend knows: gloo has no int16 and no float8."""
+    return flat.detach().view(torch.uint8)
+
+
+def _has_gradient(flat: Tensor) -> bool:
+    return flat.requires_grad and torch.is_grad_enabled()
+
+
+def _sum(wire: Wire, flat: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    flat = flat.detach()
+    dist.all_reduce(flat, group=wire.process_group)
+    return flat
+
+
+def _all_gather(wire: Wire, flat: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    gathered = flat.new_empty(wire.world_size * flat.numel())
+    # until torch 2.13 is the oldest that is supported: the name before
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    run(as_bytes(gathered), as_bytes(flat), group=wire.process_group)
+    return gathered
+
+
+def _reduce_scatter(wire: Wire, flat: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    part = flat.new_empty(flat.numel() // wire.world_size)
+    # until torch 2.13 is the oldest that is supported: the name before
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(part, flat.detach(), group=wire.process_group)
+    return part
+
+
+class _AllReduce(torch.autograd.Function):
+    """Every rank's output has every rank's input in it: the gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, flat: Tensor) -> Tensor:
+        ctx.wire = wire
+        return _sum(wire, flat.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.wire.announce("backward of all_reduce", gradient)
+        return None, _AllReduce.apply(ctx.wire, gradient.contiguous())
+
+
+class _AllGather(torch.autograd.Function):
+    """The transpose of a gather is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, flat: Tensor) -> Tensor:
+        ctx.wire = wire
+        return _all_gather(wire, flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.wire.announce("backward of all_gather", gradient)
+        return None, _ReduceScatter.apply(ctx.wire, gradient.contiguous())
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """The transpose of a reduce-scatter is a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, flat: Tensor) -> Tensor:
+        ctx.wire = wire
+        return _reduce_scatter(wire, flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.wire.announce("backward of reduce_scatter", gradient)
+        return None, _AllGather.apply(ctx.wire, gradient.contiguous())
+
+
+class _Broadcast(torch.autograd.Function):
+    """Every rank's output is src's input: src's gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, flat: Tensor, src: int) -> Tensor:
+        import torch.distributed as dist
+
+        ctx.wire, ctx.src = wire, src
+        copy = flat.detach().clone()
+        dist.broadcast(as_bytes(copy), src, wire.process_group)
+        return copy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
+        import torch.distributed as dist
+
+        ctx.wire.announce("backward of broadcast", gradient)
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.reduce(gradient, ctx.src, group=ctx.wire.process_group)
+        return None, gradient if ctx.wire.rank == ctx.src else None, None
