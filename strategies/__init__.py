@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .by_name import strategy_by_name
+from .ddp import DDPStrategy
 from .hardware import Hardware
+from .placement import place
 from .precision import Precision
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
 
-__all__ = ["Hardware", "Precision", "SingleDeviceStrategy", "Strategy", "strategy_by_name"]
+__all__ = ["DDPStrategy", "Hardware", "Precision", "SingleDeviceStrategy", "Strategy", "place", "strategy_by_name"]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
+from .ddp import DDPStrategy
 from .errors import ConfigError, did_you_mean
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
 
 _BY_NAME: Final[dict[str, type[Strategy]]] = {
-    "auto": SingleDeviceStrategy,
-    SingleDeviceStrategy.name: SingleDeviceStrategy,
+    strategy.name: strategy
+    for strategy in (
+        SingleDeviceStrategy,
+        DDPStrategy,
+    )
 }
 
 
@@ -23,5 +27,7 @@ def strategy_by_name(strategy: str | Strategy) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     if strategy not in _BY_NAME:
-        raise ConfigError(f"strategy={strategy!r} is not a known strategy.{did_you_mean(str(strategy), _BY_NAME)}")
+        raise ConfigError(
+            f"strategy={strategy!r} is not a known strategy.{did_you_mean(str(strategy), [*_BY_NAME, 'auto'])}"
+        )
     return _BY_NAME[strategy]()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from .environment import Environment
 from .errors import ConfigError, did_you_mean
 
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
@@ -19,11 +20,26 @@ class Hardware:
     device_type: str
     devices: tuple[int, ...]
     num_nodes: int = 1
+    environment: Environment = field(default_factory=lambda: Environment.detect({}))
+    """The processes that are there, or that are to be started."""
 
-    @property
-    def num_processes(self) -> int:
-        """One process for each device of each node."""
-        return len(self.devices) * self.num_nodes
+    def for_processes(self, environment: Environment) -> Hardware:
+        """Return this hardware with one device for each process of `environment` on this node.
+
+        Raises:
+            ConfigError: if there are fewer devices.
+        """
+        count, devices = environment.local_world_size, self.devices
+        if self.device_type == "cpu":
+            devices = tuple(range(count))
+        elif len(devices) == 1:  # a launcher that shows each process the one device which is its own
+            devices *= count
+        elif len(devices) < count:
+            raise ConfigError(
+                f"{environment.describe()}, but this machine has {len(devices)} {self.device_type} devices; start one "
+                "process a device."
+            )
+        return replace(self, devices=devices[:count], num_nodes=environment.num_nodes, environment=environment)
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device of the process with this rank on its node."""

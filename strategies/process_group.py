@@ -13,7 +13,8 @@ import torch
 from .environment import Environment
 from .errors import ConfigError, ProcessError, did_you_mean
 
-_START_TIMEOUT: Final = timedelta(minutes=5)
+START_TIMEOUT: Final = timedelta(minutes=5)
+"""How long processes wait for each other at the start, unless told otherwise."""
 # torch's own default for gloo; a rank may be busy for long: with a checkpoint, a download, a first compilation
 _TIMEOUT: Final = timedelta(minutes=30)
 
@@ -22,7 +23,7 @@ class ProcessSettings(TypedDict, total=False):
     """What every strategy with several processes takes, by keyword."""
 
     process_group_backend: str | None
-    """``"nccl"``, ``"gloo"`` or ``"mpi"``; by default nccl on CUDA and gloo on CPU, as torch's documentation advises."""
+    """``"nccl"``, ``"gloo"`` or ``"mpi"``; by default nccl on CUDA and gloo on CPU, as torch's documentation says."""
     timeout: timedelta
     """How long a collective waits for a rank that is alive but does not come. A rank that died is noticed at once."""
     start_timeout: timedelta
@@ -31,8 +32,8 @@ class ProcessSettings(TypedDict, total=False):
     """Compare every collective of `Strategy` across ranks before it runs: slow, and an error instead of a hang."""
 
 
-def check_settings(settings: ProcessSettings, device_type: str) -> None:
-    """Check what can be known to be wrong before any process starts.
+def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bool) -> None:
+    """Check what can be known to be wrong before any process starts; the backend only where one is needed.
 
     Raises:
         ConfigError: for an unknown setting, or a backend that this build of torch, or the device, cannot use.
@@ -44,20 +45,20 @@ def check_settings(settings: ProcessSettings, device_type: str) -> None:
     for name, value in (("timeout", settings.get("timeout")), ("start_timeout", settings.get("start_timeout"))):
         if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
             raise ConfigError(f"{name}={value!r} is not possible; give a timedelta above zero.")
+    if not is_needed:
+        return
     if device_type == "mps":
         raise ConfigError("accelerator='mps' has one device and no backend for several; use accelerator='cpu'.")
     _backend(settings, device_type)
 
 
 def _backend(settings: ProcessSettings, device_type: str) -> str:
-    import torch.distributed as dist
+    from torch import distributed as dist
 
     default = "nccl" if device_type == "cuda" else "gloo"
     name = settings.get("process_group_backend") or default
     if name not in ("nccl", "gloo", "mpi"):
-        raise ConfigError(
-            f"process_group_backend={name!r} is not known.{did_you_mean(name, ('nccl', 'gloo', 'mpi'))}"
-        )
+        raise ConfigError(f"process_group_backend={name!r} is not known.{did_you_mean(name, ('nccl', 'gloo', 'mpi'))}")
     if not getattr(dist, f"is_{name}_available")():
         raise ConfigError(
             f"process_group_backend={name!r}, but this build of torch ({torch.__version__}) was made without it; "
@@ -94,7 +95,8 @@ class ProcessGroup:
         Raises:
             ProcessError: naming the ranks that did not come within the start timeout.
         """
-        import torch.distributed as dist
+        from torch import distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -102,7 +104,7 @@ class ProcessGroup:
             self._check_existing()
         else:
             self._meet()
-        self.store: Any = dist.PrefixStore("echelon", dist.distributed_c10d._get_default_store())
+        self.store: Any = PrefixStore("echelon", dist.distributed_c10d._get_default_store())
         is_cpu = dist.get_backend() == "gloo"
         # collectives of CPU tensors and of objects, and whatever must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self._timeout)
@@ -112,19 +114,19 @@ class ProcessGroup:
         return self.settings.get("timeout", _TIMEOUT)
 
     def _check_existing(self) -> None:
-        import torch.distributed as dist
+        from torch import distributed as dist
 
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             raise ConfigError(
-                f"torch.distributed is initialised already, with rank {dist.get_rank()} of {dist.get_world_size()}, but "
-                f"this process was started as rank {self.rank} of {self.world_size}; leave init_process_group to the "
-                "trainer, or make both agree."
+                f"torch.distributed is initialised already, with rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"but this process was started as rank {self.rank} of {self.world_size}; leave init_process_group to "
+                "the trainer, or make both agree."
             )
 
     def _meet(self) -> None:
-        import torch.distributed as dist
+        from torch import distributed as dist
 
-        limit = self.settings.get("start_timeout", _START_TIMEOUT)
+        limit = self.settings.get("start_timeout", START_TIMEOUT)
         store = self._open_store(limit)
         store.set(f"echelon/start/{self.rank}", socket.gethostname())
         keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
@@ -143,17 +145,17 @@ class ProcessGroup:
         atexit.register(_leave)
 
     def _open_store(self, limit: timedelta) -> Any:
-        import torch.distributed as dist
+        from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
         environment, port = self.environment, self.environment.main_port
         is_one_machine = environment.num_nodes == 1
         address = "127.0.0.1" if is_one_machine else environment.main_address
         try:
             if environment.launcher == "torchrun":  # its agent may host the store, or rank 0; torch knows which
-                return next(dist.rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
+                return next(rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
             if self.rank == 0 and is_one_machine:
                 return _loopback_store(port or 0, limit)
-            return dist.TCPStore(address, port or 0, is_master=self.rank == 0, timeout=limit, wait_for_workers=False)
+            return TCPStore(address, port or 0, is_master=self.rank == 0, timeout=limit, wait_for_workers=False)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             raise ProcessError(
                 f"Rank {self.rank} cannot {'open' if self.rank == 0 else 'reach'} the store of the run at "
@@ -164,14 +166,14 @@ class ProcessGroup:
 
 def _loopback_store(port: int, limit: timedelta) -> Any:
     """Return the store of a run on one machine; torch's own would listen on every interface."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with closing(socket.socket()) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()
         port = listener.getsockname()[1]
-        return dist.TCPStore(
+        return TCPStore(
             "127.0.0.1",
             port,
             is_master=True,
@@ -182,7 +184,7 @@ def _loopback_store(port: int, limit: timedelta) -> Any:
 
 
 def _leave() -> None:
-    import torch.distributed as dist
+    from torch import distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -16,10 +16,12 @@ class SingleDeviceStrategy(Strategy):
     name: ClassVar[str] = "single"
 
     def check(self, hardware: Hardware, precision: Precision) -> None:
-        if hardware.num_processes != 1:
+        super().check(hardware, precision)
+        if len(hardware.devices) > 1 or hardware.num_nodes > 1:
             raise ConfigError(
                 f"strategy='single' runs one process, but devices={len(hardware.devices)} and "
-                f"num_nodes={hardware.num_nodes} ask for {hardware.num_processes}; set devices=1 and num_nodes=1."
+                f"num_nodes={hardware.num_nodes} ask for {len(hardware.devices) * hardware.num_nodes}; set devices=1 "
+                "and num_nodes=1, or choose another strategy, such as 'ddp'."
             )
 
     @property

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .collectives import Collectives, ReduceOp
+from .environment import Environment
+from .errors import ConfigError
 from .hardware import Hardware
 from .nested import to_device
 from .optimizer_state import state_by_name, state_by_position
 from .precision import Precision
+from .process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
@@ -33,43 +37,106 @@ class Strategy(ABC):
     uses_many_devices: ClassVar[bool] = False
     """Whether ``devices="auto"`` means all there are, or one."""
 
+    uses_processes: ClassVar[bool] = False
+    """Whether each device gets a process of its own."""
+
+    starts_processes: bool = False
+    """Whether `launch` has processes to start, since nobody else has; `check` finds out."""
+
+    def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
+        """Take the settings of the processes; only a strategy that uses them has any."""
+        self._process_settings = settings
+        self.environment = Environment.detect({})
+        self.group: ProcessGroup | None = None
+        self.device = torch.device("cpu")
+        self.collectives = Collectives(None, self.device)
+
     # --- before any process is started -------------------------------------------------------------------------------
 
     def check(self, hardware: Hardware, precision: Precision) -> None:
         """Raise `ConfigError` if this strategy cannot run on that; called in the user's process, before `launch`."""
+        self.hardware, self.precision = hardware, precision
+        self.environment = environment = hardware.environment
+        several = environment.world_size > 1
+        if self.uses_processes:
+            check_settings(self._process_settings, hardware.device_type, is_needed=several)
+            self.starts_processes = several and not environment.is_external
+        elif several:
+            raise ConfigError(
+                f"strategy={self.name!r} runs in one process, but there are {environment.world_size} "
+                f"({environment.describe()}); choose a strategy for several, such as 'ddp', or set devices=1 and "
+                "num_nodes=1."
+            )
 
-    def launch(self, function: Callable[[], T]) -> T:
-        """Run `function` in every process and return what it returned on rank 0."""
-        return function()
+    def launch(
+        self,
+        function: Callable[[], T],
+        *,
+        on_result: Callable[[T], None] | None = None,
+        parts: Mapping[str, object] | None = None,
+    ) -> T:
+        """Start the processes, run `function` in each, and return what it returned on this node's first one.
+
+        Args:
+            function: what to run; it travels.
+            on_result: gets the result before a signal that has come to this process is raised in it.
+            parts: what travels, by the names that an error is to use for it.
+        """
+        from .launcher import launch
+
+        return launch(
+            function,
+            num_processes=self.environment.local_world_size,
+            environment=self.environment,
+            start_timeout=self._process_settings.get("start_timeout", START_TIMEOUT),
+            on_result=on_result,
+            parts=parts,
+        )
 
     # --- in every process --------------------------------------------------------------------------------------------
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
-        """Take the device and join the process group."""
+        """Take the device and join the process group. Collective: every rank calls it."""
+        if self.uses_processes:
+            environment = Environment.detect()
+            if environment.world_size > 1:
+                self.environment = environment
+                self._join(hardware)
         self.hardware = hardware
         self.precision = precision
         self.device = hardware.device(self.local_rank)
+        self.collectives = Collectives(self.group, self.device)
         self.scaler = precision.make_scaler(self.device)
         self._unscaled: set[Optimizer] = set()
         self.forward_context = precision.forward_context(self.device)
 
+    def _join(self, hardware: Hardware) -> None:
+        device = hardware.device(self.environment.local_rank)
+        self.group = ProcessGroup(self.environment, device, **self._process_settings)
+        self.group.join()
+
     def close(self) -> None:
-        """Leave the process group; also called when the run failed."""
+        """Let the module go; also called when the run failed. The process group stays, for the next run."""
 
     @property
     def rank(self) -> int:
         """This process among all: 0 writes checkpoints and logs."""
-        return 0
+        return self.environment.rank
 
     @property
     def local_rank(self) -> int:
         """This process among those of its node."""
-        return 0
+        return self.environment.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The node of this process."""
+        return self.environment.node_rank
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return 1
+        return self.group.world_size if self.group is not None else 1
 
     @property
     def data_rank(self) -> int:
@@ -81,8 +148,11 @@ class Strategy(ABC):
         """Into how many shares every global batch is cut."""
         return self.world_size
 
-    def setup_module(self, module: nn.Module) -> None:
-        """Move, convert, wrap or shard the module; its parameters have their final identity afterwards."""
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        """Move, convert, wrap or shard the module; its parameters have their final identity afterwards.
+
+        With `is_manual` its step computes gradients and updates itself. Collective: every rank calls it.
+        """
         self.precision.convert_module(module)
         module.to(self.device)
         self.module = module
@@ -107,6 +177,14 @@ class Strategy(ABC):
 
     def accumulate(self, *, is_last: bool) -> None:
         """Note that a micro-batch begins, in a step that has several; only the last has to synchronise gradients."""
+
+    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
+        """Return a loss of 0 whose backward lets this rank, which has no samples, take part in a step of the others.
+
+        Args:
+            spare: computes a loss from a batch seen before, for a strategy whose forward is collective.
+        """
+        return spare() * 0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss of which gradients are computed: scaled, if the precision scales."""
@@ -156,6 +234,9 @@ class Strategy(ABC):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Make what may differ between ranks equal, before an evaluation or a checkpoint. Collective."""
+
     def model_state(self) -> dict[str, Any]:
         """Return the module's state under the plain module's names. Collective: every rank calls it."""
         return self.module.state_dict()
@@ -172,15 +253,52 @@ class Strategy(ABC):
         """Load what `optimizer_state` returned, of any strategy. Collective: every rank calls it."""
         optimizer.load_state_dict(state_by_position(optimizer, self.module, state))
 
-    # --- collectives; identity on one process ------------------------------------------------------------------------
+    # --- collectives, over nested structures; identity on one process; every rank calls them -------------------------
 
-    def all_reduce(self, data: Any, op: Literal["sum", "mean", "min", "max"] = "sum") -> Any:
-        """Reduce every tensor of a nested structure over all ranks. Collective: every rank calls it."""
-        return data
+    def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
+        """Reduce every tensor and number over all ranks."""
+        return self.collectives.all_reduce(data, op)
+
+    def all_gather(self, data: Any) -> Any:
+        """Return every tensor of all ranks, stacked in a new first dimension."""
+        return self.collectives.all_gather(data)
+
+    def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
+        """Reduce over all ranks and return this rank's part of the first dimension."""
+        return self.collectives.reduce_scatter(data, op)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank. Collective: every rank calls it."""
-        return data
+        """Return rank `src`'s data on every rank; anything that can be pickled."""
+        return self.collectives.broadcast(data, src)
+
+    def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
+        """Return this rank's item of rank `src`'s list."""
+        return self.collectives.scatter(data, src)
+
+    def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
+        """Return the data of all ranks on rank `dst`, None on the others."""
+        return self.collectives.gather(data, dst)
+
+    def all_gather_object(self, data: Any) -> list[Any]:
+        """Return the data of all ranks; anything that can be pickled."""
+        return self.collectives.all_gather_object(data)
+
+    def send(self, data: Any, dst: int) -> None:
+        """Send to a rank that calls `recv`."""
+        self.collectives.send(data, dst)
+
+    def recv(self, src: int) -> Any:
+        """Return what a rank sends."""
+        return self.collectives.recv(src)
+
+    def isend(self, data: Any, dst: int) -> Any:
+        """Send without waiting; the handle's ``wait()`` does."""
+        return self.collectives.isend(data, dst)
+
+    def irecv(self, src: int) -> Any:
+        """Receive without waiting; the handle's ``wait()`` returns what came."""
+        return self.collectives.irecv(src)
 
     def barrier(self) -> None:
-        """Wait until every rank is here. Collective: every rank calls it."""
+        """Wait until every rank is here."""
+        self.collectives.barrier()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..callbacks.callback import Callback
@@ -24,6 +25,8 @@ from .loading import EvaluationData, TrainData
 from .loggers import default_logger
 from .module import TrainModule
 from .optimizers import ManagedOptimizer, check_monitors, check_parameters, needs_closure, parse_optimizers
+from .sampling import Ranks
+from .seed import derive, seed_generators
 from .session import Session, Task
 from .settings import Settings
 from .step import managed_step, manual_backward
@@ -35,6 +38,10 @@ _LOADER_HOOKS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+
+
+_OF_RANKS = 0x72616E6B
+"""Keeps the seeds of ranks apart from those of epochs."""
 
 
 def make_loggers(settings: Settings) -> list[Logger]:
@@ -110,14 +117,15 @@ def load_train_data(session: Session, given: Any) -> None:
     Raises:
         ModuleError: if there is none.
     """
-    settings, strategy = session.settings, session.strategy
+    settings = session.settings
     source = source_of("train", given, session.datamodule, session.module)
     if source is None:
         raise ModuleError(
             f"There is no training loader: {type(session.module).__name__} defines no train_dataloader, and neither "
             "train_dataloaders nor a datamodule with one was passed; pass one to fit()."
         )
-    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, strategy.data_rank, strategy.data_size)
+    session.state.data_size = session.state.data_size or session.strategy.data_size
+    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session))
     session.train_data = TrainData(
         source,
         seed=session.state.seed,
@@ -156,9 +164,27 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
     name = "val" if kind == "validate" else kind
     limit = getattr(session.settings, f"limit_{name}_batches")
     in_order = session.task == "fit" and session.settings.overfit_batches > 0
-    session.evaluation_data = EvaluationData.of(source, limit, kind, in_order=in_order)
+    session.evaluation_data = EvaluationData.of(
+        source, limit, kind, in_order=in_order, ranks=_ranks(session), seed=session.state.seed
+    )
     if session.task == "fit":
         check_interval(session)
+
+
+def _ranks(session: Session) -> Ranks:
+    """Return who reads the data."""
+    strategy = session.strategy
+
+    def agree(numbers: list[float]) -> list[list[float]]:
+        return strategy.all_gather(torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
+
+    return Ranks(
+        strategy.data_rank,
+        strategy.data_size,
+        planned_size=session.state.data_size,
+        is_dealing=session.settings.use_distributed_sampler,
+        agree=agree if strategy.data_size > 1 else None,
+    )
 
 
 def check_interval(session: Session) -> None:
@@ -236,13 +262,28 @@ def set_up_module(session: Session) -> None:
     compiled = session.settings.compile
     if compiled:
         _compile_in_place(session.module, {} if compiled is True else dict(compiled))
-    session.strategy.setup_module(session.module)
+    session.strategy.setup_module(session.module, is_manual=not session.module.automatic_optimization)
 
 
 def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
     """Compile ``forward`` where the module has one, else each child; the parameters keep their names."""
     for part in [module] if overrides(module, "forward", nn.Module) else module.children():
         part.compile(**options)
+
+
+def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
+    """Let loggers take their folders, those of the run that is resumed, and return the versions of these."""
+    for logger in loggers:
+        if resumed_from is not None:
+            logger.continue_run(resumed_from)
+        logger.open()
+    return [getattr(logger, "version", None) for logger in loggers]
+
+
+def part_ranks(session: Session) -> None:
+    """Give each rank random numbers of its own, for dropout; rank 0 has those of a run of one process."""
+    if session.strategy.rank:
+        seed_generators(derive(session.state.seed, _OF_RANKS, session.strategy.rank))
 
 
 def introduce(session: Session, *, is_resumed: bool) -> None:

@@ -23,13 +23,22 @@ class Interruption:
 
     SIGINT ends `fit` with KeyboardInterrupt, SIGTERM and SIGUSR1 with ``SystemExit(143)``, the code by which SLURM and
     Kubernetes know a preempted job; in all three cases after a checkpoint. ``max_time`` ends it without an error.
+
+    Args:
+        max_time: how long training may take.
+        is_alone: whether what happens here counts at once. Several ranks first tell each other, with `agree`.
     """
 
-    def __init__(self, max_time: timedelta | None = None) -> None:
+    def __init__(self, max_time: timedelta | None = None, *, is_alone: bool = True) -> None:
         self.has_limit = max_time is not None
+        self._is_alone = is_alone
         self._seconds = math.inf if max_time is None else max_time.total_seconds()
+        self._agreed_seconds = 0.0
         self.start(0.0)
+        self.received: int | None = None
+        """The signal that has come to this process."""
         self.signal: int | None = None
+        """The signal that ends training, on all ranks alike."""
 
     def start(self, elapsed: float) -> None:
         """Start the clock, of a run that has trained for so many seconds before it was resumed."""
@@ -39,6 +48,11 @@ class Interruption:
         """Return the seconds of training, those before a resume included."""
         return time.monotonic() - self._began
 
+    def agree(self, signal: int, seconds: float) -> None:
+        """Take what the ranks have found together: a signal that came to any (0 for none), and the longest time."""
+        self.signal = signal or None
+        self._agreed_seconds = seconds
+
     @property
     def is_requested(self) -> bool:
         """Whether a signal has come."""
@@ -46,7 +60,7 @@ class Interruption:
 
     def is_time_up(self) -> bool:
         """Whether ``max_time`` is over."""
-        return self.elapsed() >= self._seconds
+        return (self.elapsed() if self._is_alone else self._agreed_seconds) >= self._seconds
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -62,9 +76,11 @@ class Interruption:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.received is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        self.signal = number
+        self.received = number
+        if self._is_alone:
+            self.signal = number
 
     def raise_if_requested(self) -> None:
         """End as the signal asks, once training has been brought to an end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import Final
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from ..strategies.errors import DataError
 from ..strategies.nested import map_tensors
 from .batches import check_batch, size_of
+from .predictions import in_dataset_order
 from .seed import isolated_rng
 from .session import EvaluationStage, Session
 from .step import step_schedulers, take_steps
@@ -37,7 +38,7 @@ def train(session: Session) -> None:
     hooks and schedulers; then, with nothing left undone, `on_train_step_end`, where checkpoints are saved.
     """
     state, hooks, writer, interruption = session.state, session.hooks, session.writer, session.interruption
-    step_hooks = hooks.on_train_step_end
+    step_hooks, is_alone = hooks.on_train_step_end, not session.meetings.is_needed
     hooks.call("on_train_start")
     while not session.is_over():
         _begin_epoch(session)
@@ -60,8 +61,8 @@ def train(session: Session) -> None:
                 writer.check()
             for hook in step_hooks:
                 hook()
-            may_be_over = session.should_stop or interruption.signal is not None or may_run_out
-            if (may_be_over or step >= session.last_step) and session.is_over():
+            may_be_over = is_alone and (session.should_stop or interruption.signal is not None or may_run_out)
+            if (may_be_over or step >= session.next_check) and session.is_over():
                 is_partial = True
                 hooks.call("on_train_last_step")
                 break
@@ -167,6 +168,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     assert data is not None
     outer, training_batch_idx = session.stage, session.batch_idx
     session.stage = stage
+    session.strategy.settle()
     logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
     metrics.clear_stage()
     without_grad = torch.inference_mode() if session.settings.inference_mode else torch.no_grad()
@@ -177,6 +179,8 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
             hooks.call(f"on_{name}_epoch_start")
             for dataloader_idx in range(len(data.loaders)):
                 _evaluate_loader(session, name, dataloader_idx, limit)
+            if session.predictions is not None:
+                session.predictions = in_dataset_order(session.strategy.all_gather_object(session.predictions))
             hooks.call(f"on_{name}_epoch_end")
             values = metrics.end_stage()
             if stage not in ("sanity_check", "predict"):
@@ -206,14 +210,15 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     """Run the batches of one loader through a step."""
     hooks, metrics, data = session.hooks, session.metrics, session.evaluation_data
     assert data is not None
-    loader, count = data.loaders[dataloader_idx], min(data.num_batches[dataloader_idx], limit)
     several = len(data.loaders) > 1
     metrics.dataloader_idx = dataloader_idx if several else None
     num_args = session.num_step_args(f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
-    for batch_idx, batch in enumerate(islice(loader, None if count == math.inf else int(count))):
-        if batch_idx == 0:
+    is_first = True
+    for batch_idx, batch in data.batches(dataloader_idx, limit):
+        if is_first:
             check_batch(batch, name, session.moves_own_types)
+            is_first = False
         metrics.in_batch, metrics.batch_size = True, size_of(batch)
         session.batch_idx = batch_idx
         if session.transfer is not None:
@@ -223,7 +228,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         with session.profiler.record(action):
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.predictions is not None:
-            session.predictions[dataloader_idx].append(map_tensors(torch.Tensor.cpu, output))
+            session.predictions[dataloader_idx].append((batch_idx, map_tensors(torch.Tensor.cpu, output)))
         for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
         if session.task != "fit":

@@ -23,6 +23,7 @@ from .checkpoint import SyncWriter, Writer
 from .data import DataModule
 from .interruption import Interruption
 from .loading import EvaluationData, TrainData
+from .meeting import Meetings
 from .metrics import Metrics
 from .module import TrainModule
 from .optimizers import LRSchedulerConfig, ManagedOptimizer
@@ -45,6 +46,8 @@ class Session:
     writer: Writer = field(default_factory=SyncWriter)
     is_automatic: bool = field(init=False)
     """Whether the trainer, not the module, makes the optimizer steps."""
+    is_shared: bool = field(init=False)
+    """Whether several ranks share each optimizer step."""
     passes_closure: bool = field(init=False)
     """Whether someone may call for the loss again."""
     batch_idx: int = 0
@@ -74,8 +77,8 @@ class Session:
     num_batches: float = field(init=False)
     """Micro-batches of an epoch; infinity where only reading tells."""
     should_stop: bool = False
-    last_step: float = field(init=False)
-    """After how many optimizer steps training ends; infinity for no limit."""
+    next_check: float = field(init=False)
+    """The global step after which it is to be asked whether training is over: the last, or when the ranks meet."""
 
     # who takes part
     task: Task
@@ -94,8 +97,17 @@ class Session:
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
     managed_optimizers: Sequence[ManagedOptimizer] = ()
+    last_step: float = field(init=False)
+    """After how many optimizer steps training ends; infinity for no limit."""
     last_epoch: float = field(init=False)
     """After how many epochs training ends; infinity for no limit."""
+    meetings: Meetings = field(init=False)
+    loss_weight: float = 1.0
+    """In manual optimization: by what the losses of the current micro-batch are multiplied."""
+    counts_units: bool | None = None
+    """Whether training steps return `Loss`, on all ranks; None before the first one."""
+    spare_batch: tuple[Any, int] | None = None
+    """A batch seen before, for a step in which this rank has none; several ranks only."""
     validated_at: int = -1
     """The global step of the newest validation."""
     validation_interval: float = field(init=False)
@@ -103,6 +115,8 @@ class Session:
     predictions: list[Any] | None = None
     has_stepped: bool = False
     """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
+    resumed_from: Path | None = None
+    """The checkpoint that this run begins with."""
     last_checkpoint: Path | None = None
     """The newest one of this run from which it can be resumed."""
     accumulate_grad_batches: int = 1
@@ -115,7 +129,10 @@ class Session:
 
     def __post_init__(self) -> None:
         module = self.module
+        self.is_shared = self.strategy.data_size > 1
         self.last_step = math.inf if self.settings.last_step is None else self.settings.last_step
+        self.next_check = self.last_step
+        self.meetings = Meetings(self.strategy, self.interruption)
         self.last_epoch = math.inf if self.settings.last_epoch is None else self.settings.last_epoch
         self.moves_own_types = moves_own_types(module, self.datamodule)
         self.transfer = make_transfer(module, self.datamodule, self.strategy)
@@ -151,6 +168,11 @@ class Session:
         self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
         scales = strategy.precision.uses_scaler
         self.updates_directly = not (scales or self.clips or self.passes_closure or hooks.on_before_optimizer_step)
+
+    @property
+    def module_metrics(self) -> Metrics | None:
+        """What ``self.log`` writes to; None to ignore it."""
+        return None if self.settings.barebones else self.metrics
 
     def _zero_grad(self, optimizer: Optimizer) -> None:
         for hook in self.hooks.on_before_zero_grad:
@@ -195,8 +217,11 @@ class Session:
     # --- how long ----------------------------------------------------------------------------------------------------
 
     def is_over(self) -> bool:
-        """Whether training ends at this step boundary."""
+        """Whether training ends at this step boundary. Collective: every rank calls it."""
         state, settings, interruption = self.state, self.settings, self.interruption
+        if self.meetings.is_needed:
+            self.should_stop, meeting = self.meetings.meet(state.global_step, should_stop=self.should_stop)
+            self.next_check = min(self.last_step, meeting)
         epochs = state.epoch + state.is_epoch_done
         if interruption.signal is not None or state.global_step >= self.last_step or epochs >= self.last_epoch:
             return True

@@ -33,6 +33,8 @@ class TrainState:
     """Samples of all epochs that all ranks have trained on."""
     seconds: float = 0.0
     """Time spent in training, for ``max_time``."""
+    data_size: int = 0
+    """For how many data ranks the run began: what the loaders' batch size and the accumulation are meant for."""
     global_batch_size: int | None = None
     """Samples of an optimizer step; None where the data does not tell."""
 

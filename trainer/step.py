@@ -11,6 +11,15 @@ from torch import Tensor
 from ..strategies.errors import ConfigError
 from .loss import loss_of, mean_of, outputs_for_hooks
 from .session import Session
+from .shared_step import (
+    backward_without_samples,
+    count_shared,
+    counts_units,
+    make_weights,
+    meet_early,
+    refuse_to_skip,
+    run_spare_batch,
+)
 from .weights import Weights, Window
 
 
@@ -23,12 +32,12 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
     """
     metrics, hooks, state, writer = session.metrics, session.hooks, session.state, session.writer
     transfer, forward, backward, zero_grads = session.transfer, session.forward, session.backward, session.zero_grads
-    is_automatic, passes_closure = session.is_automatic, session.passes_closure
+    is_automatic, passes_closure, is_shared = session.is_automatic, session.passes_closure, session.is_shared
     on_batch_start, on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
     goes_on = True
     for window in windows:
         last = len(window) - 1
-        weights = Weights(window) if last or passes_closure else None
+        weights = make_weights(session, window) if last or passes_closure or is_shared else None
         metrics.position = state.global_step + 1
         has_gradients = False
         for index, (batch, size) in enumerate(window):
@@ -39,7 +48,7 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
             for hook in on_batch_start:
                 goes_on = hook(batch, batch_idx) != -1 and goes_on
             if goes_on:
-                if last:
+                if last or is_shared:
                     session.strategy.accumulate(is_last=index == last)
                 if writer.is_copying and not is_automatic:
                     writer.settle()  # the step itself changes what a checkpoint is copying
@@ -56,8 +65,12 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
                         if weights is not None:
                             loss = weights.weigh(loss, size)
                         backward(loss if is_plain else mean_of(loss))
+                    elif is_shared:
+                        refuse_to_skip(session)
             if index == last or not goes_on:
                 if has_gradients:
+                    if is_shared and not goes_on:
+                        meet_early(session)
                     update(session, weights, window)
                 elif goes_on and not is_automatic:
                     end_manual_update(session)
@@ -71,14 +84,29 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
                 for hook in on_batch_end:
                     hook(outputs, batch, batch_idx)
         metrics.in_batch, metrics.position = False, state.global_step
-        yield len(window) if goes_on else 0
+        if is_shared and goes_on:
+            if not window:
+                _step_without_samples(session)
+            last = count_shared(session, window) - 1
+        yield last + 1 if goes_on else 0
+
+
+def _step_without_samples(session: Session) -> None:
+    """Take part in a step of the other ranks for which this one has no samples."""
+    if session.is_automatic:
+        backward_without_samples(session)
+        update(session, make_weights(session, ()), ())
+    else:
+        run_spare_batch(session)
+        end_manual_update(session)
+        session.state.global_step += 1
 
 
 def update(session: Session, weights: Weights | None, window: Window) -> None:
     """Update the parameters with the gradients of a window, and count the step."""
     state, closure = session.state, None
     if weights is not None:
-        correction = weights.correction()
+        correction = weights.correction(counts_units=counts_units(session, weights))
         if correction is not None:
             session.strategy.scale_gradients(correction)
         if session.passes_closure:
@@ -141,7 +169,7 @@ def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | 
 def manual_backward(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Add gradients as `training_step` asks in manual optimization."""
     end_manual_update(session)
-    session.backward(loss, *args, **kwargs)
+    session.backward(loss if session.loss_weight == 1.0 else loss * session.loss_weight, *args, **kwargs)
 
 
 def end_manual_update(session: Session) -> None:
@@ -163,9 +191,12 @@ def _closure(session: Session, window: Window, weights: Weights) -> Callable[[],
 
 def _compute_again(session: Session, window: Window) -> Tensor:
     """Compute the loss and the gradients of a window at the parameters as they are now."""
-    weights = Weights(window)
-    for optimizer in session.optimizers:
-        optimizer.zero_grad()
+    weights = make_weights(session, window)
+    if not window:
+        backward_without_samples(session)
+    else:
+        for optimizer in session.optimizers:
+            optimizer.zero_grad()
     for index, (batch, size) in enumerate(window):
         batch = batch if session.transfer is None else session.transfer(batch, 0)
         if len(window) > 1:
@@ -173,7 +204,7 @@ def _compute_again(session: Session, window: Window) -> Tensor:
         loss = loss_of(session.forward(batch, session.batch_idx))
         if loss is not None:
             session.strategy.backward(weights.weigh(loss, size))
-    correction = weights.correction()
+    correction = weights.correction(counts_units=counts_units(session, weights))
     if correction is not None:
         session.strategy.scale_gradients(correction)
     return weights.total()

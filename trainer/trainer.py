@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,60 +16,40 @@ from ..callbacks.dispatch import Hooks, check_state_keys
 from ..callbacks.run import Run
 from ..callbacks.table import render_table
 from ..callbacks.timer import parse_duration
-from ..strategies import Hardware, Precision, strategy_by_name
+from ..strategies import Precision, place
 from ..strategies.errors import CheckpointError, ConfigError, RunError
 from .accumulator import to_numbers
 from .assembly import (
-    build_optimizers,
-    introduce,
-    load_evaluation_data,
-    load_train_data,
     make_callbacks,
     make_loggers,
+    open_loggers,
     root_dir,
     set_up,
-    set_up_module,
     with_module_callbacks,
 )
-from .checkpoint import AsyncWriter, SyncWriter, load
+from .checkpoint import AsyncWriter, SyncWriter
 from .checks import check_loggers, check_manual, check_module, check_writable
 from .data import DataModule
+from .first_rank import on_first_rank
 from .interruption import Interruption
-from .loop import Results, evaluate, sanity_check, train
+from .loop import Results
 from .metrics import Metrics
 from .module import TrainModule
 from .module_hooks import ModuleHooks
 from .numerics import numerics
+from .outcome import Outcome, continue_loggers, outcome_of, take_over
 from .profiler import profiler_by_name
+from .request import Request
 from .restoring import find_checkpoint
 from .resumed_settings import Winner
 from .rollback import roll_back
+from .running import fit, run_evaluation
+from .seed import capture_rng, restore_rng
 from .session import Session, Task
 from .settings import Settings, accepting
-from .snapshot import load_generators, load_position, load_training, load_weights, still_parts, take_state
+from .snapshot import still_parts, take_state
 from .state import TrainState
 from .view import RunView
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What one call of the trainer was asked."""
-
-    task: Task
-    module: TrainModule
-    datamodule: DataModule | None
-    train_loaders: Any = None
-    evaluation_loaders: Any = None
-    ckpt_path: str | Path | None = None
-    optimizer_settings: Winner = "saved"
-    checkpoint: Path | None = None
-    """What `ckpt_path` stands for."""
-
-    def read(self) -> dict[str, Any] | None:
-        """Return the content of the checkpoint, if there is one."""
-        if self.checkpoint is None:
-            return None
-        return load(self.checkpoint, verify=self.ckpt_path != "last")  # the last one was verified when it was found
 
 
 class Trainer(RunView):
@@ -82,9 +62,10 @@ class Trainer(RunView):
     @accepting(Settings)
     def __init__(self, settings: Settings) -> None:
         self.settings = settings = settings.effective()
-        self.strategy = strategy_by_name(settings.strategy)
         self._precision = Precision(settings.precision)
-        self._hardware = self._choose_hardware()
+        self.strategy, self._hardware = place(
+            settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
+        )
         self.strategy.check(self._hardware, self._precision)
         self.loggers = make_loggers(settings)
         check_loggers(self.loggers)
@@ -92,12 +73,10 @@ class Trainer(RunView):
         self.profiler = profiler_by_name(settings.profiler)
         self.state = TrainState()
         self._has_fitted = False
-
-    def _choose_hardware(self) -> Hardware:
-        devices = self.settings.devices
-        if devices == "auto" and not self.strategy.uses_many_devices:
-            devices = 1
-        return Hardware.of(self.settings.accelerator, devices, self.settings.num_nodes)
+        self._is_introduced = False
+        self._reports = False
+        """Whether this is a copy in another process, whose caller waits for an `Outcome`."""
+        self._outcome: Outcome | None = None
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -130,9 +109,12 @@ class Trainer(RunView):
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        request = _Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
+        request = Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
         with self._guarded(request) as checked:
-            self.strategy.launch(partial(self._fit, checked))
+            if self.strategy.starts_processes:
+                self._launch(self._fit, checked)
+            else:
+                self._fit(checked)
         self.session.interruption.raise_if_requested()
 
     def validate(
@@ -178,8 +160,7 @@ class Trainer(RunView):
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
         request = self._request("predict", model, dataloaders, datamodule, ckpt_path)
-        with self._guarded(request) as checked:
-            self.strategy.launch(partial(self._run_evaluation, checked, keeps_predictions=return_predictions))
+        self._run(replace(request, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
@@ -228,7 +209,7 @@ class Trainer(RunView):
 
     def _request(
         self, task: Task, model: TrainModule | None, loaders: Any, datamodule: DataModule | None, ckpt_path: Any
-    ) -> _Request:
+    ) -> Request:
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
         if model is None:
@@ -236,20 +217,25 @@ class Trainer(RunView):
             if model is None:
                 raise ConfigError(f"Trainer.{task} was called with model=None before any fit; pass the module to run.")
             datamodule = datamodule if datamodule is not None or loaders is not None else self.datamodule
-        return _Request(task, model, datamodule, evaluation_loaders=loaders, ckpt_path=ckpt_path)
+        return Request(task, model, datamodule, evaluation_loaders=loaders, ckpt_path=ckpt_path)
+
+    def _run(self, request: Request) -> Results:
+        with self._guarded(request) as checked:
+            if self.strategy.starts_processes:
+                return self._launch(self._run_evaluation, checked)  # type: ignore[no-any-return]
+            return self._run_evaluation(checked)
 
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
         request = self._request(task, model, loaders, datamodule, ckpt_path)
-        with self._guarded(request) as checked:
-            results = self.strategy.launch(partial(self._run_evaluation, checked))
+        results = self._run(request)
         if verbose and self.is_global_zero and any(results):
             say(render_table(results, title=f"{task.capitalize()} metric"))
         return results
 
     @contextmanager
-    def _guarded(self, request: _Request) -> Iterator[_Request]:
+    def _guarded(self, request: Request) -> Iterator[Request]:
         """Check a request in the caller's process, before anything starts; and allow one run at a time."""
         if self._is_running:
             raise RunError(
@@ -261,74 +247,61 @@ class Trainer(RunView):
         folder = root_dir(self.settings, request.task)
         if folder is not None:
             check_writable(folder)
-        sources = self.loggers, self.checkpoint_callbacks, self.default_root_dir
-        checkpoint = find_checkpoint(request.ckpt_path, *sources, to_resume=request.task == "fit")
+        # where the processes exist already, their rank 0 will be asked
+        checkpoint = None if self._hardware.environment.is_external else self._find_checkpoint(request)
         self._is_running = True
         try:
             yield replace(request, checkpoint=checkpoint)
         finally:
             self._is_running = False
 
-    def _fit(self, request: _Request) -> None:
-        """Fit, in this process."""
-        with self._connected(request) as session, numerics(self.settings):
-            saved = request.read()
-            if saved is not None:
-                load_position(session, saved)  # the order of the samples hangs on the seed
-            load_train_data(session, request.train_loaders)
-            load_evaluation_data(session, "validate", request.evaluation_loaders)
-            session.reload = partial(_reload, session, request)
-            set_up_module(session)
-            build_optimizers(session)
-            if saved is not None:
-                load_weights(session, saved)
-                load_training(session, saved, request.optimizer_settings)
-                session.last_checkpoint = request.checkpoint
-            # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
-            introduce(session, is_resumed=request.ckpt_path is not None)
-            session.hooks.call("on_fit_start")
-            with session.interruption.listening():
-                if saved is None:
-                    sanity_check(session)
-                else:
-                    load_generators(saved)
-                session.stage = "train"
-                session.interruption.start(session.state.seconds)
-                train(session)
-                session.stage = None
-            session.writer.close()
-            session.hooks.call("on_fit_end")
+    def _find_checkpoint(self, request: Request) -> Path | None:
+        sources = self.loggers, self.checkpoint_callbacks, self.default_root_dir
+        return find_checkpoint(request.ckpt_path, *sources, to_resume=request.task == "fit")
 
-    def _run_evaluation(self, request: _Request, *, keeps_predictions: bool = False) -> Results:
-        """Validate, test or predict, in this process."""
+    def _launch(self, work: Callable[[Request], Any], request: Request) -> Any:
+        """Do the work in processes of its own, and take over what they leave behind."""
+
+        def take(answer: tuple[Outcome, Any]) -> None:
+            self._precision.convert_module(request.module)
+            self._session = self._open_session(request)
+            self.state = self._session.state = answer[0].state
+            take_over(self._session, answer[0])
+
+        parts = {**request.parts(), "callbacks": self._callbacks, "loggers": self.loggers, "strategy": self.strategy}
+        job = partial(self._report, work, request, capture_rng())
+        return self.strategy.launch(job, on_result=take, parts=parts)[1]
+
+    def _report(self, work: Callable[[Request], Any], request: Request, rng: Mapping[str, Any]) -> tuple[Outcome, Any]:
+        """Do the work in a process of the run, begun as the caller's was, and return what it leaves behind."""
+        restore_rng(rng)
+        self._reports = True
+        result = work(request)
+        assert self._outcome is not None
+        return self._outcome, result
+
+    def _fit(self, request: Request) -> None:
         with self._connected(request) as session, numerics(self.settings):
-            load_evaluation_data(session, request.task, request.evaluation_loaders)
-            assert session.evaluation_data is not None
-            set_up_module(session)
-            saved = request.read()
-            if saved is not None:
-                load_weights(session, saved)
-            if keeps_predictions:
-                session.predictions = [[] for _ in session.evaluation_data.loaders]
-            stage: Any = request.task
-            return evaluate(session, stage)
+            fit(session, request)
+
+    def _run_evaluation(self, request: Request) -> Results:
+        with self._connected(request) as session, numerics(self.settings):
+            return run_evaluation(session, request)
 
     @contextmanager
-    def _connected(self, request: _Request) -> Iterator[Session]:
+    def _connected(self, request: Request) -> Iterator[Session]:
         """Open the session of a run in this process, and end it in good order whatever happens."""
         self.strategy.connect(self._hardware, self._precision)
         session = self._session = self._open_session(request)
         status = "failed"
         try:
-            if request.task == "fit" and self.is_global_zero:
-                for logger in self.loggers:
-                    if request.checkpoint is not None:
-                        logger.continue_run(request.checkpoint)
-                    logger.open()
+            self._agree(session, request)
             set_up(session)
             self.profiler.start(self.log_dir, self.strategy.rank)
             yield session
             status = "interrupted" if session.interruption.is_requested else "success"
+            if self._reports:
+                self._outcome = outcome_of(session)
         except BaseException as error:
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
@@ -338,7 +311,23 @@ class Trainer(RunView):
         finally:
             self._close(session, status)
 
-    def _open_session(self, request: _Request) -> Session:
+    def _agree(self, session: Session, request: Request) -> None:
+        """Let all ranks go by rank 0's seed, checkpoint and folders."""
+        strategy, environment = self.strategy, self._hardware.environment
+        session.resumed_from = request.checkpoint
+        if strategy.world_size > 1:
+            if self.is_global_zero and not self._is_introduced:
+                say(environment.describe())
+            self._is_introduced = True
+            if environment.is_external:
+                session.resumed_from = on_first_rank(strategy, partial(self._find_checkpoint, request))
+            session.state.seed = strategy.broadcast(session.state.seed)
+        if request.task == "fit":
+            versions = on_first_rank(strategy, partial(open_loggers, self.loggers, session.resumed_from))
+            if not self.is_global_zero:
+                continue_loggers(self.loggers, versions)
+
+    def _open_session(self, request: Request) -> Session:
         module, settings = request.module, self.settings
         callbacks = with_module_callbacks(self._callbacks, module)
         check_state_keys(callbacks)
@@ -367,7 +356,9 @@ class Trainer(RunView):
             hooks=Hooks(run, module, ModuleHooks, callbacks),
             metrics=metrics,
             state=self.state,
-            interruption=Interruption(parse_duration("max_time", settings.max_time)),
+            interruption=Interruption(
+                parse_duration("max_time", settings.max_time), is_alone=self.strategy.world_size == 1
+            ),
         )
 
     def _close(self, session: Session, status: str) -> None:
@@ -388,8 +379,6 @@ class Trainer(RunView):
                 logger.finalize(numbers, status)
         self.strategy.close()
 
-
-def _reload(session: Session, request: _Request) -> None:
-    """Ask the user's hooks for the loaders again."""
-    load_train_data(session, request.train_loaders)
-    load_evaluation_data(session, "validate", request.evaluation_loaders)
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the last run behind: a trainer that travels to another process begins one there."""
+        return {**self.__dict__, "_session": None, "_outcome": None}

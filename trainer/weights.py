@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..strategies import Strategy
 from ..strategies.errors import ModuleError
 from .loss import Loss, as_tensor, mean_of, nonzero
 
 Window = Sequence[tuple[Any, int]]
-"""The micro-batches of one step, each with its number of samples."""
+"""The micro-batches of one step on this rank, each with its number of samples."""
 
 
 class Weights:
@@ -20,14 +21,23 @@ class Weights:
 
     With `Loss` the unit is whatever the user counts: the gradient is the sum of totals over the sum of counts. Those
     come only with the last micro-batch: gradients are first of totals over the first count, and corrected at the end.
+
+    Args:
+        window: the micro-batches of this rank.
+        strategy: where several ranks share a step; they average their gradients.
+        total: samples of the step over all ranks; with a strategy only.
     """
 
     _used = 0
-    _first_count: Tensor | float | None = None
+    _divisor: Tensor | float | None = None
+    """Of the totals, as long as the counts are not known."""
     _count: Tensor | float = 0.0
 
-    def __init__(self, window: Window) -> None:
-        self._window = window
+    def __init__(self, window: Window, strategy: Strategy | None = None, total: int = 0) -> None:
+        self._strategy = strategy
+        self._planned = sum(size for _, size in window) if strategy is None else total
+        self._is_whole = len(window) == 1 and strategy is None
+        self._ranks = 1 if strategy is None else strategy.data_size
         self.losses: list[Tensor] = []
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
@@ -36,39 +46,58 @@ class Weights:
         Raises:
             ModuleError: when the micro-batches of a window return tensors and `Loss` in turn.
         """
-        if len(self._window) == 1:
+        if self._is_whole:
             weighed = mean_of(loss)
-        elif self.losses and isinstance(loss, Loss) == (self._first_count is None):
+        elif self.losses and isinstance(loss, Loss) == (self._divisor is None):
             raise ModuleError(
                 f"training_step returned a {type(loss).__name__} after another kind of loss in the same step; "
                 "return a Loss always, or never."
             )
         elif isinstance(loss, Loss):
-            if self._first_count is None:
-                self._first_count = nonzero(loss.count)
+            if self._divisor is None:
+                # a number that all ranks share, where there are several
+                self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._ranks
             self._count = self._count + loss.count
-            weighed = loss.total / self._first_count
+            weighed = loss.total / self._divisor
         else:
             self._used += size
-            weighed = loss * (size / self._planned)
+            weight = self._ranks * size / self._planned
+            weighed = loss if weight == 1.0 else loss * weight
         self.losses.append(weighed)
         return weighed
 
-    @property
-    def _planned(self) -> int:
-        return sum(size for _, size in self._window)
+    def correction(self, *, counts_units: bool) -> Tensor | float | None:
+        """Return by what all gradients have yet to be multiplied; None for nothing. Collective: every rank calls it.
 
-    def correction(self) -> Tensor | float | None:
-        """Return by what all gradients have yet to be multiplied; None for nothing."""
-        if len(self._window) == 1:
+        With `counts_units` the ranks return `Loss`, which one without samples cannot know by itself.
+        """
+        if self._is_whole:
             return None
-        if self._first_count is not None:
+        if not counts_units:
+            is_skipped = self._strategy is None and self._used != self._planned
+            return self._planned / self._used if is_skipped else None
+        if self._strategy is None:
+            assert self._divisor is not None
             like = self.losses[0]
-            return as_tensor(self._first_count, like) / nonzero(as_tensor(self._count, like))
-        return self._planned / self._used if self._used != self._planned else None
+            return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
+        like = self._like(self._strategy)
+        count = self._strategy.all_reduce(as_tensor(self._count, like))
+        return self._planned / nonzero(count)
+
+    def _like(self, strategy: Strategy) -> Tensor:
+        return self.losses[0] if self.losses else torch.zeros((), device=strategy.device)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the losses were `Loss`."""
+        return self._divisor is not None
 
     def total(self) -> Tensor:
-        """Return the loss of the step, detached."""
-        total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
-        correction = self.correction()
+        """Return the loss of the step, detached: what an optimizer that evaluates it itself gets. Collective."""
+        if self._strategy is None:
+            total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
+        else:
+            like = self._like(self._strategy)
+            total = self._strategy.all_reduce(sum((loss.detach() for loss in self.losses), like.detach() * 0), "mean")
+        correction = self.correction(counts_units=self.has_units)
         return total if correction is None else total * correction

@@ -1,0 +1,37 @@
+"""Request: what one call of the trainer was asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .data import DataModule
+from .module import TrainModule
+from .resumed_settings import Winner
+from .session import Task
+
+
+@dataclass(frozen=True)
+class Request:
+    """One fit, validate, test or predict; it travels to the processes that carry it out."""
+
+    task: Task
+    module: TrainModule
+    datamodule: DataModule | None
+    train_loaders: Any = None
+    evaluation_loaders: Any = None
+    ckpt_path: str | Path | None = None
+    optimizer_settings: Winner = "saved"
+    checkpoint: Path | None = None
+    """What `ckpt_path` stands for."""
+    keeps_predictions: bool = False
+
+    def parts(self) -> dict[str, object]:
+        """Return what the user passed, by the names of the arguments."""
+        return {
+            "module": self.module,
+            "datamodule": self.datamodule,
+            "train_dataloaders": self.train_loaders,
+            "dataloaders" if self.task != "fit" else "val_dataloaders": self.evaluation_loaders,
+        }
