@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch.utils.data import DataLoader
 from .combined_loader import CombinedLoader
 from .loaders import is_dealt, is_sequence, with_indices
 from .sampling import Ranks, drawn
-from .seed import derive
 
-Reader = Callable[[int | None], Iterator[tuple[int, Any]]]
+Reader = Callable[[int | None, int], Iterator[tuple[int, Any]]]
 """Reads this rank's share of a loader's first batches, so many of all ranks (None: all), each with its index among
-those of all ranks."""
+those of all ranks. The second number says what random samplers draw on all ranks alike."""
 
 
 class SideBySide:
@@ -39,68 +39,48 @@ def deals(loader: Any, ranks: Ranks) -> bool:
     return is_dealt(loader, ranks)
 
 
-def reader_of(loader: Any, ranks: Ranks, seed: int) -> Reader:
+def reader_of(loader: Any, ranks: Ranks) -> Reader:
     """Return what reads this rank's batches of an evaluation loader.
 
     Batch k is read by rank k modulo their number. A loader that yields to each rank its own is taken to yield them in
     turn.
     """
     if ranks.data_size == 1:
-        return lambda stop: enumerate(islice(loader, stop))
+        return lambda stop, _: enumerate(islice(loader, stop))
     if not deals(loader, ranks):
-        return _Own(loader, ranks)
+        return partial(_own, loader, ranks)
     if isinstance(loader, SideBySide):
-        return _Passed(loader, ranks, seed)
-    return _Picked(loader, ranks) if is_sequence(loader) else _Dealt(loader, ranks, seed)
+        return partial(_passed, loader, ranks)
+    return partial(_picked, loader, ranks) if is_sequence(loader) else _Dealt(loader, ranks)
 
 
-class _Own:
-    """A loader that yields to each rank batches of its own."""
-
-    def __init__(self, loader: Any, ranks: Ranks) -> None:
-        self._loader, self._ranks = loader, ranks
-
-    def __call__(self, stop: int | None) -> Iterator[tuple[int, Any]]:
-        rank, size = self._ranks.data_rank, self._ranks.data_size
-        mine = None if stop is None else len(range(rank, stop, size))
-        return zip(count(rank, size), islice(self._loader, mine), strict=False)
+def _own(loader: Any, ranks: Ranks, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+    """Read a loader that yields to each rank batches of its own."""
+    mine = None if stop is None else len(range(ranks.data_rank, stop, ranks.data_size))
+    return zip(count(ranks.data_rank, ranks.data_size), islice(loader, mine), strict=False)
 
 
-class _Picked:
-    """A sequence of batches."""
-
-    def __init__(self, loader: Any, ranks: Ranks) -> None:
-        self._loader, self._ranks = loader, ranks
-
-    def __call__(self, stop: int | None) -> Iterator[tuple[int, Any]]:
-        size = len(self._loader)
-        places = range(self._ranks.data_rank, size if stop is None else min(stop, size), self._ranks.data_size)
-        return ((place, self._loader[place]) for place in places)
+def _picked(loader: Any, ranks: Ranks, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+    """Read a sequence of batches."""
+    places = range(len(loader))[:stop][ranks.data_rank :: ranks.data_size]
+    return ((place, loader[place]) for place in places)
 
 
-class _Passed:
-    """Loaders read side by side: every rank reads all, since one that begins again has no batch k, and skips most."""
-
-    def __init__(self, loader: SideBySide, ranks: Ranks, seed: int) -> None:
-        self._loader, self._ranks, self._seed = loader, ranks, seed
-        self._num_reads = 0
-
-    def __call__(self, stop: int | None) -> Iterator[tuple[int, Any]]:
-        self._num_reads += 1
-        batches = drawn(enumerate(self._loader), derive(self._seed, self._num_reads), stop=stop, chunk=1)
-        return islice(batches, self._ranks.data_rank, None, self._ranks.data_size)
+def _passed(loader: SideBySide, ranks: Ranks, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+    """Read loaders side by side: all of them whole, since one that begins again has no batch k, and pass most over."""
+    return islice(drawn(enumerate(loader), seed, stop=stop, chunk=1), ranks.data_rank, None, ranks.data_size)
 
 
 class _Dealt:
-    """A DataLoader with indices: a copy of it reads this rank's batches of indices alone."""
+    """Reads a DataLoader with indices: a copy of it, which reads this rank's batches of indices alone."""
 
-    def __init__(self, loader: DataLoader[Any], ranks: Ranks, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._turns = _Turns(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, ranks, seed)
+        self._turns = _Turns(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, ranks)
         self._loader = with_indices(loader, self._turns)
 
-    def __call__(self, stop: int | None) -> Iterator[tuple[int, Any]]:
-        self._turns.stop = stop
+    def __call__(self, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+        self._turns.stop, self._turns.seed = stop, seed
         return zip(count(self._ranks.data_rank, self._ranks.data_size), self._loader, strict=False)
 
 
@@ -108,12 +88,11 @@ class _Turns:
     """What a sampler yields when it is this rank's turn; where it draws random numbers, all ranks draw the same."""
 
     stop: int | None = None
+    seed = 0
 
-    def __init__(self, sampler: Iterable[Any], ranks: Ranks, seed: int) -> None:
-        self._sampler, self._ranks, self._seed = sampler, ranks, seed
-        self._num_reads = 0
+    def __init__(self, sampler: Iterable[Any], ranks: Ranks) -> None:
+        self._sampler, self._ranks = sampler, ranks
 
     def __iter__(self) -> Iterator[Any]:
-        self._num_reads += 1
-        entries = drawn(self._sampler, derive(self._seed, self._num_reads), stop=self.stop)
+        entries = drawn(self._sampler, self.seed, stop=self.stop)
         return islice(entries, self._ranks.data_rank, None, self._ranks.data_size)

@@ -14,8 +14,8 @@ from ..strategies.errors import DataError
 from .sampling import Order, Ranks, Sampled, Sequential, Shuffled, length_of
 
 
-def check_loader(loader: Any) -> None:
-    """Raise `DataError` unless batches can be read from it, judging without reading."""
+def check_loader(loader: Any, ranks: Ranks) -> None:
+    """Raise `DataError` unless these ranks can read batches from it, judging without reading."""
     if isinstance(loader, Dataset):
         raise DataError(
             f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
@@ -25,6 +25,16 @@ def check_loader(loader: Any) -> None:
         raise DataError(
             f"{loader!r:.80} is no loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
         )
+    sampler = _distributed_sampler(loader)
+    if ranks.data_size > 1 and sampler is not None:
+        deals, found = (sampler.num_replicas, sampler.rank), (ranks.data_size, ranks.data_rank)
+        if deals != found:
+            raise DataError(
+                f"The loader's {type(sampler).__name__} deals to {deals[0]} ranks, of which this would be {deals[1]}, "
+                f"but the data has {found[0]} ranks, of which this is {found[1]}. Build it in train_dataloader() or "
+                "its like, with num_replicas=self.trainer.strategy.data_size and rank=self.trainer.strategy.data_rank; "
+                "or leave it out: samples are dealt without it."
+            )
 
 
 def is_indexed(loader: Any) -> bool:
@@ -43,8 +53,13 @@ def is_dealt(loader: Any, ranks: Ranks) -> bool:
     """Return whether what a loader reads is dealt to the ranks from outside; otherwise it yields each its own."""
     if not ranks.is_dealing or not (is_indexed(loader) or is_sequence(loader)):
         return False
+    return _distributed_sampler(loader) is None
+
+
+def _distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """Return the user's sampler that deals, of the loader itself or inside its batch sampler; None if it has none."""
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return not any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
 
 def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:

@@ -15,6 +15,7 @@ from .combined_loader import CombinedLoader
 from .dealing import Reader, SideBySide, deals, reader_of
 from .loaders import check_loader, unshuffled
 from .sampling import Ranks, length_of
+from .seed import derive
 from .streams import Cut, IterableStream, MapStream, stream_of
 from .weights import Window
 
@@ -201,10 +202,11 @@ class EvaluationData:
     num_batches: list[Count]
     """Of all ranks."""
     readers: list[Reader]
+    seed: int = 0
 
     @classmethod
     def of(
-        cls, source: Any, limit: int | float, stage: str, *, in_order: bool = False, ranks: Ranks, seed: int
+        cls, source: Any, limit: int | float, stage: str, *, in_order: bool = False, ranks: Ranks, seed: int = 0
     ) -> EvaluationData:
         """Take one loader, or a nested list or dict of them, one after the other; limit 0 takes none.
 
@@ -219,7 +221,7 @@ class EvaluationData:
         else:
             loaders = combined.flattened
         for loader in loaders:
-            check_loader(loader)
+            check_loader(loader, ranks)
         if in_order:
             loaders = [unshuffled(loader) for loader in loaders]
         name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
@@ -229,16 +231,17 @@ class EvaluationData:
             warnings.warn(
                 f"Loader {at} to {stage} has no batches ({loaders[at]!r:.60}); nothing is read of it.", stacklevel=2
             )
-        return cls(loaders, counts, [reader_of(loader, ranks, seed) for loader in loaders])
+        return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed)
 
-    def batches(self, dataloader_idx: int, limit: float = math.inf) -> Iterator[tuple[int, Any]]:
+    def batches(self, dataloader_idx: int, limit: float, step: int) -> Iterator[tuple[int, Any]]:
         """Return this rank's batches of a loader, each with its index among those of all ranks.
 
-        The limit is the largest number of batches of all ranks. What the ranks read together are the batches of one
-        process, each once.
+        What the ranks read together are the batches of one process, each once. The limit is the largest number of
+        batches of all ranks. On several ranks a random order is a function of seed and step.
         """
         count = min(self.num_batches[dataloader_idx], limit)
-        return self.readers[dataloader_idx](None if count == math.inf else int(count))
+        stop = None if count == math.inf else int(count)
+        return self.readers[dataloader_idx](stop, derive(self.seed, step, dataloader_idx))
 
 
 def _length_on_all(loader: Any, ranks: Ranks) -> int | None:

@@ -345,7 +345,7 @@ def stream_of(loader: Any, seed: int, cut: Cut, *, in_order: bool = False) -> Ma
     Raises:
         DataError: for what is no loader.
     """
-    check_loader(loader)
+    check_loader(loader, cut.ranks)
     if cut.ranks.data_size > 1 and cut.ranks.is_dealing and is_sequence(loader):
         loader = DataLoader(loader, batch_size=None, collate_fn=_as_it_is)
     if is_indexed(loader):

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from echelon import CombinedLoader, ConfigError
+from echelon import CombinedLoader, ConfigError, DataError
 from echelon.trainer.loading import TrainData
 from echelon.trainer.sampling import Ranks
 from echelon.trainer.streams import Cut
@@ -187,7 +187,7 @@ def test_overfitting_reads_the_same_first_batches_in_order():
 
 
 def test_a_global_batch_of_fewer_samples_than_ranks_is_refused():
-    with pytest.raises(ConfigError, match=r"global_batch_size=2 is less .* 3 ranks; give at least 3"):
+    with raises(ConfigError, "global_batch_size=2 is less", "3 ranks", "give at least 3"):
         train_data(loader(), Ranks(0, 3), global_batch_size=2)
 
 
@@ -293,6 +293,14 @@ def test_a_distributed_sampler_of_the_users_is_respected(in_batch_sampler):
         assert [sample for step in rank.steps for sample in step.samples] == list(mine)
     assert sorted(itertools.chain(*global_batches(ranks))) == list(range(12))
     assert ranks[0].data.global_batch_size == (None if in_batch_sampler else 6)
+
+
+def test_a_distributed_sampler_for_other_ranks_is_refused():
+    data = loader(12, 2, sampler=DistributedSampler(samples(12), 2, 0))
+    with raises(
+        DataError, "deals to 2 ranks, of which this would be 0", "has 2 ranks, of which this is 1", "data_rank"
+    ):
+        train_data(data, Ranks(1, 2))
 
 
 def test_nothing_is_dealt_where_the_user_does():

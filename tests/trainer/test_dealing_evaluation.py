@@ -16,14 +16,14 @@ from echelon.trainer.predictions import in_dataset_order
 from echelon.trainer.sampling import Ranks
 
 
-def evaluated(make, data_size, *, limit=1.0, again=float("inf"), is_dealing=True, passes=1, in_order=False):
-    """What each rank reads of the first loader in the last of some passes: (batch_idx, samples)."""
+def evaluated(make, data_size, *, limit=1.0, again=float("inf"), is_dealing=True, steps=(0,), in_order=False):
+    """What each rank reads of the first loader at the last of some steps: (batch_idx, samples)."""
 
     def run(ranks):
         torch.manual_seed(ranks.data_rank)  # ranks have different streams of random numbers
         data = EvaluationData.of(make(ranks), limit, "validate", in_order=in_order, ranks=ranks, seed=7)
-        for _ in range(passes):
-            read = [(batch_idx, batch) for batch_idx, batch in data.batches(0, again)]
+        for step in steps:
+            read = list(data.batches(0, again, step))
         return [(batch_idx, indices([batch])[0]) for batch_idx, batch in read], data.num_batches
 
     found = on_ranks(data_size, run, Ranks(is_dealing=is_dealing))
@@ -58,8 +58,8 @@ KINDS = {
 @pytest.mark.parametrize("data_size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_together_read_the_batches_of_one_process(kind, data_size):
-    one, num_batches = evaluated(lambda _: KINDS[kind](), 1, passes=2)
-    ranks, same_num_batches = evaluated(lambda _: KINDS[kind](), data_size, passes=2)
+    one, num_batches = evaluated(lambda _: KINDS[kind](), 1, steps=(3, 4))
+    ranks, same_num_batches = evaluated(lambda _: KINDS[kind](), data_size, steps=(3, 4))
     assert together(ranks) == one[0]
     assert num_batches == same_num_batches
     for data_rank, read in enumerate(ranks):
@@ -82,11 +82,11 @@ def test_a_rank_reads_no_sample_of_another():
         lambda _: CombinedLoader([loader(11, 2, shuffle=True)], "sequential"),
     ],
 )
-def test_a_shuffle_is_the_same_on_all_ranks_and_another_in_each_pass(make):
+def test_a_shuffle_is_the_same_on_all_ranks_and_another_at_each_step(make):
     ranks, _ = evaluated(make, 3)
     first = [batch for _, batch in together(ranks)]
     assert sorted(itertools.chain(*first)) == list(range(11))
-    assert first != [batch for _, batch in together(evaluated(make, 3, passes=2)[0])]
+    assert first != [batch for _, batch in together(evaluated(make, 3, steps=(1,))[0])]
 
 
 def test_overfitting_evaluates_in_order():
@@ -134,7 +134,7 @@ def test_loaders_side_by_side_are_read_in_turn():
         both = CombinedLoader([loader(10, 2, shuffle=True), Batches(2)], "max_size_cycle")
         data = EvaluationData.of(both, 1.0, "validate", ranks=ranks, seed=7)
         torch.manual_seed(ranks.data_rank)
-        return [(index, [indices([part])[0] for part in batch]) for index, batch in data.batches(0)]
+        return [(index, [indices([part])[0] for part in batch]) for index, batch in data.batches(0, 9, 0)]
 
     for data_size in (2, 3):
         read = together(on_ranks(data_size, run))
@@ -148,7 +148,7 @@ def test_random_numbers_of_the_process_are_left_alone_by_what_is_dealt():
         def run(ranks):
             random.seed(1)
             data = EvaluationData.of(loader(11, 2, shuffle=True), 1.0, "validate", ranks=ranks, seed=7)
-            list(data.batches(0))
+            list(data.batches(0, 9, 0))
             return random.random()
 
         return on_ranks(data_size, run)
