@@ -11,7 +11,8 @@ from torch import nn
 
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies import Strategy
+from ..strategies.errors import CheckpointError, ConfigError, EchelonError
 from . import checkpoint
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
@@ -55,6 +56,29 @@ def find_checkpoint(
     for logger in loggers:
         folders.update(map(str, Path(logger.log_dir).parent.glob("*/checkpoints")))
     return checkpoint.resolve(ckpt_path, *sorted(folders), part="loop" if to_resume else None)
+
+
+def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> dict[str, Any]:
+    """Return the state in a checkpoint, of which each rank reads what it uses. Collective: every rank calls it.
+
+    With `verify`, one rank of each node compares the hashes, and all hear of it.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint is absent or damaged as any of them sees it.
+    """
+    state: dict[str, Any] = {}
+    error: EchelonError | None = None
+    try:
+        state = checkpoint.load(path, verify=verify and strategy.local_rank == 0)
+    except EchelonError as raised:
+        error = raised
+    faults = strategy.all_gather_object(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            raise CheckpointError(f"{fault} Found so on rank {rank} of {len(faults)}; look at its node.")
+    return state
 
 
 def load_module(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..callbacks.dispatch import load_callback_states
-from .checkpoint import load
+from .restoring import read_checkpoint
 from .session import Session
 from .snapshot import load_weights
 
@@ -17,8 +17,8 @@ def roll_back(session: Session, path: Path) -> None:
     the run goes on in the same way when it is killed now, resumed from that checkpoint, and decides the same again.
     Collective: every rank calls it, between two optimizer steps.
     """
-    session.writer.close()
-    saved = load(path)
+    session.writer.close()  # on every rank this returns when the checkpoint is committed
+    saved = read_checkpoint(path, session.strategy)
     state, loop = session.state, saved["loop"]
     load_weights(session, saved)
     for optimizer, optimizer_state in zip(session.optimizers, saved["optimizers"], strict=True):

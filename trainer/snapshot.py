@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
 
 from ..callbacks.dispatch import callback_states, load_callback_states
 from ..strategies.errors import CheckpointError
 from .checkpoint import difference
 from .hparams_json import jsonable
 from .resumed_settings import Winner, load_groups, load_scheduler
-from .seed import capture_rng, restore_rng
+from .seed import capture_rng, derive, restore_rng, seed_generators
 from .session import Session
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -23,8 +27,11 @@ _PARTS: Final = {"state_dict": "model", "optimizer_states": "optimizers"}
 def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     """Return everything that a resumed run needs; the names are those of Lightning's checkpoints where it has one.
 
-    ``on_save_checkpoint`` of callbacks and module may add to it. Collective: every rank calls it.
+    ``on_save_checkpoint`` of callbacks and module may add to it. Only what strategies, loaders and generators hold
+    differs between ranks; callbacks and loss scale are alike on all, and rank 0's are saved. Collective: every rank
+    calls it.
     """
+    session.strategy.settle()
     module = session.module
     hyper_parameters, omitted = jsonable(module.hparams_initial)
     state: dict[str, Any] = {
@@ -43,18 +50,18 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 def _training_state(session: Session) -> dict[str, Any]:
     assert session.train_data is not None
-    datamodule = session.datamodule
+    datamodule, gather = session.datamodule, session.strategy.all_gather_object
     session.state.seconds = session.interruption.elapsed()
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
         "precision": session.strategy.scaler.state_dict(),
         "loop": session.state.state_dict(),
-        "data": session.train_data.state_dict(),
+        "data": gather(session.train_data.state_dict()),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
-        "rng": capture_rng(),
+        "rng": gather(capture_rng()),
     }
 
 
@@ -116,7 +123,8 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
     _load_optimizers(session, state, winner)
     if state["precision"]:
         session.strategy.scaler.load_state_dict(state["precision"])
-    session.train_data.resume_epoch(session.state.epoch, state["data"])
+    loop, data = session.state, _of_this_rank(session, state["data"])
+    loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
     if session.datamodule is not None:
         session.datamodule.load_state_dict(state["datamodule"])
     session.metrics.load_state_dict(state["metrics"])
@@ -125,9 +133,26 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
         _log.warning("The checkpoint holds the state of callbacks that this run lacks: %s.", ", ".join(without_owner))
 
 
-def load_generators(state: Mapping[str, Any]) -> None:
-    """Put the random generators back, the last thing before training goes on."""
-    restore_rng(state["rng"])
+def _of_this_rank(session: Session, saved: Sequence[T]) -> T:
+    """Return what this rank saved; rank 0's on all, where there were more or fewer."""
+    strategy = session.strategy
+    return saved[strategy.rank if len(saved) == strategy.world_size else 0]
+
+
+def load_generators(session: Session, state: Mapping[str, Any]) -> None:
+    """Put this rank's random generators back, the last thing before training goes on.
+
+    A rank that the saved run did not have begins a stream of its own.
+    """
+    saved, rank = state["rng"], session.strategy.rank
+    if rank < len(saved):
+        restore_rng(saved[rank])
+        return
+    # -1 stands where other streams of a run have their epoch
+    seed = derive(session.state.seed, -1, rank, session.state.global_step)
+    seed_generators(seed)
+    if session.strategy.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _check_number(what: str, here: int, saved: int) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -47,10 +47,13 @@ class Ranks:
     def begin(self) -> None:
         """Begin the next save."""
         self._number += 1
-        if self.rank == 0:
-            # nobody reads these any more: who begins a save has ended the one before, and all begin together
-            for topic in ("folder", "end", "error"):
-                self._store.delete_key(f"{self._number - 2}/{topic}")
+
+    def leave(self) -> None:
+        """End this save; the last of the ranks clears away what they told each other."""
+        with suppress(RuntimeError):  # the store has gone, with the process that hosts it
+            if self._store.add(f"{self._number}/left", 1) == self.world_size:
+                for topic in ("folder", "end", "error", "left", *map(part_of, range(1, self.world_size))):
+                    self._store.delete_key(f"{self._number}/{topic}")
 
     def end(self) -> None:
         """Note that the run has failed: a rank that says nothing for some seconds more is dead."""
@@ -96,9 +99,7 @@ class Ranks:
     def hear_parts(self) -> Iterator[tuple[int, Any]]:
         """Wait for what every rank but 0 tells of its part, and give rank and content."""
         for rank in range(1, self.world_size):
-            content = self.hear(part_of(rank), source=rank)
-            self._store.delete_key(f"{self._number}/{part_of(rank)}")
-            yield rank, content
+            yield rank, self.hear(part_of(rank), source=rank)
 
     def _read(self, key: str) -> Any:
         return json.loads(zlib.decompress(self._store.get(key)))

@@ -21,6 +21,15 @@ def write_together(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
         CheckpointError: on every rank, if any of them could not write; then there is no checkpoint.
     """
     try:
+        _contribute(path, snapshot, ranks)
+        if ranks.rank:
+            ranks.hear("end", source=0)
+    finally:
+        ranks.leave()
+
+
+def _contribute(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+    try:
         if ranks.rank == 0:
             _lead(path, snapshot, ranks)
         elif snapshot.is_shared:
@@ -28,8 +37,6 @@ def write_together(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
     except BaseException as error:
         ranks.fail(error)
         raise
-    if ranks.rank:
-        ranks.hear("end", source=0)
 
 
 def _lead(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:

@@ -249,6 +249,7 @@ def _take(state: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: Ranks
         return take(state, mesh or {"dp_replicate": ranks.world_size}, is_first=ranks.rank == 0)
     except BaseException as error:
         ranks.fail(error)
+        ranks.leave()
         raise
 
 

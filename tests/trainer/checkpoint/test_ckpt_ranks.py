@@ -191,11 +191,16 @@ def test_the_store_keeps_nothing_of_old_saves(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(rank: int) -> None:
-        writer = SyncWriter(Ranks(store, rank, 2))
-        for step in range(6):
+        writer = AsyncWriter(Ranks(store, rank, 2))
+        for step in range(4):
             writer.save(tmp_path / f"{step}.ckpt", dealt(step, rank, 2))
+            writer.save(tmp_path / f"{step}-too.ckpt", replicated(step))
+        with pytest.raises(CheckpointError, match="is of type object"):
+            writer.save(tmp_path / "bad.ckpt", {"bad": object()})
+        writer.close()
 
     keys = store.num_keys()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))
-    assert store.num_keys() - keys <= 6
+    assert store.num_keys() - keys <= 2  # how many runs each rank has begun
+    assert len(list(tmp_path.iterdir())) == 8
