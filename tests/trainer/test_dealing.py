@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from in_step import on_ranks
-from small import Noted, flat, loader, samples
+from small import Noted, flat, loader, raises, samples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
