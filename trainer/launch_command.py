@@ -7,20 +7,27 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ..strategies.environment import DEFAULT_PORT
+from ..strategies.environment import DEFAULT_PORT, LOOPBACK, Environment
+from ..strategies.errors import EchelonError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
 
 _EPILOG: Final = f"""\
 on one machine, by a store that listens on loopback only:
   echelon launch --nproc 2 train.py --lr 1e-3
   echelon launch --nproc gpu -m my_package.train
 
-on two machines, node 0 being 10.0.0.1; the store listens there, on every interface, at port {DEFAULT_PORT}:
+on two machines, node 0 being 10.0.0.1, where the store listens at port {DEFAULT_PORT}:
   echelon launch --nproc 4 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 train.py      on the first
   echelon launch --nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 train.py      on the second
-or, where nodes may take their ranks as they come (torchrun's c10d rendezvous), the same on each:
+or, where nodes may take their ranks as they come (torchrun's c10d, which listens on every interface), on each:
   echelon launch --nproc 4 --nnodes 2 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
 
 The program's Trainer takes numbers of devices and nodes from the launch; devices= and num_nodes= that contradict it
@@ -38,9 +45,8 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     _check(parser, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
-    if options.rdzv is not None:
-        # else a worker of a later round may read where the store of an earlier one was (pytorch#135712, torch 2.14)
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # torchrun leaves the folder of its error files behind, unless it is somebody's
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
         return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program, *options.arguments])
@@ -101,6 +107,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--nnodes {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
     if options.node_rank is not None and least != most:
         parser.error(f"--node-rank {options.node_rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
+    if options.node_rank is not None and options.max_restarts:
+        parser.error(f"--max-restarts {options.max_restarts} on several nodes needs ranks as they come: no --node-rank")
     if options.node_rank is not None and options.node_rank >= most:
         parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
     if not options.module and not Path(options.program).is_file():
@@ -110,36 +118,39 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
     least, most = options.nnodes
     given = {"nproc-per-node": options.nproc, "nnodes": f"{least}:{most}", "max-restarts": options.max_restarts}
+    given["rdzv-endpoint"] = LOOPBACK if options.rdzv is None else options.rdzv
     if options.local_addr is not None:
         given["local-addr"] = options.local_addr
-    if most == 1:
-        given |= {"rdzv-backend": _register_loopback(), "rdzv-endpoint": "127.0.0.1"}
+    if most > 1 and options.node_rank is None:
+        given["rdzv-backend"] = "c10d"
     else:
-        endpoint = options.rdzv if ":" in options.rdzv else f"{options.rdzv}:{DEFAULT_PORT}"
-        given |= {"rdzv-backend": "c10d", "rdzv-endpoint": endpoint}
-    if options.node_rank is not None:
-        given |= {"rdzv-backend": "static", "node-rank": options.node_rank}
+        given |= {"rdzv-backend": "echelon", "rdzv-conf": f"node_rank={options.node_rank or 0}"}
     return [*(f"--{name}={value}" for name, value in given.items()), *(["--module"] if options.module else [])]
 
 
-def _register_loopback() -> str:
-    """Make torchrun know a meeting on loopback, where its own standalone mode listens on every interface."""
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return where nodes of known ranks meet; torchrun's own ways of one node, and of such nodes, listen everywhere."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from ..strategies.local_rendezvous import LocalRendezvous
+    from ..strategies.rendezvous import Rendezvous
 
-    name = LocalRendezvous().get_backend()
-    rendezvous_handler_registry.register(name, lambda _: LocalRendezvous())
-    return name
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    num_nodes, node_rank = parameters.max_nodes, parameters.get_as_int("node_rank") or 0
+    return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), _START_TIMEOUT)
 
 
 def _run(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import parse_args, run
 
+    rendezvous_handler_registry.register("echelon", _meeting)
     try:
         run(parse_args(words))
+    except EchelonError as error:
+        print(f"echelon: error: {error}", file=sys.stderr)
+        return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         end = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {-failure.exitcode}"

@@ -1,0 +1,49 @@
+"""A process of a launch: finds its place, meets the others, adds up their ranks and says what it saw, in JSON."""
+
+import dataclasses
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echelon.strategies.environment import Environment, reconcile
+from echelon.strategies.launcher import launch
+from echelon.strategies.process_group import ProcessGroup
+
+LISTENING = "0A"
+
+
+def listening(*pids):
+    """Return the addresses, as the kernel writes them, on which these processes accept connections."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]") if file.is_symlink() else "")
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return sorted({row[1].split(":")[0] for row in rows if row[3] == LISTENING and row[9] in inodes})
+
+
+def main():
+    environment = reconcile(Environment.detect(), None, None)
+    limit = timedelta(seconds=40)
+    ProcessGroup(environment, torch.device("cpu"), start_timeout=limit, timeout=limit).join()
+    total = torch.tensor(10.0**environment.rank, dtype=torch.float64)
+    dist.all_reduce(total)
+    seen = {"total": total.item(), "listening": listening(os.getpid(), os.getppid()), "line": environment.describe()}
+    line = json.dumps(dataclasses.asdict(environment) | seen)
+    os.write(1, f"{line}\n".encode())  # whole, where the processes share a pipe
+    dist.barrier()
+
+
+def launch_members():
+    """Start two of them on this node, which has been told its rank by NODE_RANK."""
+    environment = reconcile(Environment.detect(), 2, 2)
+    launch(main, num_processes=2, environment=environment, start_timeout=timedelta(seconds=40))
+
+
+if __name__ == "__main__":
+    launch_members() if sys.argv[1:] == ["--launch"] else main()
