@@ -31,23 +31,26 @@ class DataParallelStrategy(Strategy):
     name: ClassVar[str] = "dp"
     uses_many_devices: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        self._places: dict[int, torch.device] = {}
+        super().__init__()
+
     def check(self, hardware: Hardware, precision: Precision) -> None:
         if hardware.num_nodes != 1:
             raise ConfigError(
                 f"strategy='dp' is one process on one machine, but num_nodes={hardware.num_nodes}; set num_nodes=1, or "
                 "use strategy='ddp'."
             )
+        super().check(hardware, precision)
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
-        self._here = threading.local()
         super().connect(hardware, precision)
         self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
 
     @property
     def device(self) -> torch.device:
         """The device of the part that the calling thread computes; everywhere else the first one."""
-        found: torch.device = getattr(self._here, "device", self._first_device)
-        return found
+        return self._places.get(threading.get_ident(), self._first_device)
 
     @device.setter
     def device(self, device: torch.device) -> None:
@@ -56,7 +59,7 @@ class DataParallelStrategy(Strategy):
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if len(self._devices) > 1:
             _check_replicable(module, len(self._devices), is_manual)
-        super().setup_module(module)
+        super().setup_module(module, is_manual=is_manual)
 
     def run(self, step_name: str, *args: Any) -> Any:
         batches, sizes = split(args[0], len(self._devices))
@@ -66,7 +69,7 @@ class DataParallelStrategy(Strategy):
             devices = self._devices[: len(sizes)]
             modules = _replicate(self.module, devices)
             parts = [
-                _Part(module, device, f"part {index + 1} of {len(sizes)}", self.precision, self._here)
+                _Part(module, device, f"part {index + 1} of {len(sizes)}", self.precision, self._places)
                 for index, (module, device) in enumerate(zip(modules, devices, strict=True))
             ]
             inputs = [
@@ -136,17 +139,18 @@ class _Part(nn.Module):
     """A step on one device; a module, because that is what `parallel_apply` takes."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, where: str, precision: Precision, here: threading.local
+        self, module: nn.Module, device: torch.device, where: str, precision: Precision, places: dict[int, torch.device]
     ) -> None:
         super().__init__()
         self.module = module
         self.log = _Log()
-        self._device, self._where, self._precision, self._here = device, where, precision, here
+        self._device, self._where, self._precision, self._places = device, where, precision, places
         self._has_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def forward(self, step_name: str, *args: Any) -> Any:
         """Call the step in the modes of the thread that made this part; torch keeps them for each thread."""
-        self._here.device = self._device
+        thread = threading.get_ident()
+        self._places[thread] = self._device
         vars(self.module)["log"] = self.log  # hides the method, in this instance and during this step
         try:
             with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad), self._autocast():
@@ -155,7 +159,7 @@ class _Part(nn.Module):
             error.add_note(f"{step_name} failed on {self._where} of the batch, on {self._device}.")
             raise
         finally:
-            del vars(self.module)["log"]
+            del vars(self.module)["log"], self._places[thread]
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
