@@ -32,6 +32,10 @@ class Loss:
         """The loss per unit of this micro-batch; 0 where it has none."""
         return self.total / nonzero(self.count)
 
+    def __add__(self, other: Loss) -> Loss:
+        """Return the loss over the units of both, of which each computed some."""
+        return Loss(self.total + other.total, self.count + other.count)
+
 
 def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | None:
     """Return the loss in what a training step returned: a tensor, a mapping with ``"loss"``, `Loss`, or None to skip.

@@ -10,7 +10,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ConfigError, ModuleError, Trainer, TrainModule, seed_everything
+from echelon import ConfigError, Loss, ModuleError, Trainer, TrainModule, seed_everything
 from echelon.strategies import Hardware, Precision
 from echelon.strategies.data_parallel import DataParallelStrategy
 
@@ -101,6 +101,19 @@ def test_a_step_may_return_a_mapping_and_part_of_a_batch_may_give_nothing():
                 assert outputs["none"] is None
 
     assert_same_steps(Mapped, 3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("in_mapping", [False, True])
+def test_a_loss_with_its_count_weighs_by_its_units(in_mapping, settings):
+    class Counting(Net):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            kept = x[:, 0] > 0  # more in some parts than in others
+            loss = Loss(nn.functional.mse_loss(self(x)[kept], y[kept], reduction="sum"), kept.sum())
+            return {"loss": loss} if in_mapping else loss
+
+    assert_same_steps(Counting, 3, max_epochs=3, **settings)
 
 
 class Logging(Net):
