@@ -9,6 +9,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -55,6 +56,7 @@ class Agent(LocalElasticAgent):
         """How workers of this node ended that were not stopped because of another."""
         self.failure_elsewhere: str | None = None
         """How a worker of another node failed, if that ended the run."""
+        self.has_started = threading.Event()
         self._processes: list[Any] = []
         self._running: dict[int, int] = {}
         self._signal: signal.Signals | None = None
@@ -73,8 +75,7 @@ class Agent(LocalElasticAgent):
 
     def release(self) -> None:
         """Let go of the store, so that its port is free for the next run."""
-        self._store = None
-        self._worker_group.store = None
+        self._store = self._worker_group.store = self.nodes.store = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         _preload()
@@ -86,6 +87,7 @@ class Agent(LocalElasticAgent):
         self._running = dict(zip(self.ranks, pids.values(), strict=True))
         if self._signal is not None:
             self.send(self._signal)
+        self.has_started.set()
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -132,19 +134,19 @@ class Agent(LocalElasticAgent):
         if self.nodes.num_nodes == 1:
             return
         with contextlib.suppress(RuntimeError):  # node 0 is gone: nobody is left to be told
-            self._store.set("failure", failure)
+            self.nodes.store.set("failure", failure)
             if self.nodes.node_rank == 0:
-                _wait_until(lambda: self._store.add("heard", 0) == self.nodes.num_nodes - 1)
+                _wait_until(lambda: self.nodes.store.add("heard", 0) == self.nodes.num_nodes - 1)
 
     def _heard(self) -> str | None:
         """Return the failure of which another node has told, if any."""
         if self.nodes.num_nodes == 1:
             return None
         try:
-            if not self._store.check(["failure"]):
+            if not self.nodes.store.check(["failure"]):
                 return None
-            self._store.add("heard", 1)
-            return str(self._store.get("failure").decode())
+            self.nodes.store.add("heard", 1)
+            return str(self.nodes.store.get("failure").decode())
         except RuntimeError:
             return f"Node 0 ({self.nodes.address}) ended without a word"
 
@@ -153,13 +155,13 @@ class Agent(LocalElasticAgent):
         if self.nodes.num_nodes == 1:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.add("done", 1)
-            while self._store.add("done", 0) < self.nodes.num_nodes and self.failure_elsewhere is None:
+            self.nodes.store.add("done", 1)
+            while self.nodes.store.add("done", 0) < self.nodes.num_nodes and self.failure_elsewhere is None:
                 self.failure_elsewhere = self._heard()
                 time.sleep(0.1)
-            self._store.add("left", 1)
+            self.nodes.store.add("left", 1)
             if self.nodes.node_rank == 0:
-                _wait_until(lambda: self._store.add("left", 0) == self.nodes.num_nodes)
+                _wait_until(lambda: self.nodes.store.add("left", 0) == self.nodes.num_nodes)
 
 
 class _Inherited(LogsSpecs):

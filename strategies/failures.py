@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from torch.distributed import DistError
+import torch.distributed as dist
 
 from .errors import ProcessError
 from .travel import pack, unpack
@@ -20,7 +20,7 @@ _OF_A_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|bro
 
 
 class RankTraceback(Exception):  # noqa: N818 - no error of its own but the place of one
-    """The traceback of an exception where it was raised: in a worker. It is the ``__cause__`` of that exception here."""
+    """The traceback of an exception where it was raised, in a worker; the ``__cause__`` of that exception here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -60,7 +60,7 @@ class Failure:
 
 
 def _blames_a_peer(error: BaseException) -> bool:
-    if isinstance(error, DistError | ConnectionError | ProcessError):
+    if isinstance(error, dist.DistError | ConnectionError | ProcessError):
         return True
     return isinstance(error, RuntimeError) and bool(_OF_A_PEER.search(str(error)))
 

@@ -157,11 +157,13 @@ def _run(
             agent.run()
         except BaseException as error:  # noqa: BLE001 - raised in the caller
             errors.append(error)
+            agent.has_started.set()
 
     # In the main thread elastic would install signal handlers, for good.
     thread = threading.Thread(target=watch, name="echelon-agent", daemon=True)
     thread.start()
     try:
+        agent.has_started.wait()  # the fork server has to import torch first
         thread.join(timeout)
         if thread.is_alive():
             raise _too_late(job, agent, timeout)

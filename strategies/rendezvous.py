@@ -6,8 +6,9 @@ import socket
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .environment import LOOPBACK, Environment
@@ -22,8 +23,10 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, environment: Environment, limit: timedelta) -> None:
         self.node_rank, self.num_nodes = environment.node_rank, environment.num_nodes
         self.address = environment.main_address if self.num_nodes > 1 else LOOPBACK
-        self.port = (environment.main_port or 0) if self.num_nodes > 1 else 0
+        self.port = environment.main_port or 0
         self.limit = limit
+        self.store: Any = None
+        """What the agents tell each other by, from the meeting on."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other nodes.
@@ -32,11 +35,14 @@ class Rendezvous(RendezvousHandler):
             ProcessError: naming the nodes that did not come in time, or the port that is taken.
         """
         store = self._receive() if self.node_rank == 0 else self._visit()
+        self.store = PrefixStore("echelon/nodes", store)
         info = RendezvousStoreInfo(self.address, self.port)
-        return RendezvousInfo(PrefixStore("echelon/nodes", store), self.node_rank, self.num_nodes, info)
+        return RendezvousInfo(self.store, self.node_rank, self.num_nodes, info)
 
-    def _receive(self) -> Store:
+    def _receive(self) -> Any:
         """Open the store, and answer every other node."""
+        if self.num_nodes == 1:
+            self.port = 0  # workers that start again find the store of before still open
         store = self._open()
         keys = [_hello(node) for node in range(1, self.num_nodes)]
         try:
@@ -48,7 +54,7 @@ class Rendezvous(RendezvousHandler):
             store.set(_answer(store.get(key).decode()), "")
         return store
 
-    def _open(self) -> TCPStore:
+    def _open(self) -> Any:
         # Left to itself, a TCPStore listens on all interfaces, also when it is given an address.
         listener = socket.socket(socket.AF_INET6 if ":" in self.address else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,7 +71,7 @@ class Rendezvous(RendezvousHandler):
             self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
-    def _visit(self) -> Store:
+    def _visit(self) -> Any:
         """Come to the store of node 0, and wait for its answer."""
         end = time.monotonic() + self.limit.total_seconds()
         missing = [0]
