@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # torchrun leaves the folder of its error files behind, unless it is somebody's
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
-        return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program, *options.arguments])
+        return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,15 +139,17 @@ def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
     return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), _START_TIMEOUT)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import parse_args, run
 
     rendezvous_handler_registry.register("echelon", _meeting)
+    job = parse_args(words)
+    job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
     try:
-        run(parse_args(words))
+        run(job)
     except EchelonError as error:
         print(f"echelon: error: {error}", file=sys.stderr)
         return 1

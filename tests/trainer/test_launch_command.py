@@ -1,0 +1,131 @@
+"""``echelon launch``: what it refuses, what its processes are given, and what it exits with."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from echelon.trainer.cli import main
+
+ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())", "launch"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("train.py", "the following arguments are required: --nproc"),
+        ("--nproc 0 train.py", "argument --nproc: '0' is not possible; give a number from 1, gpu, cpu or auto"),
+        (
+            "--nproc 2 --nnodes 3:2 train.py",
+            "argument --nnodes: '3:2' is not possible; give a number from 1, or MIN:MAX",
+        ),
+        ("--nproc 2 --max-restarts -1 train.py", "argument --max-restarts"),
+        ("--nproc 2 other.py", "there is no script 'other.py' in "),
+        ("--nproc 2 --rdzv a train.py", "--rdzv a is for several nodes; give --nnodes, too"),
+        ("--nproc 2 --node-rank 1 train.py", "--node-rank 1 is for several nodes"),
+        ("--nproc 2 --nnodes 2 train.py", "--nnodes 2 needs --rdzv HOST[:PORT]"),
+        (
+            "--nproc 2 --nnodes 2 --rdzv a --node-rank 2 train.py",
+            "--node-rank 2 with --nnodes 2: ranks of nodes go from",
+        ),
+        ("--nproc 2 --nnodes 1:2 --rdzv a --node-rank 0 train.py", "for a fixed number of nodes, but --nnodes is 1:2"),
+        ("--nproc 2 --nnodes 2 --rdzv a --node-rank 0 --max-restarts 3 train.py", "--max-restarts 3 on several nodes"),
+    ],
+)
+def test_options_that_contradict_each_other_start_nothing(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *options.split()])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_shows_how_one_and_two_machines_are_used(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    for words in ("--nproc 2 train.py", "--nnodes 2 --node-rank 1 --rdzv 10.0.0.1 train.py", "exit codes:"):
+        assert words in shown
+    assert max(len(line) for line in shown.splitlines()) <= 120
+
+
+PROGRAM = """
+import os, signal, sys
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+if sys.argv[1:] == ["--wait"]:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.write(1, b"ready\\n")
+    signal.pause()
+elif os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1:] == ["--killed"] else sys.exit(3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working directory with a program, and beside it where temporary files go."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "program.py").write_text(PROGRAM)
+    (tmp_path / "temporary").mkdir()
+    return tmp_path
+
+
+def start(folder, *options):
+    environ = {**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": "."}
+    return subprocess.Popen(
+        [*ECHELON, *options],
+        cwd=folder / "work",
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(launch):
+    """Return what a launch wrote since and its exit code; nothing of it is left."""
+    try:
+        output, errors = launch.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(launch.pid, signal.SIGKILL)
+        raise
+    with pytest.raises(ProcessLookupError):
+        os.killpg(launch.pid, signal.SIGKILL)
+    return sorted(output.splitlines()), errors, launch.returncode
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "code", "reason"),
+    [
+        (["-m", "program"], ["--lr", "1", "--nproc", "9"], 3, "exit code 3"),
+        (["program.py"], ["--killed"], 137, "signal 9"),
+    ],
+    ids=["module", "killed"],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(folder, program, given, code, reason):
+    output, errors, found = end(start(folder, "--nproc", "2", *program, *given))
+    lines = [" ".join(["rank", str(rank), "of 2", *given]) for rank in range(2)]
+    assert lines[1] in output
+    assert set(output) <= set(lines)
+    assert found == code
+    assert re.search(rf"^echelon: rank 1 \(pid \d+\) ended with {reason}; see its output$", errors, re.MULTILINE)
+    assert os.listdir(folder / "temporary") == []
+
+
+def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
+    launch = start(folder, "--nproc", "2", "program.py", "--wait")
+    try:
+        while [launch.stdout.readline() for _ in range(2)].count("ready\n") == 0:
+            assert launch.poll() is None
+        launch.send_signal(signal.SIGTERM)
+    finally:
+        _, errors, code = end(launch)
+    assert code == 143
+    assert "echelon: ended by SIGTERM" in errors
+    assert os.listdir(folder / "temporary") == []
