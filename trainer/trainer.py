@@ -27,7 +27,7 @@ from .assembly import (
     set_up,
     with_module_callbacks,
 )
-from .checkpoint import AsyncWriter, SyncWriter
+from .checkpoint import make_writer
 from .checks import check_loggers, check_manual, check_module, check_writable
 from .data import DataModule
 from .first_rank import on_first_rank
@@ -179,9 +179,9 @@ class Trainer(RunView):
             if self.is_global_zero:
                 for logger in self.loggers:
                     logger.save()
-                session.writer.save(Path(path), state, still=still_parts(session))
-                if wait:
-                    session.writer.close()
+            session.writer.save(Path(path), state, still=still_parts(session))
+            if wait:
+                session.writer.close()
         if "loop" in state:
             session.last_checkpoint = Path(path)
 
@@ -346,7 +346,7 @@ class Trainer(RunView):
             task=request.task,
             run=run,
             settings=settings,
-            writer=AsyncWriter() if request.task == "fit" else SyncWriter(),
+            writer=make_writer(self.strategy.group, is_async=request.task == "fit"),
             strategy=self.strategy,
             module=module,
             datamodule=request.datamodule,
@@ -363,6 +363,8 @@ class Trainer(RunView):
 
     def _close(self, session: Session, status: str) -> None:
         session.stage = None
+        if status == "failed":
+            session.writer.abandon()
         with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
             session.writer.close()
         if session.train_data is not None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ...strategies.process_group import ProcessGroup
 from .commit import point
 from .pieces import Piece
 from .pruning import remove
@@ -234,9 +235,9 @@ class AsyncWriter:
             raise error
 
 
-def make_writer(*, is_async: bool, store: Any = None, rank: int = 0, world_size: int = 1) -> Writer:
-    """Return the writer of a run. Collective: every rank makes one, with the store (of c10d) that they share."""
-    ranks = Ranks(store, rank, world_size) if world_size > 1 else None
+def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
+    """Return the writer of a run: in a thread or not, of one process or of all in a group. Collective."""
+    ranks = None if group is None else Ranks(group.store, group.rank, group.world_size)
     return AsyncWriter(ranks) if is_async else SyncWriter(ranks)
 
 

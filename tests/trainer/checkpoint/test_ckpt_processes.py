@@ -34,7 +34,7 @@ def save_while_reducing(folder: str) -> dict[str, Any]:
     group = ProcessGroup(Environment.detect(), torch.device("cpu"))
     group.join()
     rank, path = group.rank, Path(folder)
-    writer = make_writer(is_async=True, store=group.store, rank=rank, world_size=group.world_size)
+    writer = make_writer(group, is_async=True)
     total = torch.zeros(1000)
     for step in range(1, 6):
         writer.save(path / f"{step}.ckpt", dealt(step, rank))
@@ -89,7 +89,7 @@ def save_dtensors(folder: str) -> None:
     flat = init_device_mesh("cpu", (4,))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     layouts: dict[str, Any] = {"flat": (flat, [Shard(0)]), "hybrid": (hybrid, [Replicate(), Shard(0)])}
-    writer = make_writer(is_async=True, store=group.store, rank=group.rank, world_size=4)
+    writer = make_writer(group, is_async=True)
     for name, (mesh, placements) in layouts.items():
         for rows in (7, 2):
             model: dict[str, Any] = sharded(rows)
