@@ -155,9 +155,11 @@ class Share:
     data_size: int = 1
 
     def of(self, num_entries: int, rank: int | None = None) -> slice:
-        """Return the part of a rank (of this one) of a global batch with so many entries."""
+        """Return the part of a rank (of this one) of a global batch with so many entries; the first ranks have most."""
         rank = self.data_rank if rank is None else rank
-        return slice(num_entries * rank // self.data_size, num_entries * (rank + 1) // self.data_size)
+        smaller, num_larger = divmod(num_entries, self.data_size)
+        start = rank * smaller + min(rank, num_larger)
+        return slice(start, start + smaller + (rank < num_larger))
 
     def num_micro_batches(self, num_entries: int) -> int:
         """Return into how many micro-batches the largest part of such a global batch is cut."""
