@@ -111,7 +111,8 @@ class Settings:
         _check_amounts(self)
         _check_combinations(self)
         Precision(self.precision)
-        strategy_by_name(self.strategy)
+        if self.strategy != "auto":
+            strategy_by_name(self.strategy)
         profiler_by_name(self.profiler)
         parse_duration("max_time", self.max_time)
 
