@@ -215,7 +215,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     num_args = session.num_step_args(f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
     is_first = True
-    for batch_idx, batch in data.batches(dataloader_idx, limit):
+    for batch_idx, batch in data.batches(dataloader_idx, limit, session.state.global_step):
         if is_first:
             check_batch(batch, name, session.moves_own_types)
             is_first = False
