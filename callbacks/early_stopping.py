@@ -34,6 +34,7 @@ class EarlyStopping(Callback):
 
     A check is made in `on_train_step_end`, once for each time that it is due and with a value of that very step: where
     the metric is computed later, the check waits for it. The trainer still completes ``min_epochs`` and ``min_steps``.
+    The hooks run on every rank; a check communicates, and every rank decides by rank 0's value.
 
     Args:
         monitor: the metric, under the name under which it is logged.
@@ -120,6 +121,10 @@ class EarlyStopping(Callback):
 
     # --- when --------------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Begin a run that is not resumed, unless `load_state_dict` follows."""
+        self._was_pending = self._was_stopped = False
+
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Go on as a resumed run was: with a decision pending, or stopped, unless `patience` has been raised since."""
         if self._was_stopped and not self._has_patience_again():
@@ -131,20 +136,20 @@ class EarlyStopping(Callback):
         """Mark a check as due, unless it waits for the end of the epoch."""
         if trainer.sanity_checking:
             return
-        self._metric.note_validation()
+        self._metric.note_validation(trainer.global_step)
         if not self._check_on_train_epoch_end:
             self._is_due = True
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Mark a check as due, unless one follows each validation."""
-        self._metric.note_epoch()
+        self._metric.note_epoch(trainer.global_step)
         at_end = self._check_on_train_epoch_end
         if at_end or (at_end is None and not sum(trainer.num_val_batches)):
             self._is_due = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Check what is due, by rank 0's value. Collective if due."""
-        if not (self._is_due or self._metric.is_pending):
+        if not (self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer))):
             return
         self._is_due = False
         value = self._metric.read(trainer, strict=self.strict)
@@ -158,7 +163,7 @@ class EarlyStopping(Callback):
         elif not self.verbose:
             return
         if message and (trainer.is_global_zero or not self.log_rank_zero_only):
-            _log.info(message)
+            _log.info("%s%s", f"[rank {trainer.strategy.rank}] " if trainer.strategy.world_size > 1 else "", message)
 
     # --- what --------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,8 @@ class LossSpikePolicy(Callback):
     deviation of the steps before, spikes left out. A step that lies more than `threshold` deviations above, or is not
     finite, is a spike: its gradients are dropped before the optimizer sees them, so weights and optimizer state stay as
     they are, while step counter, schedules and data go on. Decisions depend on nothing but these numbers, which are
-    part of the checkpoint: a resumed run decides the same. One collective and one read from the device a step.
+    part of the checkpoint: a resumed run decides the same. The hooks run on every rank and all decide alike: one
+    collective and one read from the device a step. Rank 0 logs.
 
     With ``16-mixed``, gradients that overflow at a finite loss are left to the scaler.
 
@@ -97,14 +98,9 @@ class LossSpikePolicy(Callback):
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
         """Judge the step, and drop its gradients if it is a spike. Collective: every rank calls it."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not self._losses or not gradients:
+        numbers = self._numbers(trainer, gradients)
+        if numbers is None:
             return
-        loss = torch.stack(self._losses).sum()
-        self._losses.clear()
-        norm = nn.utils.get_total_norm(gradients)
-        numbers = trainer.strategy.all_reduce(
-            torch.stack([loss.double(), norm.to(loss.device).double()]), "mean"
-        ).tolist()
         values = dict(zip(self._statistics, numbers, strict=True))
         if trainer.strategy.precision.uses_scaler and math.isfinite(values["loss"]) and not math.isfinite(numbers[1]):
             return
@@ -126,10 +122,28 @@ class LossSpikePolicy(Callback):
         if self._rolls_back:
             self._rolls_back = False
             path = trainer.roll_back()
+            if not trainer.is_global_zero:
+                return
             if path is None:
                 _log.warning("There is no checkpoint to roll back to yet: only the update is left out.")
             else:
                 _log.warning("Rolled back to %s (step %d); the data since is skipped.", path, trainer.global_step)
+
+    def _numbers(self, trainer: Run, gradients: Sequence[Tensor]) -> list[float] | None:
+        """Return loss and gradient norm, the mean over all ranks; None if there was no loss. Collective.
+
+        A rank that had no samples for this step has no loss: one of 0, as the losses of the others weigh more instead.
+        """
+        has_any = bool(self._losses and gradients)
+        if trainer.strategy.world_size == 1 and not has_any:
+            return None
+        device = trainer.strategy.device
+        loss = torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=device)
+        self._losses.clear()
+        norm = nn.utils.get_total_norm(gradients) if gradients else loss.new_zeros(())
+        mine = [loss.double(), norm.to(loss.device).double(), loss.new_tensor(has_any).double()]
+        *numbers, share = trainer.strategy.all_reduce(torch.stack(mine), "mean").tolist()
+        return numbers if share else None
 
     def _decide(self, trainer: Run, values: Mapping[str, float], worst: float) -> None:
         self._num_consecutive += 1
@@ -143,7 +157,8 @@ class LossSpikePolicy(Callback):
             "action": "stop" if stops else self._action,
         }
         self.decisions.append(decision)
-        _log.warning("Loss spike, update left out: %s", decision)
+        if trainer.is_global_zero:
+            _log.warning("Loss spike, update left out: %s", decision)
         if stops:
             trainer.should_stop = True
         self._rolls_back = self._action == "rollback" and not stops

@@ -47,7 +47,8 @@ class ModelCheckpoint(Callback):
     Everything is saved in `on_train_step_end`, when the step's validation is over, and in `on_train_last_step`, where
     training ends inside an epoch; the other hooks only mark what is due. A monitored value picks the best only at the
     step at which it was computed: where it is due earlier, the decision waits for it. Retention deletes what it
-    replaces after the new checkpoint is on disk, and nothing else.
+    replaces after the new checkpoint is on disk, and nothing else. The hooks run on every rank; where something is due
+    they communicate, and every rank decides by what rank 0 measures and finds on its disk.
 
     Args:
         dirpath: the folder; by default ``<log_dir>/checkpoints``.
@@ -97,6 +98,7 @@ class ModelCheckpoint(Callback):
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only = save_weights_only
         self._is_dirpath_given = dirpath is not None
+        self._is_dirpath_settled = False
         self._name = CheckpointName(filename or _DEFAULT_NAME, auto_insert_metric_name)
         self._triggers = _triggers(every_n_train_steps, train_time_interval, every_n_epochs)
         self._every_n_steps, self._interval, self._every_n_epochs = self._triggers
@@ -180,7 +182,12 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what is kept; `on_fit_start` forgets what is no longer in the folder."""
+        """Take back what is kept; `on_fit_start` forgets what is no longer in the folder.
+
+        Outside of a run, that of another process is taken over with its folder.
+        """
+        if not (self._is_dirpath_given or self._is_dirpath_settled):
+            self.dirpath = state_dict["dirpath"]
         scores = {name: float("nan") if score is None else float(score) for name, score in state_dict["scores"].items()}
         self._kept = _Kept(scores, state_dict["newest"])
         self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
@@ -189,19 +196,23 @@ class ModelCheckpoint(Callback):
     # --- when --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Settle the folder, when training will follow."""
-        if stage == "fit" and not self._is_dirpath_given:
+        """Settle the folder, when training will follow: that of rank 0. Collective: every rank calls it."""
+        if stage != "fit":
+            return
+        self._was_pending = False
+        if not self._is_dirpath_given:
             self._saved_best = self.best_model_path
             self.dirpath = trainer.strategy.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
+            self._is_dirpath_settled = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Forget what is not in the folder (any more). Collective: every rank calls it."""
-        kept = self._kept
-        on_disk = trainer.strategy.broadcast([name for name in kept.names if Path(self._path(name)).is_dir()])
-        scores = {name: score for name, score in kept.scores.items() if name in on_disk}
-        self._kept = _Kept(scores, kept.newest if kept.newest in on_disk else "")
-        if not trainer.strategy.broadcast(Path(self._saved_best).is_dir()):
-            self._saved_best = ""
+        """Forget what is not in the folder (any more), as rank 0 sees it. Collective: every rank calls it."""
+        on_disk = [name for name in self._kept.names if Path(self._path(name)).is_dir()]
+        scores = {name: score for name, score in self._kept.scores.items() if name in on_disk}
+        newest = self._kept.newest if self._kept.newest in on_disk else ""
+        best = self._saved_best if Path(self._saved_best).is_dir() else ""
+        scores, newest, self._saved_best = trainer.strategy.broadcast((scores, newest, best))
+        self._kept = _Kept(scores, newest)
         self._remove_replaced(trainer)  # a kill may have come between a save and what it was to replace
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
@@ -220,13 +231,13 @@ class ModelCheckpoint(Callback):
         """Mark a save after this validation as due, unless it waits for the end of the epoch."""
         if trainer.sanity_checking:
             return
-        self._metric.note_validation()
+        self._metric.note_validation(trainer.global_step)
         if not self._save_on_train_epoch_end and self._counts(trainer.current_epoch):
             self._is_due = True
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Mark a save at the end of this epoch as due, unless one follows each validation."""
-        self._metric.note_epoch()
+        self._metric.note_epoch(trainer.global_step)
         self._has_epoch_ended = True
         at_end = self._save_on_train_epoch_end
         if at_end or (at_end is None and not sum(trainer.num_val_batches)):
@@ -239,7 +250,7 @@ class ModelCheckpoint(Callback):
         """Save what is due. Every rank decides the same: by the step, or by what rank 0 says. Collective if due."""
         if self._counts_steps:
             self._is_due = self._is_due_at(trainer)
-        if self._is_due or self._metric.is_pending:
+        if self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer)):
             is_due, self._is_due = self._is_due, False
             self._save(trainer, last=is_due)
 
@@ -260,11 +271,12 @@ class ModelCheckpoint(Callback):
             self._save_interrupted(trainer)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Forget the last save, if its writing has failed meanwhile."""
+        """Forget the last save, if its writing has failed meanwhile; other ranks than 0 learn it at the next `fit`."""
         name, before = self._unconfirmed
-        if name and not Path(self._path(name)).is_dir():
+        if name and trainer.is_global_zero and not Path(self._path(name)).is_dir():
             self._kept = before
         self._unconfirmed = ("", _Kept())
+        self._is_dirpath_settled = False
 
     # --- what --------------------------------------------------------------------------------------------------------
 
@@ -284,7 +296,7 @@ class ModelCheckpoint(Callback):
             score = float(trainer.global_step) if self.monitor is None else self._metric.read(trainer)
         before = self._kept
         scores = dict(before.scores)
-        is_in_top_k = score is not None and self._admit(scores, score)
+        is_in_top_k = score is not None and self._admit(trainer, scores, score)
         force = force or (last and self.save_last is True)
         if not is_in_top_k and not force:
             return
@@ -294,28 +306,31 @@ class ModelCheckpoint(Callback):
             scores[name] = score
         self._commit(trainer, name, _Kept(scores, name if self.save_last or force else ""))
 
-    def _admit(self, scores: dict[str, float], score: float) -> bool:
+    def _admit(self, trainer: Run, scores: dict[str, float], score: float) -> bool:
         """Make place for a new score, by removing the worst if that is worse; return whether there is place."""
         if self.save_top_k == -1 or len(scores) < self.save_top_k:
             return True
         worst = min(scores, key=lambda name: self._metric.rank_of(scores[name]))
         if not self._metric.is_better(score, scores[worst]):
-            if self.verbose:
+            if self.verbose and trainer.is_global_zero:
                 _log.info("%s=%.6g is not among the best %d.", self.monitor, score, self.save_top_k)
             return False
         del scores[worst]
         return True
 
     def _free_name(self, trainer: Run, template: CheckpointName) -> str:
+        """Return a name that no checkpoint has, neither on rank 0's disk nor on its way there."""
         values: dict[str, float] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        if not values.keys() >= set(template.fields):
+            trainer.reduce_metrics()
         metrics = trainer.callback_metrics
         values |= {name: float(metrics[name]) for name in template.fields if name in metrics and name not in values}
         name = wished = template.fill(values)
         version = 0
-        # not only what is on disk: another callback's save of this step may still be on its way there
+        # another callback's save of this step may not be there yet
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         taken = {self._path(_LAST)}.union(*(one.kept_paths for one in savers))
-        while self._path(name) in taken or Path(self._path(name)).exists():
+        while self._path(name) in taken or (trainer.is_global_zero and Path(self._path(name)).exists()):
             version += 1
             name = numbered(wished, version)
         free: str = trainer.strategy.broadcast(name)
@@ -335,7 +350,7 @@ class ModelCheckpoint(Callback):
             trainer.point_to_checkpoint(self._path(_LAST), self._path(kept.newest))
         self._remove_replaced(trainer)
         self.saved_at = trainer.global_step
-        if self.verbose:
+        if self.verbose and trainer.is_global_zero:
             what = f"{self.monitor}={kept.scores[name]:.6g}" if self.monitor and name in kept.scores else "the newest"
             _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")
 

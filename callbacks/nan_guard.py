@@ -23,10 +23,11 @@ class NaNGuard(Callback):
 
     Losses and gradients of a step are checked together, in `on_before_optimizer_step`: one number is read from the
     device for each optimizer's step. With ``16-mixed`` gradients may overflow (the scaler skips such a step), so only
-    losses are checked. Every rank checks its own; one that raises ends the run.
+    losses are checked. Every rank checks its own and asks the others, in one collective for each optimizer's step: all
+    of them raise, with what the first rank found whose loss it was, else whose gradients.
 
     Raises:
-        NonFiniteError: with the global step, the position of the batch and the parameters.
+        NonFiniteError: with the rank, the global step, the position of the batch and the parameters.
     """
 
     def __init__(self) -> None:
@@ -39,13 +40,14 @@ class NaNGuard(Callback):
         self._batches.append(trainer.batch_position)
 
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
-        """Check all losses since the last step, and this optimizer's gradients."""
+        """Check all losses since the last step, and this optimizer's gradients. Collective: every rank calls it."""
         parameters: Sequence[Tensor] = []
         if not trainer.strategy.precision.uses_scaler:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         checked = _largest([*self._losses, *(p.grad for p in parameters)])
-        if checked is not None and not math.isfinite(checked):
-            self._explain(trainer, module, parameters)
+        is_bad = checked is not None and not math.isfinite(checked)
+        if trainer.strategy.all_reduce(float(is_bad), "max"):
+            self._explain(trainer, module, parameters if is_bad else [])
         self._clear()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
@@ -58,13 +60,23 @@ class NaNGuard(Callback):
             self._batches.clear()
 
     def _explain(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> NoReturn:
+        """Raise what was found; on several ranks the same on each. Collective: every rank calls it."""
+        found = trainer.strategy.all_gather_object(self._found(trainer, module, parameters))
+        # a loss is one rank's; its gradients have met those of the others since
+        rank, (_, message) = min(enumerate(found), key=lambda one: (one[1][0], one[0]))
+        raise NonFiniteError(f"Rank {rank}: {message}" if len(found) > 1 else message)
+
+    def _found(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> tuple[int, str]:
+        """Return what is not finite, and how much it explains: 0 is best, 2 nothing."""
         where = f"at global_step {trainer.global_step} (epoch {trainer.current_epoch}, batch_idx"
         for batch_idx, loss in zip(self._batches, self._losses, strict=True):
             if not bool(torch.isfinite(loss).all()):
-                raise NonFiniteError(
+                return 0, (
                     f"The loss is {loss.item()} {where} {batch_idx}); look at that batch, lower the learning rate, "
                     "or find the operation with Trainer(detect_anomaly=True)."
                 )
+        if not parameters:
+            return 2, ""
         checked = {id(p) for p in parameters}
         bad = [
             name
@@ -73,7 +85,7 @@ class NaNGuard(Callback):
         ]
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         although = " although the loss is" if self._losses else ""
-        raise NonFiniteError(
+        return 1, (
             f"The gradient of {', '.join(bad[:_NAMED]) or 'a parameter outside of the module'}{more} is not finite "
             f"{where} {self._batches or [trainer.batch_position]}){although}; lower the learning rate, set "
             "gradient_clip_val, or find the operation with Trainer(detect_anomaly=True)."

@@ -69,7 +69,10 @@ class SchedulerConfig(Protocol):
 
 
 class Run(Protocol):
-    """The trainer, as hooks see it. Nothing here communicates unless it says so."""
+    """The trainer, as hooks see it. Nothing here communicates unless it says so.
+
+    What is counted in steps, batches and epochs is the same on every rank, so that all of them decide alike by it.
+    """
 
     # --- where the run is ---
 
@@ -111,7 +114,7 @@ class Run(Protocol):
 
     @property
     def num_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader, limits applied."""
+        """Batches of each validation loader, limits applied; on every rank those of the rank that has most."""
 
     @property
     def num_test_batches(self) -> Sequence[int | float]:
@@ -131,12 +134,16 @@ class Run(Protocol):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal or ``max_time`` ends training here: what is not saved now is lost."""
+        """Whether a signal or ``max_time`` ends training here, on all ranks: what is not saved now is lost."""
 
     # --- what hooks may change ---
 
     should_stop: bool
-    """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
+    """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``).
+
+    One rank that sets it is enough. Where there are several, they agree on it at the end of every epoch, and in between
+    about four times a second: a few more steps may run.
+    """
 
     accumulate_grad_batches: int
     """Micro-batches of an optimizer step; set it in ``on_train_epoch_start``, for that epoch and those after it."""
@@ -145,7 +152,11 @@ class Run(Protocol):
 
     @property
     def callback_metrics(self) -> Mapping[str, Tensor]:
-        """The newest value of everything logged. Collective if a value has yet to be reduced."""
+        """The newest value of everything logged, of all ranks; reading it does not communicate.
+
+        Only a step's own value is this rank's, until the step is logged (``log_every_n_steps``) or someone calls
+        `reduce_metrics`; and what was logged with ``sync_dist=False`` always is.
+        """
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
@@ -155,11 +166,17 @@ class Run(Protocol):
     def progress_bar_metrics(self) -> Mapping[str, float]:
         """The newest values logged with ``prog_bar=True``, as numbers: reading them waits for the device."""
 
+    def reduce_metrics(self) -> None:
+        """Reduce what the current step logged over all ranks: `callback_metrics` then has the same values on each.
+
+        To be called where all ranks decide by a step's value. Collective: every rank calls it.
+        """
+
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which the newest value of a callback metric was computed; None if never."""
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Send numbers to all loggers, at the current `global_step`."""
+        """Send numbers to all loggers, at the current `global_step`: rank 0's, what other ranks send is ignored."""
 
     @property
     def log_every_n_steps(self) -> int:
@@ -201,7 +218,7 @@ class Run(Protocol):
 
     @property
     def predictions(self) -> Sequence[Any] | None:
-        """What `predict` has collected: a list of batches, for several loaders a list of those."""
+        """What `predict` has collected, in hooks this rank's: a list of batches, of several loaders lists."""
 
     # --- checkpoints ---
 

@@ -25,13 +25,14 @@ class ThroughputMonitor(Callback):
     (micro-batches), ``flops_per_sec`` and ``mfu`` of one; each is the mean over the last `window_size` steps.
     ``throughput/samples``, ``tokens`` and ``seconds`` count from the very first `fit`: resumed, they go on. Time is
     training time, without validation, on the host's clock: nothing waits for the device. The hooks run on every rank,
-    rank 0 logs, nothing communicates. A step that is not logged costs 0.6 us, and what the two functions cost.
+    and rank 0 logs; with one of the two functions the ranks add up their counts at the steps that are logged. A step
+    that is not logged costs 0.6 us, and what the functions cost.
 
     MFU (Chowdhery et al. 2022) is the FLOPs that the model does in a second over those that the device could do. With
     activation checkpointing a counted batch holds the recomputation, too: give `flops_per_batch` then.
 
     Args:
-        batch_size_fn: returns the samples of a micro-batch; by default the trainer's count.
+        batch_size_fn: returns the samples of a micro-batch of this rank; by default the trainer's count.
         length_fn: returns the tokens of a micro-batch; without it there are no tokens.
         window_size: over how many steps to average.
         flops_per_batch: FLOPs of one micro-batch on one rank, forward and backward; None: where the peak is known they
@@ -63,8 +64,8 @@ class ThroughputMonitor(Callback):
         self._peak: float | None = None
         self._counter: FlopCounterMode | None = None
         self._batches = 0
-        self._samples = 0
-        self._tokens = 0
+        self._counted = {"samples": 0, "tokens": 0}
+        self._counted_here = {"samples": 0, "tokens": 0}
         self._seconds = 0.0
         self._resumed_at: float | None = None
         self._window: deque[_Reading] = deque()
@@ -91,16 +92,20 @@ class ThroughputMonitor(Callback):
         """Count the micro-batch."""
         self._batches += 1
         if self._batch_size_fn is not None:
-            self._samples += self._batch_size_fn(batch)
+            self._counted_here["samples"] += self._batch_size_fn(batch)
         if self._length_fn is not None:
-            self._tokens += self._length_fn(batch)
+            self._counted_here["tokens"] += self._length_fn(batch)
         if self._counter is not None:
             self._end_counting(trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Log, if the trainer logs this step."""
+        """Log, if the trainer logs this step. Collective then, with a function."""
         every = trainer.log_every_n_steps
-        if every and trainer.global_step % every == 0 and self._batches > self._window[0].batches:
+        if not every or trainer.global_step % every:
+            return
+        if self._batch_size_fn is not None or self._length_fn is not None:
+            self._add_up(trainer)
+        if trainer.global_step > self._window[0].step:
             trainer.log_metrics(self._measure(self._read(trainer)))
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
@@ -127,20 +132,16 @@ class ThroughputMonitor(Callback):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals so far."""
-        return {
-            "seconds": self._elapsed(),
-            "batches": self._batches,
-            "samples": self._samples,
-            "tokens": self._tokens,
-        }
+        """Return the totals so far; of samples and tokens counted since a step was logged, this rank's."""
+        counted = {name: count + self._counted_here[name] for name, count in self._counted.items()}
+        return {"seconds": self._elapsed(), "batches": self._batches, **counted}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Count on from the saved totals."""
         self._seconds = float(state_dict["seconds"])
         self._batches = int(state_dict["batches"])
-        self._samples = int(state_dict["samples"])
-        self._tokens = int(state_dict["tokens"])
+        self._counted = {name: int(state_dict[name]) for name in self._counted}
+        self._counted_here = dict.fromkeys(self._counted, 0)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -151,10 +152,19 @@ class ThroughputMonitor(Callback):
         self._seconds = self._elapsed()
         self._resumed_at = None
 
+    def _add_up(self, trainer: Run) -> None:
+        """Add what every rank has counted since the last time. Collective: every rank calls it."""
+        counted = trainer.strategy.all_reduce(self._counted_here)
+        self._counted = {name: count + counted[name] for name, count in self._counted.items()}
+        self._counted_here = dict.fromkeys(self._counted, 0)
+
     def _read(self, trainer: Run) -> _Reading:
+        # what has not been added up yet is taken to be as much on the other ranks
         size = trainer.strategy.data_size
-        samples = trainer.samples_seen if self._batch_size_fn is None else self._samples * size
-        return _Reading(trainer.global_step, self._elapsed(), self._batches, samples, self._tokens * size)
+        samples, tokens = (count + size * self._counted_here[name] for name, count in self._counted.items())
+        if self._batch_size_fn is None:
+            samples = trainer.samples_seen
+        return _Reading(trainer.global_step, self._elapsed(), self._batches, samples, tokens)
 
     def _measure(self, now: _Reading) -> dict[str, float]:
         window = self._window

@@ -23,8 +23,9 @@ _INTERVALS: Final = ("step", "epoch")
 class Timer(Callback):
     """Measures each stage and sets ``trainer.should_stop`` once training has lasted for `duration`.
 
-    Training time includes the validations inside of it, and the time before a resume. The clock is each rank's own;
-    no hook communicates. A step costs 0.1 us.
+    Training time includes the validations inside of it, and the time before a resume. The hooks run on every rank, each
+    with a clock of its own, and do not communicate: rank 0's clock ends training, the others follow when the ranks meet
+    (`Run.should_stop`). A step costs 0.1 us.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta, or its arguments; None only measures.
@@ -50,6 +51,7 @@ class Timer(Callback):
         self._starts: dict[str, float] = {}
         self._ends: dict[str, float] = {}
         self._before = 0.0
+        self._seconds: dict[str, float] = {}
         self._deadline = math.inf
 
     def start_time(self, stage: TimedStage = "train") -> float | None:
@@ -64,7 +66,7 @@ class Timer(Callback):
         """Return how many seconds a stage took so far; for ``train`` with those before the resume."""
         before = self._before if _known(stage) == "train" else 0.0
         if stage not in self._starts:
-            return before
+            return before or self._seconds.get(stage, 0.0)
         return before + self._ends.get(stage, monotonic()) - self._starts[stage]
 
     def time_remaining(self, stage: TimedStage = "train") -> float | None:
@@ -127,17 +129,28 @@ class Timer(Callback):
         """Stop it."""
         self._end("predict")
 
+    def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
+        """Stop every clock."""
+        for stage in self._starts.keys() - self._ends.keys():
+            self._end(stage)
+
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training time so far."""
-        return {"time_elapsed": self.time_elapsed("train")}
+        """Return the training time so far, and how long the other stages took last."""
+        others = [stage for stage in {**self._seconds, **self._starts} if stage != "train"]
+        return {
+            "time_elapsed": self.time_elapsed("train"),
+            "stages": {stage: self.time_elapsed(stage) for stage in others},  # type: ignore[arg-type]
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count on from the saved training time."""
-        self._before = float(state_dict["time_elapsed"])
-        self._starts.pop("train", None)
-        self._ends.pop("train", None)
+        """Count on from the saved training time; in a run that is rolled back, time goes on."""
+        if "train" in self._starts and "train" not in self._ends:
+            return
+        self._before, self._seconds = float(state_dict["time_elapsed"]), dict(state_dict["stages"])
+        self._starts.clear()
+        self._ends.clear()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -151,11 +164,11 @@ class Timer(Callback):
         self._ends[stage] = monotonic()
 
     def _stop_if_late(self, trainer: Run) -> None:
-        if monotonic() < self._deadline:
+        if monotonic() < self._deadline or not trainer.is_global_zero:
             return
         self._deadline = math.inf  # said once: min_steps may let the run go on
         trainer.should_stop = True
-        if self._verbose and trainer.is_global_zero:
+        if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
             say(f"Timer: training has lasted {elapsed} of {timedelta(seconds=self._duration)}; it ends here.")
 

@@ -134,9 +134,8 @@ class Reduction:
         vector = [float(is_new)]
         for key in self.lines:
             vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
-        dtype = torch.float32 if self._strategy.device.type == "mps" else torch.float64
-        own = torch.tensor(vector, dtype=dtype, device=self._strategy.device)
-        rows: list[list[float]] = self._strategy.all_gather(own).reshape(-1, len(vector)).tolist()
+        # on the CPU, whatever the device is: the numbers are read there
+        rows: list[list[float]] = self._strategy.all_gather(torch.tensor(vector, dtype=torch.float64)).tolist()
         return rows
 
     def _agree(self, mine: Mapping[str, Share]) -> None:

@@ -91,7 +91,7 @@ class Metrics:
     def __init__(self, strategy: Strategy, module: nn.Module | None = None) -> None:
         self._strategy, self._module = strategy, module
         self._is_alone = strategy.world_size == 1
-        self._reductions: dict[tuple[str, Moment], Reduction] = {}
+        self._reductions: dict[tuple[Stage, Moment], Reduction] = {}
         self._stages: dict[str, dict[str, _Entry]] = {}
         self._latest: dict[str, Tensor] = {}
         self._computed_at: dict[str, int] = {}
@@ -119,7 +119,9 @@ class Metrics:
         entry = self._entries.get(name if self.dataloader_idx is None else f"{name}/{self.dataloader_idx}")
         if entry is None:
             entry = self._register(name, Scope(*options))
-        elif entry.scope != options or entry.in_batch != self.in_batch:
+        elif (entry.scope != options and not _differ_in_nothing(entry.scope, options)) or (
+            entry.in_batch != self.in_batch
+        ):
             raise _two_ways(entry, Scope(*options), self.stage)
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -218,7 +220,7 @@ class Metrics:
                 entry.computed.reset()
             entry.stamp = -1
         if not self._is_alone:
-            self._reduction("epoch").reset()
+            self._reduction(self.stage, "epoch").reset()
 
     def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
         """Forget what the current stage's epoch has accumulated, and go on from a saved state, if there is one."""
@@ -271,17 +273,16 @@ class Metrics:
             value = accumulator.value() if computed is None else computed.compute().detach().double()
             values.append((entry.line(moment), value))
         if not self._is_alone:
-            values += self._reduction(moment).values(self._shares(shared, moment))
+            values += self._reduction(self.stage, moment).values(self._shares(shared, moment))
         return values
 
     def _shares(self, entries: list[_Entry], moment: Moment) -> dict[str, Share]:
         return {entry.step_line.key: entry.share(moment) for entry in entries}
 
-    def _reduction(self, moment: Moment) -> Reduction:
-        key = (self.stage, moment)
-        if key not in self._reductions:
-            self._reductions[key] = Reduction(self._strategy, self._module)
-        return self._reductions[key]
+    def _reduction(self, stage: Stage, moment: Moment) -> Reduction:
+        if (stage, moment) not in self._reductions:
+            self._reductions[stage, moment] = Reduction(self._strategy, self._module)
+        return self._reductions[stage, moment]
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -299,28 +300,32 @@ class Metrics:
         epoch = {e.epoch_line.key: e.epoch.state_dict() for e in entries if e.epoch is not None}
         if not self._is_alone:
             shares = self._shares([e for e in entries if e.scope.sync_dist], "epoch")
-            partials = self._reduction("epoch").partials(shares)
+            partials = self._reduction("train", "epoch").partials(shares)
             epoch |= {key: {"total": partial.total, "weight": partial.weight} for key, partial in partials.items()}
-        return {"epoch": epoch, **self.outcome()}
-
-    def outcome(self) -> dict[str, Any]:
-        """Return the newest value of every name, as this rank has it."""
-        self._read_steps()
         return {
+            "epoch": epoch,
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
+            "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; an epoch's values join the first that is logged under their name."""
         self._latest = dict(state_dict["latest"])
         self._computed_at = dict(state_dict["computed_at"])
+        self._in_bar = dict(state_dict["in_bar"])
         self._resume(state_dict)
 
     def _resume(self, state_dict: Mapping[str, Any] | None) -> None:
-        # what all ranks had counts once
-        is_counted = state_dict is not None and self._strategy.rank == 0
-        self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_counted else {}
+        is_heard = state_dict is not None and self._strategy.rank == 0  # what all ranks had counts once
+        self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
+
+
+def _differ_in_nothing(scope: Scope, options: tuple[Any, ...]) -> bool:
+    """Return whether the options differ only in a function that a step defines anew each time, a lambda."""
+    now = Scope(*options)
+    before_code, code = (getattr(each.reduce_fx, "__code__", None) for each in (scope, now))
+    return code is not None and code is before_code and now._replace(reduce_fx=scope.reduce_fx) == scope
 
 
 def _two_ways(entry: _Entry, options: Scope, stage: str) -> ModuleError:

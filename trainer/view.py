@@ -203,6 +203,10 @@ class RunView:
         """The newest values logged with ``prog_bar=True``, as numbers: reading them waits for the device."""
         return {} if self._session is None else self._session.metrics.progress_bar()
 
+    def reduce_metrics(self) -> None:
+        """Reduce what the current step logged over all ranks. Collective: every rank calls it."""
+        self.session.metrics.reduce()
+
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which the newest value of a callback metric was computed; None if never."""
         return self.session.metrics.computed_at(name)
