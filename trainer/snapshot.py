@@ -50,18 +50,20 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 def _training_state(session: Session) -> dict[str, Any]:
     assert session.train_data is not None
-    datamodule, gather = session.datamodule, session.strategy.all_gather_object
+    datamodule = session.datamodule
+    own = session.train_data.state_dict(), capture_rng()
+    data, rng = zip(*session.strategy.all_gather_object(own), strict=True)
     session.state.seconds = session.interruption.elapsed()
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
         "precision": session.strategy.scaler.state_dict(),
         "loop": session.state.state_dict(),
-        "data": gather(session.train_data.state_dict()),
+        "data": list(data),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
-        "rng": gather(capture_rng()),
+        "rng": list(rng),
     }
 
 
