@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -78,7 +78,10 @@ class DataParallelStrategy(Strategy):
             outputs = _apply(parts, inputs, devices)
             for part, size in zip(parts, sizes, strict=True):
                 part.log.replay(self.module, size)
-            return combine([to_device(output, self.device) for output in outputs], sizes, step_name)
+            outputs = [to_device(output, self.device) for output in outputs]
+            # grows the graph, and so goes where the parts went
+            has_graph = self.device.type == "cpu" and torch.is_grad_enabled()
+            return _in_a_thread(combine, outputs, sizes, step_name) if has_graph else combine(outputs, sizes, step_name)
 
 
 def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> None:
@@ -126,13 +129,17 @@ def _apply(parts: Sequence[_Part], inputs: Sequence[tuple[Any, ...]], devices: S
         from torch.nn.parallel import parallel_apply
 
         return parallel_apply(parts, inputs, devices=devices)
-    outputs = []
-    for part, args in zip(parts, inputs, strict=True):
-        # A new thread each: autograd numbers the nodes of a graph by thread and adds gradients in that order, which
-        # must not depend on how many parts a thread has computed before.
-        with ThreadPoolExecutor(1, thread_name_prefix="echelon-dp") as thread:
-            outputs.append(thread.submit(part, *args).result())
-    return outputs
+    return [_in_a_thread(part, *args) for part, args in zip(parts, inputs, strict=True)]
+
+
+def _in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns in a new thread.
+
+    Autograd numbers the nodes of a graph by thread and adds gradients in that order. A thread that has computed before
+    would let it depend on how much: a resumed run would round otherwise.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="echelon-dp") as thread:
+        return thread.submit(function, *args).result()
 
 
 class _Part(nn.Module):
