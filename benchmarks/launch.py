@@ -1,0 +1,139 @@
+"""What starting two processes costs, and whether anything of them stays: many launches in one program.
+
+Run ``python benchmarks/launch.py``. First, in turn: two fresh ``python -c "import torch"`` side by side, and a launch
+of two processes up to the end of their first all-reduce; the program's very first launch is shown apart, since it also
+starts the fork server. Then ``--launches`` launches in a row: what the program and all processes below it hold is
+counted after the first few and after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echelon.testing import run_ranks
+
+WARM_UP = 3  # launches after which memory and descriptors are counted for the first time
+
+
+def first_all_reduce() -> float:
+    """Join a group, reduce, and return the moment at which that was done; the clock is the machine's."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    done = time.monotonic()
+    dist.destroy_process_group()
+    return done
+
+
+def launch() -> float:
+    began = time.monotonic()
+    return max(run_ranks(first_all_reduce, 2)) - began
+
+
+def import_torch_twice() -> float:
+    began = time.monotonic()
+    programs = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(2)]
+    for program in programs:
+        program.wait()
+    return time.monotonic() - began
+
+
+def processes_below(pid: int) -> list[int]:
+    """Return the processes that descend from one, from the kernel's table."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # it has just ended
+    below = [pid]
+    for one in below:
+        below += [child for child, parent in parents.items() if parent == one]
+    return below[1:]
+
+
+def open_files(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    found = []
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(f"{folder}/{name}"))
+    return found
+
+
+def megabytes(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def footprint() -> dict[str, float]:
+    """Count what this program holds, with all processes below it."""
+    below = processes_below(os.getpid())
+    links = open_files(os.getpid())
+    return {
+        "processes": len(below),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(links),
+        "descriptors_below": sum(len(open_files(pid)) for pid in below),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "shared_memory": sum(
+            not name.startswith("tmp") for name in os.listdir("/dev/shm")
+        ),  # those are others' folders
+        "temporary": len(os.listdir(tempfile.gettempdir())),
+        "megabytes": megabytes(os.getpid()),
+        "megabytes_below": sum(map(megabytes, below)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="how often the two are timed, in turn")
+    parser.add_argument("--launches", type=int, default=200, help="how many launches in a row")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    multiprocessing.util.get_temp_dir()  # stays until the program ends; so not in the folder that is removed before
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder  # so that nobody else's files are counted
+        report(options)
+
+
+def report(options: argparse.Namespace) -> None:
+    first = launch()
+    imports: list[float] = []
+    launches: list[float] = []
+    for _ in range(options.rounds):
+        imports.append(import_torch_twice())
+        launches.append(launch())
+    for _ in range(WARM_UP):
+        launch()
+    before = footprint()
+    for _ in range(options.launches):
+        launch()
+    after = footprint()
+    timed = statistics.median(imports), statistics.median(launches)
+    if options.json:
+        print(json.dumps({"first": first, "imports": timed[0], "launch": timed[1], "before": before, "after": after}))
+        return
+    print(f"two fresh `import torch`          {timed[0]:7.3f} s")
+    print(f"first launch to first all-reduce  {first:7.3f} s")
+    print(f"later launches                    {timed[1]:7.3f} s   {timed[1] / timed[0]:.1%} of the imports")
+    print(f"\n{'':20}{'before':>10}{'after':>10}   {options.launches} launches of 2 processes")
+    for name, count in before.items():
+        print(f"{name.replace('_', ' '):20}{count:10.6g}{after[name]:10.6g}")
+
+
+if __name__ == "__main__":
+    main()
