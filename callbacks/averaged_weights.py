@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from ..strategies import Strategy
 from ..strategies.errors import CheckpointError
 
 AverageOne = Callable[[Tensor, Tensor, Tensor | int], Tensor]
@@ -51,6 +52,14 @@ class AveragedWeights:
             before = current.clone()
             current.copy_(average)
             average.copy_(before)
+
+    def settle(self, strategy: Strategy) -> None:
+        """Take rank 0's average of the buffers, which may differ: each rank has seen its own batches. Collective."""
+        parameters = list(self._model.module.parameters())
+        buffers = parameters[self._live.num_parameters :]
+        with torch.no_grad():
+            for mine, first in zip(buffers, strategy.broadcast([b.detach() for b in buffers]), strict=True):
+                mine.copy_(first)
 
     def exchange_in(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a state of the module with the average in it, and what was there instead; nothing is copied."""
@@ -98,6 +107,7 @@ class _Live(nn.Module):
                     self._averaged[name] = (owner, key)
                 else:
                     self._copied.append((owner, key))
+        self.num_parameters = len(self._parameters_of)
         self.names = [*self._parameters_of, *self._averaged]
         """What is averaged; a tensor with several names under its first."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log the weight decay, too.
 
     Attributes:
-        lrs: for each name the values logged in this run.
+        lrs: for each name the values logged in this run; they are part of the checkpoint.
 
     Raises:
         ConfigError: for an unknown interval, or for two parameter groups with one name.
@@ -52,6 +52,14 @@ class LearningRateMonitor(Callback):
         self._by_step: list[_Group] = []
         self._by_epoch: list[_Group] = []
         self._of_this_step: dict[str, float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values logged so far."""
+        return {"lrs": {name: list(values) for name, values in self.lrs.items()}} if self.lrs else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take them back; a run that is resumed begins a list of its own."""
+        self.lrs = {name: list(values) for name, values in state_dict["lrs"].items()}
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Find all parameter groups and name them."""
@@ -84,7 +92,7 @@ class LearningRateMonitor(Callback):
             trainer.log_metrics(self._of_this_step)
             self._of_this_step = None
 
-    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+    def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Let the optimizers go."""
         self._by_step, self._by_epoch, self._of_this_step = [], [], None
 

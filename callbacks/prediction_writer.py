@@ -15,7 +15,11 @@ _INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """Override `write_on_batch_end`, `write_on_epoch_end` or both to write predictions; called on every rank.
+    """Override `write_on_batch_end`, `write_on_epoch_end` or both to write predictions.
+
+    `write_on_batch_end` is called on every rank with the batches of that rank: give each batch or each rank a file of
+    its own. `write_on_epoch_end` is called on rank 0 with the predictions of all ranks, in the order of the dataset
+    (Lightning: on every rank, with its own). Neither communicates.
 
     Args:
         write_interval: when to write: after each ``batch``, at the end of the ``epoch``, or ``batch_and_epoch``.
@@ -44,6 +48,7 @@ class BasePredictionWriter(Callback):
         """Write what ``predict_step`` returned for one batch.
 
         Args:
+            batch_idx: which batch of the loader it is, counted over all ranks.
             batch_indices: the positions of its samples in the dataset; None where the data has none.
         """
         raise NotImplementedError(self._missing("write_on_batch_end"))
@@ -51,7 +56,7 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any] | None
     ) -> None:
-        """Write all predictions: a list of batches, for several loaders a list of those.
+        """Write the predictions of all ranks: a list of batches, for several loaders a list of those.
 
         Args:
             batch_indices: in the same shape, the positions of their samples in the dataset; None where it has none.
@@ -77,4 +82,5 @@ class BasePredictionWriter(Callback):
                 f"{type(self).__name__}(write_interval={self.interval!r}) found no predictions: with "
                 "return_predictions=False none are kept; leave that out, or set write_interval='batch'."
             )
-        self.write_on_epoch_end(trainer, module, trainer.predictions, None)
+        if trainer.is_global_zero:
+            self.write_on_epoch_end(trainer, module, trainer.predictions, None)

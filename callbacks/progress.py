@@ -23,7 +23,8 @@ class TQDMProgressBar(Callback):
 
     In a terminal and in a notebook a bar is redrawn up to five times a second, with a second one for validation below
     it. Where output is piped, a finished epoch is a line, and a long one a line every `seconds_between_lines`.
-    No hook communicates. A step on which nothing is redrawn costs 0.3 us; metrics are read only for a redraw.
+    The batches are rank 0's, and the metrics of a step, too, until someone has reduced them: no hook communicates.
+    A step on which nothing is redrawn costs 0.3 us; metrics are read only for a redraw.
 
     Args:
         refresh_rate: redraw only after so many batches, or a multiple; 0 shows nothing.
@@ -169,6 +170,10 @@ class TQDMProgressBar(Callback):
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Close whatever is open."""
         self._close(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave open bars behind: they belong to this process."""
+        return {**self.__dict__, "_training": None, "_evaluation": None, "_has_begun": False, "_due": _NEVER}
 
     # --- parts -------------------------------------------------------------------------------------------------------
 

@@ -218,7 +218,10 @@ class Run(Protocol):
 
     @property
     def predictions(self) -> Sequence[Any] | None:
-        """What `predict` has collected, in hooks this rank's: a list of batches, of several loaders lists."""
+        """What `predict` has collected: a list of batches, for several loaders a list of those.
+
+        From ``on_predict_epoch_end`` on of all ranks, in the order of the dataset.
+        """
 
     # --- checkpoints ---
 

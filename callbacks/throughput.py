@@ -129,6 +129,10 @@ class ThroughputMonitor(Callback):
             self._counter = None
         self.on_train_end(trainer, module)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave a counting behind that is going on in this process."""
+        return {**self.__dict__, "_counter": None}
+
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

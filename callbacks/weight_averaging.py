@@ -27,6 +27,8 @@ class WeightAveraging(Callback):
     validation the module holds the average, afterwards its own weights again, and when `fit` ends without an error it
     keeps the average. Nothing is swapped before the first update. A checkpoint's ``model`` is the average, too, so that
     whoever loads it gets what was validated; the weights with which training goes on are its part ``trained_weights``.
+    The hooks run on every rank, each averages for itself, and the average is the same: the weights are; of buffers rank
+    0's average counts, which the others take over in `on_validation_start` and `on_fit_end`, the two that communicate.
 
     Args:
         device: where the average lives; by default where the module does.
@@ -98,6 +100,7 @@ class WeightAveraging(Callback):
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Note whether the weights will be trained: a checkpoint that is only evaluated keeps the average."""
         self._is_fitting = stage == "fit"
+        self._saved, self._saved_count = {}, 0  # unless a run is resumed, which comes next
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin with nothing, or with the average of the checkpoint."""
@@ -127,10 +130,8 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Give the module the average."""
-        if self._average is not None and self._average.count:
-            self._average.swap()
-            self._is_swapped = True
+        """Give the module the average. Collective: every rank calls it."""
+        self._is_swapped = self._swap_in(trainer)
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
         """Give the module its own weights back."""
@@ -141,9 +142,8 @@ class WeightAveraging(Callback):
         self._swap_back()
 
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the average in the module."""
-        if self._average is not None and self._average.count:
-            self._average.swap()
+        """Leave the average in the module. Collective: every rank calls it."""
+        self._swap_in(trainer)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Let go of the average."""
@@ -152,6 +152,15 @@ class WeightAveraging(Callback):
     def _update(self) -> None:
         assert self._average is not None
         self._average.update()
+
+    def _swap_in(self, trainer: Run) -> bool:
+        """Give the module the average, if there is one; return whether there is."""
+        if self._average is None or not self._average.count:
+            return False
+        if trainer.strategy.world_size > 1:
+            self._average.settle(trainer.strategy)
+        self._average.swap()
+        return True
 
     def _swap_back(self) -> None:
         if self._is_swapped and self._average is not None:

@@ -32,6 +32,7 @@ from .checks import check_loggers, check_manual, check_module, check_writable
 from .data import DataModule
 from .first_rank import on_first_rank
 from .interruption import Interruption
+from .loggers import silence
 from .loop import Results
 from .metrics import Metrics
 from .module import TrainModule
@@ -322,6 +323,8 @@ class Trainer(RunView):
             if environment.is_external:
                 session.resumed_from = on_first_rank(strategy, partial(self._find_checkpoint, request))
             session.state.seed = strategy.broadcast(session.state.seed)
+        if not self.is_global_zero:
+            silence(self.loggers)
         if request.task == "fit":
             versions = on_first_rank(strategy, partial(open_loggers, self.loggers, session.resumed_from))
             if not self.is_global_zero:

@@ -90,6 +90,10 @@ class VersionFolder:
         if match:
             self._version, self._is_numbered_by_us = int(match[1]), False
 
+    def continue_as(self, version: int | str) -> None:
+        """Go on in the folder of this version, which another process has claimed."""
+        self._version, self._is_numbered_by_us, self._is_claimed = version, False, False
+
     def _next_free(self) -> int:
         try:
             names = os.listdir(self.save_dir / self.name)
@@ -100,9 +104,14 @@ class VersionFolder:
 
 
 class FolderLogger:
-    """The half that loggers into version folders share: where a run's files are."""
+    """The half that loggers into version folders share: where a run's files are.
+
+    A logger travels to the processes of a run, where rank 0's writes; what has to be written to a file yet, and open
+    files, stay where they are.
+    """
 
     _folder: VersionFolder
+    _is_silent = False
 
     @property
     def name(self) -> str:
@@ -131,6 +140,14 @@ class FolderLogger:
     def continue_run(self, checkpoint: Path) -> None:
         """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
         self._folder.continue_at(checkpoint)
+
+    def continue_as(self, version: int | str) -> None:
+        """Go on in the folder of a run that another process has opened: rank 0's, or the workers' of a `fit`."""
+        self._folder.continue_as(version)
+
+    def silence(self) -> None:
+        """Write nothing from here on: another process writes what this one is told, too."""
+        self._is_silent = True
 
 
 def plain(value: Any) -> Any:

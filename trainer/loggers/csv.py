@@ -44,12 +44,16 @@ class CSVLogger(FolderLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`."""
+        if self._is_silent:
+            return
         self._rows.append({self._prefix + name: float(value) for name, value in metrics.items()} | {"step": step})
         if step - self._flushed_step >= self._flush_every:
             self.save()
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Write the hyper-parameters, those of earlier calls included; `metrics` become a row at step 0."""
+        if self._is_silent:
+            return
         self._hparams.update(plain(params))
         write_hparams(self._folder.claim(), self._hparams)
         if metrics:
@@ -57,7 +61,8 @@ class CSVLogger(FolderLogger):
 
     def log_text(self, tag: str, text: str) -> None:
         """Write the text into a file of its own, ``<tag>.txt``."""
-        replace_text(self._folder.claim() / f"{tag.replace('/', '_')}.txt", text)
+        if not self._is_silent:
+            replace_text(self._folder.claim() / f"{tag.replace('/', '_')}.txt", text)
 
     def log_graph(self, module: nn.Module, example_input: Any) -> None:
         """Write nothing: a table shows no graph."""
@@ -72,6 +77,11 @@ class CSVLogger(FolderLogger):
         columns, rows = _read(path)
         replace_text(path, _table(columns, [row for row in rows if int(row["step"]) <= step]))
         self._columns = columns
+
+    def continue_as(self, version: int | str) -> None:
+        """Go on in the table of a run that another process has opened."""
+        super().continue_as(version)
+        self._columns = None
 
     def save(self) -> None:
         """Write the rows that are still in memory."""
@@ -97,6 +107,9 @@ class CSVLogger(FolderLogger):
     def finalize(self, metrics: Mapping[str, float], status: str) -> None:
         """Write what is left; the table already holds the last metrics."""
         self.save()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rows": [], "_columns": None}
 
 
 def _table(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:

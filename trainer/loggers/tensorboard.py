@@ -6,9 +6,9 @@ import importlib.util
 import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -64,13 +64,17 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The writer itself, for images, histograms and whatever else TensorBoard shows; rank 0 only."""
+        """The writer itself, for images, histograms and whatever else TensorBoard shows; on rank 0 it writes."""
+        if self._is_silent:
+            return cast("SummaryWriter", _Nowhere())
         if self._writer is None:
             self._writer = self._open()
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep numbers for TensorBoard; they are written 50 rows or 5 seconds later, and at `save`."""
+        if self._is_silent:
+            return
         now = time.time()
         self._rows.append((now, step, {self._prefix + name: float(value) for name, value in metrics.items()}))
         # a row handed to the writer's thread costs a training loop 65 us; kept here 1 us, and 50 at once 30 us each
@@ -82,6 +86,8 @@ class TensorBoardLogger(FolderLogger):
 
         `metrics` become points at step 0. ``hparams.yaml`` holds all hyper-parameters, also those of earlier calls.
         """
+        if self._is_silent:
+            return
         from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 
@@ -109,7 +115,7 @@ class TensorBoardLogger(FolderLogger):
 
     def log_graph(self, module: nn.Module, example_input: Any) -> None:
         """Trace the module's ``forward`` and write its graph, if the logger was made with ``log_graph=True``."""
-        if not self._wants_graph:
+        if not self._wants_graph or self._is_silent:
             return
         if example_input is None:
             warnings.warn("log_graph=True, but example_input_array is None; set it in the module.", stacklevel=2)
@@ -138,6 +144,12 @@ class TensorBoardLogger(FolderLogger):
         self._is_resumed = True
         self._is_ended = False
 
+    def continue_as(self, version: int | str) -> None:
+        """Go on in the folder of a run that another process has opened."""
+        self._write_rows()
+        self._close()
+        super().continue_as(version)
+
     def save(self) -> None:
         """Bring everything written so far to the disk."""
         self._write_rows()
@@ -149,6 +161,8 @@ class TensorBoardLogger(FolderLogger):
 
         An interrupted run gets no mark: it may be resumed, and TensorBoard keeps the first one.
         """
+        if self._is_silent:
+            return
         self._write_rows()
         if self._hparams and status != "interrupted" and not self._is_ended:
             self._add_end(status)
@@ -210,7 +224,16 @@ class TensorBoardLogger(FolderLogger):
         self.experiment._get_file_writer().add_summary(Summary(value=[value]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None}
+        return {**self.__dict__, "_writer": None, "_rows": []}
+
+
+class _Nowhere:
+    """A writer that takes every call of `SummaryWriter` and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
 
 
 def _await_a_later_name(folder: Path) -> None:
