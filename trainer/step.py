@@ -83,11 +83,11 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
                 outputs = outputs_for_hooks(output)
                 for hook in on_batch_end:
                     hook(outputs, batch, batch_idx)
-        metrics.in_batch, metrics.position = False, state.global_step
         if is_shared and goes_on:
             if not window:
                 _step_without_samples(session)
             last = count_shared(session, window) - 1
+        metrics.in_batch, metrics.position = False, state.global_step
         yield last + 1 if goes_on else 0
 
 
