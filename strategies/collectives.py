@@ -164,8 +164,9 @@ class Collectives:
         if isinstance(data, Sequence) and len(data) == self.world_size:
             return data
         raise ConfigError(
-            f"scatter wants, on src={src}, a list with one element for each of {self.world_size} ranks; got "
-            f"{type(data).__name__}" + (f" of length {len(data)}." if isinstance(data, Sequence) else ".")
+            f"scatter got {type(data).__name__}"
+            + (f" of length {len(data)}" if isinstance(data, Sequence) else "")
+            + f" on src={src}; give it a list with one element for each of {self.world_size} ranks."
         )
 
     def _send_all(self, parcels: Mapping[int, Parcel]) -> None:
@@ -255,7 +256,7 @@ class Collectives:
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"{name}={rank!r} is no rank; there are {self.world_size}: 0 to {self.world_size - 1}.")
+            raise ConfigError(f"{name}={rank!r} is no rank; choose one from 0 to {self.world_size - 1}.")
 
     def _announce(self, name: str, data: Any, compared: Sequence[Aspect] = ("name", "shapes", "where")) -> None:
         if self._checks is not None:
@@ -266,7 +267,10 @@ class Collectives:
 
     def _announce_transfer(self, name: str, data: Any, src: int, dst: int) -> PostedCall | None:
         if not self._has_group:
-            raise RunError(f"{name}(src={src}, dst={dst}) needs a second rank, but this run has one process.")
+            raise RunError(
+                f"{name}(src={src}, dst={dst}) needs a second rank, but this run has one process; "
+                "call it where strategy.world_size > 1."
+            )
         self._check_rank("src", src)
         self._check_rank("dst", dst)
         if src == dst:

@@ -30,7 +30,7 @@ class ProcessError(RunError):
     """A process of a run did not come, died, or lost the others; the message names its rank."""
 
 
-class CollectiveError(ProcessError):
+class CollectiveError(RunError):
     """Ranks do not call the same collective; the message holds a table of what each of them called, and where."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from . import travel
 from .errors import RunError
 from .flat_collectives import as_bytes
 from .nested import map_tensors, named_leaves
@@ -120,23 +120,20 @@ def pack(data: Any, rank: int, *, keeps_gradients: bool = False, is_whole: bool 
         return TensorSlot(tensor, requires_grad=keeps_gradients and tensor.requires_grad, holds_content=is_whole)
 
     try:
-        import cloudpickle
-
         skeleton = map_tensors(take, data)
-        # classes of a script or a notebook, which others cannot import, go with their objects
-        return Parcel(cloudpickle.dumps(skeleton), skeleton, tensors)
+        return Parcel(travel.pack(skeleton, "data"), skeleton, tensors)
     except Exception as error:  # noqa: BLE001 - of whatever __reduce__ or __post_init__ the user's classes have
         return refuse(
             RunError(
-                f"Rank {rank} cannot send {type(data).__name__}: {type(error).__name__}: {error}. Send what can be "
-                "pickled: numbers, strings, tensors, and structures of them."
+                f"Rank {rank} cannot send {type(data).__name__}: {error} Give tensors, numbers, strings and structures "
+                "of them, or what else can be pickled."
             )
         )
 
 
 def refuse(error: Exception) -> Parcel:
     """Return what is sent in place of a structure, for receivers to raise."""
-    return Parcel(pickle.dumps(_Failure(str(error))), error=error)
+    return Parcel(travel.pack(_Failure(str(error))), error=error)
 
 
 def unpack(payload: bytes) -> Any:
@@ -145,9 +142,9 @@ def unpack(payload: bytes) -> Any:
     Raises:
         RunError: if the sender could not pack it.
     """
-    skeleton = pickle.loads(payload)  # noqa: S301 - from a rank of this very run
+    skeleton = travel.unpack(payload)
     if isinstance(skeleton, _Failure):
-        raise RunError(skeleton.text)
+        raise RunError(f"Nothing was received; see what the sender says: {skeleton.text}")
     return skeleton
 
 

@@ -48,7 +48,7 @@ def _as_tensor(name: str, leaf: Any, op: ReduceOp | None) -> Tensor:
         is_exact = isinstance(leaf, numbers.Integral) and op != "mean"
         return torch.tensor(int(leaf) if is_exact else float(leaf), dtype=torch.int64 if is_exact else torch.float64)
     if op == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
-        raise ConfigError(f"{name} is {leaf.dtype}, of which there is no exact mean; cast it to float first.")
+        raise ConfigError(f"{name} is {leaf.dtype}, of which there is no exact mean; convert it to float first.")
     return leaf
 
 

@@ -97,7 +97,7 @@ def reduce_everything():
 
 
 def refuse_what_cannot_be_reduced(ranks):
-    with pytest.raises(ConfigError, match=r"\['n'\] is torch.int64, of which there is no exact mean; cast it to float"):
+    with pytest.raises(ConfigError, match=r"\['n'\] is torch.int64, of which .*; convert it to float"):
         ranks.all_reduce({"n": torch.tensor([1, 2])}, "mean")
     with pytest.raises(ConfigError, match=r"op='avg' is no reduction. Choose one of: max, mean, min, sum"):
         ranks.all_reduce(1, "avg")
@@ -256,15 +256,17 @@ def exchange(ranks, sent, check):
 def refuse_what_cannot_travel(ranks):
     stream = (value for value in ())
     for call in (
-        lambda: ranks.broadcast(stream if ranks.rank == 0 else None),
+        lambda: ranks.broadcast({"x": [stream]} if ranks.rank == 0 else None),
         lambda: ranks.scatter([1, stream, 2][: ranks.world_size]),
         lambda: ranks.all_gather_object(stream if ranks.rank == 0 else 3),
     ):
-        with pytest.raises(RunError, match="Rank 0 cannot send generator: TypeError: cannot pickle 'generator' object"):
+        with pytest.raises(
+            RunError, match=r"Rank 0 cannot send \w+: data.* \(generator\) .* cannot pickle 'generator'"
+        ):
             call()
-    with pytest.raises(RunError if ranks.rank else ConfigError, match="for each of . ranks; got list of length 1"):
+    with pytest.raises(RunError if ranks.rank else ConfigError, match="scatter got list of length 1 on src=0"):
         ranks.scatter([1])
-    with pytest.raises(ConfigError, match=r"src=9 is no rank; there are .: 0 to"):
+    with pytest.raises(ConfigError, match=r"src=9 is no rank; choose one from 0 to"):
         ranks.broadcast(1, src=9)
     with pytest.raises(ConfigError, match="to itself is not possible"):
         ranks.send(1, ranks.rank)
@@ -291,5 +293,5 @@ def test_on_one_process_everything_is_the_identity():
         one.send(data, 1)
     with pytest.raises(RunError, match=r"recv\(src=1, dst=0\) needs a second rank"):
         one.irecv(1)
-    with pytest.raises(ConfigError, match="one element for each of 1 ranks; got NoneType"):
+    with pytest.raises(ConfigError, match="scatter got NoneType on src=0; give it a list with one element for each"):
         one.scatter(None)
