@@ -113,7 +113,7 @@ def _windows(session: Session) -> Iterator[Window]:
                 "max_epochs=1, "
                 "or pass one that begins anew with each iter()."
             )
-        if state.global_step == 0:
+        if state.global_step == 0 and first:  # this rank may have no part in the first step
             check_batch(first[0][0], "training", session.moves_own_types)
         windows = chain([first], windows)
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows

@@ -164,7 +164,7 @@ class RunView:
         by_steps = math.inf if settings.last_step is None else settings.last_step
         if data.num_batches == math.inf or settings.last_epoch is None:
             return by_steps
-        return min(by_steps, math.ceil(data.num_batches / data.accumulate) * settings.last_epoch)
+        return min(by_steps, data.num_steps * settings.last_epoch)
 
     # --- what hooks may change ---
 
