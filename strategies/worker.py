@@ -72,7 +72,7 @@ class Settings:
 
     def apply(self, *, is_local: bool) -> None:
         """Make this process like the caller's."""
-        variables = dict.fromkeys(_INTERFACES, _loopback()) if is_local else {}
+        variables = loopback_variables() if is_local else {}
         variables |= {name: value for name, value in self.environ.items() if not _OF_A_WORKER.fullmatch(name)}
         # What is here and not in the caller comes from the time when the fork server was started.
         for name in set(os.environ) - set(variables):
@@ -140,9 +140,10 @@ def _end_with_the_caller() -> None:
         os._exit(1)
 
 
-def _loopback() -> str:
+def loopback_variables() -> dict[str, str]:
+    """Return what keeps the processes of one machine from listening on its networks."""
     names = {name for _, name in socket.if_nameindex()}
-    return "lo0" if "lo0" in names else "lo"  # macOS and Linux
+    return dict.fromkeys(_INTERFACES, "lo0" if "lo0" in names else "lo")  # macOS and Linux
 
 
 def _threads() -> int:

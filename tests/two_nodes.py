@@ -72,7 +72,7 @@ def absent(reason):
     pytest.skip(reason)
 
 
-def run_together(commands, *, timeout=60.0, cwd=None):
+def run_together(commands, *, timeout=100.0, cwd=None):
     """Run (command, variables) at once, each in a session of its own; return (exit code, output) of each.
 
     None of them, nor their children, outlives the call. The variables come on top of those of this process, less the

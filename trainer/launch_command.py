@@ -44,9 +44,13 @@ def main(words: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     _check(parser, options)
+    from ..strategies.worker import loopback_variables
+
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
     # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if options.nnodes == (1, 1):
+        os.environ.update(loopback_variables() | os.environ)
     # torchrun leaves the folder of its error files behind, unless it is somebody's
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
         return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)

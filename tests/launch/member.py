@@ -34,6 +34,7 @@ def main():
     total = torch.tensor(10.0**environment.rank, dtype=torch.float64)
     dist.all_reduce(total)
     seen = {"total": total.item(), "listening": listening(os.getpid(), os.getppid()), "line": environment.describe()}
+    seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
     line = json.dumps(dataclasses.asdict(environment) | seen)
     os.write(1, f"{line}\n".encode())  # whole, where the processes share a pipe
     dist.barrier()

@@ -38,6 +38,7 @@ def test_echelon_launch_listens_on_loopback_only():
     found = members(([*ECHELON, "launch", "--nproc", "2", MEMBER], {}))
     assert places(found) == [(0, 0, 0, 11.0), (1, 1, 0, 11.0)]
     assert {address for seen in found for address in seen["listening"]} == LOOPBACK
+    assert {seen["interface"] for seen in found} == {"lo"}
 
 
 def test_mpirun():

@@ -56,7 +56,8 @@ def test_help_shows_how_one_and_two_machines_are_used(capsys):
 
 PROGRAM = """
 import os, signal, sys
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+line = " ".join(["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:]])
+os.write(1, f"{line}\\n".encode())  # whole: the pipe is shared, and the end may come at once
 if sys.argv[1:] == ["--wait"]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.write(1, b"ready\\n")
