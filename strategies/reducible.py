@@ -46,6 +46,8 @@ class Reducible:
 def _as_tensor(name: str, leaf: Any, op: ReduceOp | None) -> Tensor:
     if not isinstance(leaf, Tensor):
         is_exact = isinstance(leaf, numbers.Integral) and op != "mean"
+        if is_exact and not -(2**63) <= leaf < 2**63:
+            raise ConfigError(f"{name}={leaf} needs more than 64 bits; convert it to float first.")
         return torch.tensor(int(leaf) if is_exact else float(leaf), dtype=torch.int64 if is_exact else torch.float64)
     if op == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
         raise ConfigError(f"{name} is {leaf.dtype}, of which there is no exact mean; convert it to float first.")

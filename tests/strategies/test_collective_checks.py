@@ -1,6 +1,7 @@
 """The debug mode on real ranks: each disagreement is an error with a table on every rank that waits, and no hang."""
 
 import os
+import re
 from datetime import timedelta
 
 import pytest
@@ -117,9 +118,9 @@ def stay_away():
 def test_who_does_not_come_is_shown_with_its_last_call():
     first, second, third = run_ranks(stay_away, 3)
     for error in (first, third):
-        assert "Collective 2 cannot run: rank 1 did not come within 2 s." in error
-        assert "(not here; last: recv(src=0, dst=1))" in error or "(not here; last: all_reduce(sum))" in error
-        assert "0    | all_gather" in error and "2    | all_gather" in error
+        assert re.search(r"Collective 2 cannot run: rank (\d, )*1(, \d)* did not come within 2 s\.", error)
+        assert re.search(r"1    \| \(not here; last: (recv\(src=0, dst=1\)|all_reduce\(sum\))\)", error)
+        assert "all_gather" in error and "float32[3]" in error
     assert "rank 0 did not come within 2 s" in second and "1    | recv(src=0, dst=1)" in second
 
 

@@ -99,6 +99,8 @@ def reduce_everything():
 def refuse_what_cannot_be_reduced(ranks):
     with pytest.raises(ConfigError, match=r"\['n'\] is torch.int64, of which .*; convert it to float"):
         ranks.all_reduce({"n": torch.tensor([1, 2])}, "mean")
+    with pytest.raises(ConfigError, match=r"data=9223372036854775808 needs more than 64 bits; convert it to float"):
+        ranks.all_reduce(2**63)
     with pytest.raises(ConfigError, match=r"op='avg' is no reduction. Choose one of: max, mean, min, sum"):
         ranks.all_reduce(1, "avg")
     with pytest.raises(
