@@ -82,7 +82,7 @@ class Settings:
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
-        torch.set_num_threads(_threads())
+        torch.set_num_threads(threads_of_each(int(os.environ["LOCAL_WORLD_SIZE"])))
         warnings.resetwarnings()  # it also tells the module that its filters have changed
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
         random.setstate(self.python_random)
@@ -146,8 +146,9 @@ def loopback_variables() -> dict[str, str]:
     return dict.fromkeys(_INTERFACES, "lo0" if "lo0" in names else "lo")  # macOS and Linux
 
 
-def _threads() -> int:
+def threads_of_each(num_processes: int) -> int:
+    """Return how many threads a process gets where so many share the cores that this one may use."""
     if (said := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(1, int(said))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"]))
+    return max(1, cores // num_processes)

@@ -11,6 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from ..strategies.environment import DEFAULT_PORT, LOOPBACK, Environment
 from ..strategies.errors import EchelonError
 
@@ -31,8 +33,8 @@ or, where nodes may take their ranks as they come (torchrun's c10d, which listen
   echelon launch --nproc 4 --nnodes 2 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
 
 The program's Trainer takes numbers of devices and nodes from the launch; devices= and num_nodes= that contradict it
-are errors. Each process gets one thread unless OMP_NUM_THREADS is set. torchrun has more options; a program that it
-starts runs just so.
+are errors. The cores are shared among the processes unless OMP_NUM_THREADS says how many threads each gets. torchrun
+has more options; a program that it starts runs just so.
 
 exit codes:
   0 done   2 wrong command   else that of the process that failed first, or 128 + the signal that ended it
@@ -44,12 +46,11 @@ def main(words: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     _check(parser, options)
-    from ..strategies.worker import loopback_variables
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
     # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if options.nnodes == (1, 1):
+        from ..strategies.worker import loopback_variables
+
         os.environ.update(loopback_variables() | os.environ)
     # torchrun leaves the folder of its error files behind, unless it is somebody's
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
@@ -115,6 +116,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--max-restarts {options.max_restarts} on several nodes needs ranks as they come: no --node-rank")
     if options.node_rank is not None and options.node_rank >= most:
         parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
+    if options.nproc == "gpu" and not torch.cuda.is_available():
+        parser.error("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core")
     if not options.module and not Path(options.program).is_file():
         parser.error(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
 
@@ -147,12 +150,16 @@ def _run(words: list[str], arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import determine_local_world_size, parse_args, run
+
+    from ..strategies.worker import threads_of_each
 
     rendezvous_handler_registry.register("echelon", _meeting)
     job = parse_args(words)
     job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
     try:
+        # torchrun would give each process one thread, and say so in a banner
+        os.environ["OMP_NUM_THREADS"] = str(threads_of_each(determine_local_world_size(job.nproc_per_node)))
         run(job)
     except EchelonError as error:
         print(f"echelon: error: {error}", file=sys.stderr)

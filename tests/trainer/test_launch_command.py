@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from echelon.trainer.cli import main
 
@@ -44,6 +45,13 @@ def test_options_that_contradict_each_other_start_nothing(options, message, tmp_
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_as_many_processes_as_gpus_are_refused_where_there_is_none(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--nproc", "gpu", "-m", "program"])
+    assert "--nproc gpu, but torch finds no GPU here; give a number" in capsys.readouterr().err
+
+
 def test_help_shows_how_one_and_two_machines_are_used(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["launch", "--help"])
@@ -56,6 +64,7 @@ def test_help_shows_how_one_and_two_machines_are_used(capsys):
 
 PROGRAM = """
 import os, signal, sys
+assert os.environ["OMP_NUM_THREADS"] == os.environ["EXPECTED_THREADS"]
 line = " ".join(["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:]])
 os.write(1, f"{line}\\n".encode())  # whole: the pipe is shared, and the end may come at once
 if sys.argv[1:] == ["--wait"]:
@@ -77,7 +86,9 @@ def folder(tmp_path):
 
 
 def start(folder, *options):
-    environ = {**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": "."}
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": ".", "EXPECTED_THREADS": str(threads)}
     return subprocess.Popen(
         [*ECHELON, *options],
         cwd=folder / "work",
