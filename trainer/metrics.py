@@ -191,7 +191,13 @@ class Metrics:
 
     def end_stage(self) -> dict[str, Tensor]:
         """End an epoch of the current stage: return its values for the loggers. Collective: every rank calls it."""
-        self._read_steps()  # what nobody has read yet is older than what is computed here
+        # what nobody has read yet of the last step is older than what is computed here, and is not to come after it
+        if self._is_alone:
+            self._read_steps()
+        else:
+            self._take_step()
+            for entry in self._entries.values():
+                entry.stamp = -1
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
         values = self._values(entries, "epoch")
         for line, value in values:

@@ -207,6 +207,22 @@ def test_the_values_of_a_step_are_reduced_where_someone_asks_all_ranks(of_two):
     assert third == ({"x": pytest.approx(11 / 3), "hidden": 0.5}, {"hidden": 0.5}, 3)
 
 
+def both(ranks):
+    metrics = Metrics(ranks)
+    metrics.position, metrics.in_batch = 1, True
+    log(metrics, "x", 1.0 + ranks.rank, on_step=True, on_epoch=True)
+    metrics.position = 2
+    log(metrics, "x", 3.0 + ranks.rank, on_step=True, on_epoch=True)
+    metrics.in_batch = False
+    metrics.end_stage()
+    metrics.reduce()
+    return plain(metrics.callback_metrics())
+
+
+def test_the_value_of_an_epoch_is_newer_than_that_of_its_last_step(of_two):
+    assert of_two["both"] == {"x_step": 3.5, "x_epoch": 2.5, "x": 2.5}
+
+
 # --- state ---
 
 
@@ -249,7 +265,6 @@ class Net(nn.Module):
 
         self.mean = torchmetrics.MeanMetric()
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
-        self.hidden = [torchmetrics.MeanMetric()]
 
 
 def with_metric_objects(ranks):
@@ -273,28 +288,33 @@ def with_metric_objects(ranks):
 
 
 @needs_torchmetrics
-@pytest.mark.parametrize("ranks", ["of_two", "of_three"])
-def test_metric_objects_are_computed_by_all_ranks_also_by_one_without_a_batch(ranks, request):
+def test_metric_objects_are_computed_by_all_ranks_also_by_one_without_a_batch(of_three):
     accuracy = pytest.approx(2 / 3)
-    first, second = request.getfixturevalue(ranks)["with_metric_objects"]
+    first, second = of_three["with_metric_objects"]
     assert first == {"plain": 1.0, "accuracy": accuracy, "mean": 1.5}
     assert second == {"plain": 1.0, "accuracy": accuracy, "mean": 2.0}
 
 
+class Count:
+    """Accumulates by itself, as torchmetrics' metrics do."""
+
+    def compute(self):
+        return torch.tensor(1)
+
+    def reset(self):
+        pass
+
+
 def outside_of_the_module(ranks):
-    module = Net()
-    metrics = Metrics(ranks, module)
-    module.hidden[0].update(1.0)
-    evaluate(metrics, lambda metrics: log(metrics, "lost", module.hidden[0]) if ranks.rank == 0 else None)
+    metrics = Metrics(ranks, nn.Linear(1, 1))
+    evaluate(metrics, lambda metrics: log(metrics, "lost", Count()) if ranks.rank == 0 else None)
 
 
-@needs_torchmetrics
 def test_a_metric_object_that_a_rank_cannot_find_is_an_error_on_every_rank(of_two):
     error = of_two["outside_of_the_module"]
     assert error.startswith("ModuleError: self.log('lost', metric) was not called on rank 1")
-    assert "finds no such metric in Net; assign it to an attribute" in error
+    assert "finds no such metric in Linear; assign it to an attribute" in error
 
 
-OF_TORCHMETRICS = (with_metric_objects, outside_of_the_module) if find_spec("torchmetrics") else ()
-TWO = (differently, exceptional, of_rank_zero, in_two_ways, steps, saved_inside_an_epoch, *OF_TORCHMETRICS)
-THREE = (uneven, *OF_TORCHMETRICS[:1])
+TWO = (differently, exceptional, of_rank_zero, in_two_ways, steps, both, saved_inside_an_epoch, outside_of_the_module)
+THREE = (uneven, with_metric_objects) if find_spec("torchmetrics") else (uneven,)
