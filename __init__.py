@@ -23,17 +23,20 @@ from .callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from .strategies import SingleDeviceStrategy, Strategy
+from .strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 from .strategies.errors import (
     CheckpointError,
+    CollectiveError,
     ConfigError,
     DataError,
     EchelonError,
     MissingDependencyError,
     ModuleError,
     NonFiniteError,
+    ProcessError,
     RunError,
 )
+from .strategies.rank_zero import rank_zero_first, rank_zero_only
 from .trainer.checkpoint import export, load_weights
 from .trainer.combined_loader import CombinedLoader
 from .trainer.data import DataModule
@@ -51,10 +54,13 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "CheckpointError",
+    "CollectiveError",
     "CombinedLoader",
     "ConfigError",
+    "DDPStrategy",
     "DataError",
     "DataModule",
+    "DataParallelStrategy",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
@@ -71,6 +77,7 @@ __all__ = [
     "ModuleError",
     "NaNGuard",
     "NonFiniteError",
+    "ProcessError",
     "Profiler",
     "PyTorchProfiler",
     "RunError",
@@ -89,6 +96,8 @@ __all__ = [
     "callbacks",
     "export",
     "load_weights",
+    "rank_zero_first",
+    "rank_zero_only",
     "seed_everything",
     "strategies",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .by_name import strategy_by_name
+from .by_name import check_strategy
+from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
 from .hardware import Hardware
 from .placement import place
@@ -10,4 +11,13 @@ from .precision import Precision
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
 
-__all__ = ["DDPStrategy", "Hardware", "Precision", "SingleDeviceStrategy", "Strategy", "place", "strategy_by_name"]
+__all__ = [
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "Hardware",
+    "Precision",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "check_strategy",
+    "place",
+]

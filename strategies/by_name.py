@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
 from .errors import ConfigError, did_you_mean
 from .single import SingleDeviceStrategy
@@ -13,21 +14,23 @@ _BY_NAME: Final[dict[str, type[Strategy]]] = {
     strategy.name: strategy
     for strategy in (
         SingleDeviceStrategy,
+        DataParallelStrategy,
         DDPStrategy,
     )
 }
 
 
-def strategy_by_name(strategy: str | Strategy) -> Strategy:
-    """Return the strategy of that name with its defaults; a strategy is returned as it is.
+def check_strategy(strategy: str | Strategy) -> None:
+    """Check that there is such a strategy; ``auto`` stands for one of them.
 
     Raises:
         ConfigError: for a name that no strategy has.
     """
-    if isinstance(strategy, Strategy):
-        return strategy
-    if strategy not in _BY_NAME:
-        raise ConfigError(
-            f"strategy={strategy!r} is not a known strategy.{did_you_mean(str(strategy), [*_BY_NAME, 'auto'])}"
-        )
-    return _BY_NAME[strategy]()
+    known = [*_BY_NAME, "auto"]
+    if not isinstance(strategy, Strategy) and strategy not in known:
+        raise ConfigError(f"strategy={strategy!r} is not a known strategy.{did_you_mean(str(strategy), known)}")
+
+
+def strategy_by_name(strategy: str | Strategy) -> Strategy:
+    """Return the strategy of that name with its defaults; a strategy is returned as it is."""
+    return strategy if isinstance(strategy, Strategy) else _BY_NAME[strategy]()

@@ -262,7 +262,8 @@ def set_up_module(session: Session) -> None:
     compiled = session.settings.compile
     if compiled:
         _compile_in_place(session.module, {} if compiled is True else dict(compiled))
-    session.strategy.setup_module(session.module, is_manual=not session.module.automatic_optimization)
+    is_manual = session.task == "fit" and not session.module.automatic_optimization
+    session.strategy.setup_module(session.module, is_manual=is_manual)
 
 
 def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:

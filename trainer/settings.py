@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, Union, 
 from ..callbacks.callback import Callback
 from ..callbacks.run import Logger
 from ..callbacks.timer import parse_duration
-from ..strategies import Precision, Strategy, strategy_by_name
+from ..strategies import Precision, Strategy, check_strategy
 from ..strategies.errors import ConfigError, did_you_mean
 from .profiler import Profiler, profiler_by_name
 
@@ -111,8 +111,7 @@ class Settings:
         _check_amounts(self)
         _check_combinations(self)
         Precision(self.precision)
-        if self.strategy != "auto":
-            strategy_by_name(self.strategy)
+        check_strategy(self.strategy)
         profiler_by_name(self.profiler)
         parse_duration("max_time", self.max_time)
 

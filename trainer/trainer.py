@@ -52,6 +52,8 @@ from .snapshot import still_parts, take_state
 from .state import TrainState
 from .view import RunView
 
+Work = Callable[[Session, Request], Any]
+
 
 class Trainer(RunView):
     """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
@@ -111,11 +113,7 @@ class Trainer(RunView):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         request = Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
-        with self._guarded(request) as checked:
-            if self.strategy.starts_processes:
-                self._launch(self._fit, checked)
-            else:
-                self._fit(checked)
+        self._run(fit, request)
         self.session.interruption.raise_if_requested()
 
     def validate(
@@ -161,7 +159,7 @@ class Trainer(RunView):
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
         request = self._request("predict", model, dataloaders, datamodule, ckpt_path)
-        self._run(replace(request, keeps_predictions=return_predictions))
+        self._run(run_evaluation, replace(request, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
@@ -220,17 +218,19 @@ class Trainer(RunView):
             datamodule = datamodule if datamodule is not None or loaders is not None else self.datamodule
         return Request(task, model, datamodule, evaluation_loaders=loaders, ckpt_path=ckpt_path)
 
-    def _run(self, request: Request) -> Results:
+    def _run(self, work: Work, request: Request) -> Any:
+        """Do the work in this process, or in processes of its own."""
         with self._guarded(request) as checked:
             if self.strategy.starts_processes:
-                return self._launch(self._run_evaluation, checked)  # type: ignore[no-any-return]
-            return self._run_evaluation(checked)
+                return self._launch(work, checked)
+            with self._connected(checked) as session, numerics(self.settings):
+                return work(session, checked)
 
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
         request = self._request(task, model, loaders, datamodule, ckpt_path)
-        results = self._run(request)
+        results: Results = self._run(run_evaluation, request)
         if verbose and self.is_global_zero and any(results):
             say(render_table(results, title=f"{task.capitalize()} metric"))
         return results
@@ -260,7 +260,7 @@ class Trainer(RunView):
         sources = self.loggers, self.checkpoint_callbacks, self.default_root_dir
         return find_checkpoint(request.ckpt_path, *sources, to_resume=request.task == "fit")
 
-    def _launch(self, work: Callable[[Request], Any], request: Request) -> Any:
+    def _launch(self, work: Work, request: Request) -> Any:
         """Do the work in processes of its own, and take over what they leave behind."""
 
         def take(answer: tuple[Outcome, Any]) -> None:
@@ -273,21 +273,14 @@ class Trainer(RunView):
         job = partial(self._report, work, request, capture_rng())
         return self.strategy.launch(job, on_result=take, parts=parts)[1]
 
-    def _report(self, work: Callable[[Request], Any], request: Request, rng: Mapping[str, Any]) -> tuple[Outcome, Any]:
+    def _report(self, work: Work, request: Request, rng: Mapping[str, Any]) -> tuple[Outcome, Any]:
         """Do the work in a process of the run, begun as the caller's was, and return what it leaves behind."""
         restore_rng(rng)
         self._reports = True
-        result = work(request)
+        with self._connected(request) as session, numerics(self.settings):
+            result = work(session, request)
         assert self._outcome is not None
         return self._outcome, result
-
-    def _fit(self, request: Request) -> None:
-        with self._connected(request) as session, numerics(self.settings):
-            fit(session, request)
-
-    def _run_evaluation(self, request: Request) -> Results:
-        with self._connected(request) as session, numerics(self.settings):
-            return run_evaluation(session, request)
 
     @contextmanager
     def _connected(self, request: Request) -> Iterator[Session]:
