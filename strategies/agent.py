@@ -96,7 +96,7 @@ class Agent(LocalElasticAgent):
         if self._ended_without_result():
             self._wait(_SETTLE)
             self.failed = self._ended_without_result()
-            self._tell(min(self.failed, key=lambda end: end.likelihood).describe())
+            self._settle_with_other_nodes(min(self.failed, key=lambda end: end.likelihood))
         elif self._running:
             self.failure_elsewhere = self._heard()
         if self.failed or self.failure_elsewhere is not None:
@@ -130,13 +130,20 @@ class Agent(LocalElasticAgent):
 
     # --- several nodes: what one tells the others through the store ---
 
-    def _tell(self, failure: str) -> None:
+    def _settle_with_other_nodes(self, cause: End) -> None:
+        """Learn from another node what made this one fail, or tell them that it has failed."""
         if self.nodes.num_nodes == 1:
             return
+        if cause.blames_a_peer:
+            _wait_until(lambda: self._heard() is not None)
+            self.failure_elsewhere = self._heard()
+        if self.failure_elsewhere is not None:
+            return
         with contextlib.suppress(RuntimeError):  # node 0 is gone: nobody is left to be told
-            self.nodes.store.set("failure", failure)
+            self.nodes.store.set("failure", cause.describe())
             if self.nodes.node_rank == 0:
-                _wait_until(lambda: self.nodes.store.add("heard", 0) == self.nodes.num_nodes - 1)
+                others = [f"heard/{node}" for node in range(1, self.nodes.num_nodes)]
+                _wait_until(lambda: bool(self.nodes.store.check(others)))
 
     def _heard(self) -> str | None:
         """Return the failure of which another node has told, if any."""
@@ -145,7 +152,7 @@ class Agent(LocalElasticAgent):
         try:
             if not self.nodes.store.check(["failure"]):
                 return None
-            self.nodes.store.add("heard", 1)
+            self.nodes.store.set(f"heard/{self.nodes.node_rank}", "")
             return str(self.nodes.store.get("failure").decode())
         except RuntimeError:
             return f"Node 0 ({self.nodes.address}) ended without a word"
@@ -155,6 +162,8 @@ class Agent(LocalElasticAgent):
         if self.nodes.num_nodes == 1:
             return
         with contextlib.suppress(RuntimeError):
+            if self.nodes.node_rank == 0:
+                self.nodes.close()
             self.nodes.store.add("done", 1)
             while self.nodes.store.add("done", 0) < self.nodes.num_nodes and self.failure_elsewhere is None:
                 self.failure_elsewhere = self._heard()

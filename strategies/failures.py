@@ -90,6 +90,11 @@ class End:
         return self.failure.is_exit
 
     @property
+    def blames_a_peer(self) -> bool:
+        """Whether this end is the consequence of another, as far as can be told from what was raised."""
+        return self.failure is not None and self.failure.blames_a_peer
+
+    @property
     def likelihood(self) -> tuple[int, float]:
         """How likely this end is a consequence of another, rather than the cause; and when it came."""
         if self.failure is None:

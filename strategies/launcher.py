@@ -198,7 +198,7 @@ def _raise_failure(agent: Agent, signals: _Signals) -> None:
     cause = min(agent.failed, key=lambda end: end.likelihood, default=None)
     if signals.received is not None and (cause is None or cause.was_told_to_end):
         signals.raise_if_received()
-    if agent.failure_elsewhere is not None and (cause is None or cause.likelihood[0] == 3):
+    if agent.failure_elsewhere is not None and (cause is None or cause.blames_a_peer):
         raise ProcessError(
             f"{agent.failure_elsewhere}; the workers of this node were stopped. See the output of that node."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
 import uuid
@@ -15,6 +16,8 @@ from .environment import LOOPBACK, Environment
 from .errors import ProcessError
 
 _TRY = timedelta(seconds=3)  # after which a node that waits asks again: it may have reached the store of an earlier run
+
+_PREFIX, _OVER = "echelon/nodes", "over"
 
 
 class Rendezvous(RendezvousHandler):
@@ -35,9 +38,13 @@ class Rendezvous(RendezvousHandler):
             ProcessError: naming the nodes that did not come in time, or the port that is taken.
         """
         store = self._receive() if self.node_rank == 0 else self._visit()
-        self.store = PrefixStore("echelon/nodes", store)
+        self.store = PrefixStore(_PREFIX, store)
         info = RendezvousStoreInfo(self.address, self.port)
         return RendezvousInfo(self.store, self.node_rank, self.num_nodes, info)
+
+    def close(self) -> None:
+        """Have nodes that come from now on, for the next run of the same program, wait for a store of their own."""
+        self.store.set(_OVER, "")
 
     def _receive(self) -> Any:
         """Open the store, and answer every other node."""
@@ -55,21 +62,16 @@ class Rendezvous(RendezvousHandler):
         return store
 
     def _open(self) -> Any:
-        # Left to itself, a TCPStore listens on all interfaces, also when it is given an address.
-        listener = socket.socket(socket.AF_INET6 if ":" in self.address else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self.address, self.port))
+            listener = _listen(self.address, self.port)
         except OSError as error:
-            listener.close()
             raise ProcessError(
                 f"Node 0 cannot listen on {self.address}:{self.port} ({error.strerror}); set MASTER_ADDR to an address "
                 "of this machine and MASTER_PORT to a free port, the same on every node."
             ) from error
         self.port = listener.getsockname()[1]
-        return TCPStore(
-            self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        file = listener.detach()
+        return TCPStore(self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
     def _visit(self) -> Any:
         """Come to the store of node 0, and wait for its answer."""
@@ -79,6 +81,9 @@ class Rendezvous(RendezvousHandler):
         while (left := timedelta(seconds=end - time.monotonic())) > timedelta(0):
             try:
                 store = TCPStore(self.address, self.port, is_master=False, timeout=min(left, _TRY))
+                if PrefixStore(_PREFIX, store).check([_OVER]):
+                    time.sleep(0.1)
+                    continue
                 store.set(_hello(self.node_rank), name)
                 others = range(1, self.num_nodes)
                 missing = [node for node in others if not store.check([_hello(node)])]
@@ -123,6 +128,20 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Do nothing: the store ends with its last holder."""
         return True
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen on an address only, where a store left to itself listens on all interfaces.
+
+    A name is no such address: a machine's own often stands for loopback on that machine, and for another elsewhere.
+    """
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+    return socket.create_server((address, port), family=socket.AF_INET6 if version == 6 else socket.AF_INET)
 
 
 def _hello(node: int) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -340,3 +341,29 @@ def test_a_run_on_one_machine_listens_on_loopback_only():
     assert launcher - before, "the caller has the store"
     assert set().union(*workers, launcher - before) <= {"0100007F", "0" * 24 + "01000000"}
     assert listening_addresses(caller) == before
+
+
+# --- several nodes: two of them in tests/launch ---
+
+
+def of_two_nodes(node_rank, port):
+    return Environment("none", 0, 0, node_rank, 2, 1, 2, "127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("node_rank", "missing"), [(0, 1), (1, 0)])
+def test_a_node_that_does_not_come_is_named(node_rank, missing):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = of_two_nodes(node_rank, port)
+    with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not come to 127.0.0.1:{port} within 0.3 s"):
+        launch(rank, num_processes=1, environment=environment, start_timeout=timedelta(seconds=0.3))
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ProcessError, match=rf"cannot listen on 127.0.0.1:{port} .*MASTER_PORT to a free port"):
+            launch(rank, num_processes=1, environment=of_two_nodes(0, port), start_timeout=MINUTE)
