@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...strategies.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of a file, whole or a shard: its place in the whole tensor, one offset a dimension."""
 
     tensor: Tensor
@@ -26,6 +25,8 @@ class Piece:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which this rank holds a shard."""
+    if type(tensor) in (Tensor, Parameter):
+        return False
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -87,7 +87,8 @@ class Encoder:
         """Whether ranks differ in what they hold."""
         self._is_first = self._is_own = is_first
         self._taken = {"__metadata__", ""}
-        self._known: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+        self._known: dict[tuple[object, ...], str] = {}
+        self._kept: list[Piece] = []  # what is written elsewhere, or its memory would become another tensor's
 
     def encode(self, value: Any, path: str, key: str) -> Any:
         """Return `value` as what JSON can hold; see the function `encode`."""
@@ -163,14 +164,14 @@ class Encoder:
         )
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
-        unfit = _unfit(tensor)
+        is_shard = is_sharded(tensor)
+        unfit = "" if is_shard else _unfit(tensor)
         if unfit:
             raise CheckpointError(f"{path} is {unfit}; make it a dense tensor before saving.")
         if tensor.dtype not in SAFETENSORS_DTYPES and not tensor.is_complex():
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
             )
-        is_shard = is_sharded(tensor)
         self.is_shared |= is_shard
         piece = own_piece(tensor, path) if is_shard else Piece.whole(tensor.detach())
         if piece is None:
@@ -179,11 +180,13 @@ class Encoder:
         own = piece.tensor
         memory = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
         if own.numel() and memory in self._known:
-            return self._known[memory][0]
+            return self._known[memory]
         unique = self._new_key(key)
-        self._known[memory] = unique, own  # kept, or its memory would become another tensor's
+        self._known[memory] = unique
         if self._is_own or is_shard:
             self.pieces[unique] = piece
+        else:
+            self._kept.append(piece)
         return unique
 
     def _new_key(self, key: str) -> str:
@@ -197,9 +200,11 @@ class Encoder:
 
 def _plain(piece: Piece) -> Piece:
     """Return what can be written: without lazy conjugation or negation, complex numbers as pairs."""
-    tensor, offsets = piece.tensor, piece.offsets
+    tensor, offsets = piece
     if tensor.is_complex():
         tensor, offsets = torch.view_as_real(tensor.resolve_conj()), (*offsets, 0)
+    elif not tensor.is_neg():
+        return piece
     return Piece(tensor.resolve_neg(), offsets)
 
 
@@ -207,7 +212,7 @@ def _unfit(tensor: Tensor) -> str:
     """Say why the elements of a tensor are not simply in its memory; empty if they are."""
     if is_lazy(tensor):
         return "a lazy parameter that has no shape yet"
-    if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+    if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors"
     kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
     kind = next(

@@ -204,3 +204,17 @@ def test_the_store_keeps_nothing_of_old_saves(tmp_path: Path) -> None:
         list(pool.map(run, range(2)))
     assert store.num_keys() - keys <= 2  # how many runs each rank has begun
     assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_a_rank_reads_from_the_disk_what_it_uses(tmp_path: Path) -> None:
+    good(on_ranks(3, lambda ranks: SyncWriter(ranks).save(tmp_path / "a.ckpt", dealt(1, ranks.rank, 3, 2_000_000))))
+    before = resident()
+    states = load(tmp_path / "a.ckpt", verify=False)["optimizers"][0]["state"]
+    assert resident() - before < 4_000_000  # of 48 MB
+    own = states[NAMES[0]]["exp_avg"].clone()
+    assert own.numel() * 4 <= resident() - before < 24_000_000
+
+
+def resident() -> int:
+    """Return how many bytes of memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
