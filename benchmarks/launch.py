@@ -74,6 +74,11 @@ def open_files(pid: int) -> list[str]:
     return found
 
 
+def mapped_shared_memory(pid: int) -> int:
+    """Count what a process has of /dev/shm: semaphores and tensors; others' are there too."""
+    return sum("/dev/shm/" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
 def megabytes(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
@@ -89,9 +94,7 @@ def footprint() -> dict[str, float]:
         "descriptors": len(links),
         "descriptors_below": sum(len(open_files(pid)) for pid in below),
         "sockets": sum(link.startswith("socket:") for link in links),
-        "shared_memory": sum(
-            not name.startswith("tmp") for name in os.listdir("/dev/shm")
-        ),  # those are others' folders
+        "shared_memory": sum(map(mapped_shared_memory, [os.getpid(), *below])),
         "temporary": len(os.listdir(tempfile.gettempdir())),
         "megabytes": megabytes(os.getpid()),
         "megabytes_below": sum(map(megabytes, below)),

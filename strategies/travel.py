@@ -22,7 +22,7 @@ def pack(value: Any, name: str = "the function", parts: Mapping[str, object] | N
     Raises:
         ConfigError: for what cannot be pickled.
     """
-    import cloudpickle  # type: ignore[import-untyped]
+    import cloudpickle
 
     try:
         return bytes(cloudpickle.dumps(value))
