@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,19 @@ class Net(TrainModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Plain(Net):
+    """Without buffers, whose training therefore does not depend on the number of ranks; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1).double()
+        for parameter in self.net.parameters():
+            nn.init.ones_(parameter)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part.double() for part in batch], batch_idx)
 
 
 class Comparing(Callback):
@@ -111,6 +125,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         EMAWeightAveraging(decay=0.5),
         ModelCheckpoint(filename="{step}-{of_rank_1:.0f}", monitor="loss_step", every_n_train_steps=2, save_top_k=3),
         ModelCheckpoint(filename="{epoch}-{val:.3f}", monitor="val", save_top_k=2),
+        ModelCheckpoint(filename="late-{step}", monitor="val", every_n_train_steps=4, save_top_k=-1),
         logger=CSVLogger(tmp_path_factory.mktemp("logs")),
         log_every_n_steps=2,
     )
@@ -131,10 +146,12 @@ def test_all_ranks_end_with_the_same_state_weights_and_folder(fitted: Trainer) -
 def test_what_only_one_rank_knows_decides_on_all(fitted: Trainer) -> None:
     decisions = of_kind(fitted, LossSpikePolicy).decisions
     assert [decision["global_step"] for decision in decisions] == [3, 9]
-    by_loss, by_val = fitted.checkpoint_callbacks
+    by_loss, by_val, later = fitted.checkpoint_callbacks
     names = {Path(path).name for path in by_loss.best_k_models}
     assert len(names) == 3
     assert names <= {f"step={step}-of_rank_1={step - 1}.ckpt" for step in range(2, 13, 2)}
+    # due at 4, 8 and 12, decided where the metric is computed
+    assert [Path(path).name for path in later.best_k_models] == ["late-step=6.ckpt", "late-step=12.ckpt"]
     assert by_val.best_model_score == min(by_val.best_k_models.values())
     assert all(Path(path).is_dir() for path in [*by_loss.best_k_models, *by_val.best_k_models])
 
@@ -166,6 +183,32 @@ def test_a_loss_that_is_not_finite_on_one_rank_names_the_rank_on_all(tmp_path: P
     trainer = trainer_of_ranks(tmp_path, NaNGuard())
     with pytest.raises(NonFiniteError, match=r"Rank 1: The loss is inf at global_step 1 \(epoch 0, batch_idx 1\)"):
         trainer.fit(Net(), data(16, 4, outlier=13, value=float("inf")))
+
+
+def test_a_rank_without_samples_takes_part_in_what_the_others_decide(tmp_path: Path) -> None:
+    spikes, saved = [], []
+    for devices in (1, 2):  # steps of 8, 8 and 1 samples
+        callbacks: list[Any] = [
+            LossSpikePolicy(),
+            NaNGuard(),
+            ThroughputMonitor(length_fn=len),
+            ModelCheckpoint(tmp_path / str(devices), "{step}-{loss_step:.5f}", "loss_step", every_n_train_steps=1),
+        ]
+        trainer = trainer_of_ranks(
+            tmp_path, *callbacks, devices=devices, strategy="auto", max_epochs=1, log_every_n_steps=1
+        )
+        trainer.fit(Plain(), data(17, 8 // devices))
+        spikes.append(callbacks[0].state_dict()["statistics"])
+        saved.append(Path(callbacks[-1].best_model_path).name)
+    assert saved[0] == saved[1]
+    for name in ("loss", "grad_norm"):
+        assert spikes[0][name] == pytest.approx(spikes[1][name], abs=1e-12)
+
+
+def test_time_that_is_up_on_rank_zero_is_up_on_all(tmp_path: Path) -> None:
+    trainer = trainer_of_ranks(tmp_path, Timer(timedelta(0), verbose=False))
+    trainer.fit(Net(), data(45, 4))
+    assert trainer.global_step == 0
 
 
 class Writer(BasePredictionWriter):
