@@ -1,0 +1,258 @@
+"""The matrix: every strategy (a `Line`) times every way of training (a `Case`), each compared with one process."""
+
+import math
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from two_nodes import run_together, two_nodes
+
+from echelon import Loss, Strategy, Trainer, TrainModule, seed_everything
+from echelon.strategies.data_parallel import DataParallelStrategy
+from echelon.testing import run_ranks
+
+GLOBAL_BATCH = 24
+EVEN, UNEVEN, ONE_LEFT = 72, 61, 49
+"""Training samples: three whole global batches; with a rest of 13; with a rest of one, less than there are ranks."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A strategy on some processes, or on some devices of one."""
+
+    strategy: str
+    processes: int = 1
+    devices: int = 1
+    nodes: int = 1
+    make: Callable[[], Strategy] | None = None
+    """Where the name alone does not do."""
+
+    @property
+    def title(self):
+        """What the table calls it."""
+        if self.nodes > 1:
+            return f"{self.strategy}, {self.nodes} nodes x {self.processes // self.nodes}"
+        number = max(self.processes, self.devices)
+        return self.strategy if number == 1 else f"{self.strategy} x {number}"
+
+    def build(self):
+        """Return the argument for the trainer, new for each run."""
+        return self.strategy if self.make is None else self.make()
+
+
+LINES = [
+    Line("single"),
+    Line("dp", devices=2, make=DataParallelStrategy),
+    Line("ddp", 2),
+    Line("ddp", 3),
+    Line("ddp", 4),
+    Line("ddp", 4, nodes=2),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training."""
+
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    samples: int = UNEVEN
+    clip: float | None = None
+    units: bool = False
+    """Whether the loss is a `Loss`, whose units differ by sample; the first samples have none."""
+    cut: int | None = None
+    """The batch size where ``global_batch_size`` is given, and does not divide by it."""
+    precision: str = "64-true"
+
+    @property
+    def title(self):
+        """What the table and the ids of tests call it."""
+        data = {EVEN: "even", UNEVEN: "uneven", ONE_LEFT: "one left"}[self.samples]
+        parts = [self.optimizer, f"accumulate {self.accumulate}" if self.cut is None else f"cut in {self.cut}s", data]
+        parts += ["clip"] * (self.clip is not None) + ["units"] * self.units
+        return ", ".join(parts + ["float32"] * (self.precision == "32-true"))
+
+    @property
+    def bound(self):
+        """How much a parameter may differ."""
+        if self.precision == "64-true":
+            return 1e-12
+        # Adam normalises gradients near zero, and with them their noise, up to the learning rate
+        return 1e-6 if self.optimizer == "sgd" else 1e-4
+
+
+CASES = [
+    *(Case(*parts) for parts in product(("sgd", "adamw"), (1, 2), (EVEN, UNEVEN), (None, 0.05))),
+    *(Case("adamw", accumulate, ONE_LEFT) for accumulate in (1, 2)),
+    *(Case("sgd", accumulate, UNEVEN, clip, units=True) for accumulate, clip in product((1, 2), (None, 0.05))),
+    Case("adamw", 2, ONE_LEFT, units=True),
+    Case("adamw", cut=5),
+    Case("sgd", cut=5, clip=0.05, units=True),
+    Case("sgd", 2, precision="32-true"),
+    Case("adamw", 2, precision="32-true"),
+]
+
+
+@dataclass(frozen=True)
+class End:
+    """What a run leaves behind."""
+
+    state: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    """Of the last epoch, as a logger gets them, and of a validation and a test afterwards."""
+    callback_metrics: dict[str, float]
+    """In float32."""
+    global_step: int
+    samples_seen: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest differences between two ends."""
+
+    state: float
+    metrics: float
+    callback_metrics: float
+    counts: int
+
+
+class Net(TrainModule):
+    """A small regression with a frozen layer, tied weights and a buffer."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.net[2].weight.requires_grad_(False)
+        self.tied = nn.Linear(4, 8)
+        self.tied.weight = self.net[0].weight
+        self.register_buffer("scale", torch.tensor([1.0, 0.5, 2.0, 1.0]))
+
+    def forward(self, x):
+        return self.net(x * self.scale) + self.tied(x).mean(dim=1, keepdim=True)
+
+    def training_step(self, batch, batch_idx):
+        x, y, index = batch
+        errors = (self(x) - y).square().squeeze(1)
+        self.log("loss", errors.mean(), on_step=True, on_epoch=True)
+        self.log("largest", errors.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        if not self.case.units:
+            return errors.mean()
+        units = (index % 5 * (index > 3)).to(errors.dtype)
+        return Loss((errors * units).sum(), units.sum())
+
+    def validation_step(self, batch, batch_idx):
+        errors = (self(batch[0]) - batch[1]).square()
+        self.log("val_loss", errors.mean())
+        self.log("val_samples", float(len(errors)), reduce_fx="sum")
+        self.log("one", 1.0)
+
+    def test_step(self, batch, batch_idx):
+        errors = (self(batch[0]) - batch[1]).abs()
+        self.log_dict({"test_error": errors.mean(), "test_mean": self(batch[0]).mean()})
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.case.optimizer == "adamw":
+            return torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def samples(number, seed):
+    """Samples, each with its index."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.sin(x.sum(dim=1, keepdim=True)), torch.arange(number))
+
+
+def train(case, line, **where):
+    """Train two epochs as the case says, evaluate, and return what is left; `where` says on which devices."""
+    seed_everything(5, verbose=False)
+    module = Net(case)
+    if case.cut is None:
+        batch_size = GLOBAL_BATCH // line.processes // case.accumulate
+        cutting = {"accumulate_grad_batches": case.accumulate}
+    else:
+        batch_size, cutting = case.cut, {"global_batch_size": GLOBAL_BATCH}
+    trainer = Trainer(
+        strategy=line.build(),
+        accelerator="cpu",
+        precision=case.precision,
+        max_epochs=2,
+        gradient_clip_val=case.clip,
+        log_every_n_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **cutting,
+        **where,
+    )
+    as_precise = {"dtype": torch.float32 if case.precision == "32-true" else torch.float64}
+    trained, validated, tested = (
+        TensorDataset(*(part.to(**as_precise) if part.is_floating_point() else part for part in data.tensors))
+        for data in (samples(case.samples, 1), samples(19, 2), samples(11, 3))
+    )
+    trainer.fit(module, DataLoader(trained, batch_size, shuffle=True), DataLoader(validated, 4))
+    callback_metrics, metrics = plain(trainer.callback_metrics), plain(trainer.logged_metrics)
+    counts = trainer.global_step, trainer.samples_seen
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    metrics |= trainer.validate(module, DataLoader(validated, 5), verbose=False)[0]
+    metrics |= trainer.test(module, DataLoader(tested, 3), verbose=False)[0]
+    return End(state, metrics, callback_metrics, *counts)
+
+
+def plain(values):
+    """Return tensors as numbers."""
+    return {name: value.item() for name, value in values.items()}
+
+
+def train_all(line):
+    """Train every case, in a process of the line."""
+    where = {"devices": line.devices if line.processes == 1 else "auto"}
+    return [train(case, line, **where) for case in CASES]
+
+
+def run(line):
+    """Return, for each case, what it leaves on each rank; on two nodes, on rank 0 alone."""
+    if line.processes == 1:
+        return [[end] for end in train_all(line)]
+    if line.nodes == 1:
+        return list(zip(*run_ranks(train_all, line.processes, line), strict=True))
+    with tempfile.TemporaryDirectory() as folder, two_nodes() as nodes:
+        path = Path(folder) / "ends"
+        commands = []
+        for rank, node in enumerate(nodes):
+            words = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={line.processes // 2}"]
+            words += [f"--node-rank={rank}", f"--master-addr={node.main_address}", "--master-port=29511"]
+            words += [str(Path(__file__).with_name("on_node.py")), str(LINES.index(line)), str(path)]
+            variables = {**node.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+            commands.append((node.command(sys.executable, *words), variables))
+        done = run_together(commands, timeout=100)
+        assert [code for code, _ in done] == [0, 0], "\n".join(output for _, output in done)
+        return [[end] for end in pickle.loads(path.read_bytes())]
+
+
+def compare(end, expected):
+    """Return how far an end is from another one."""
+    return Difference(
+        largest(end.state, expected.state),
+        largest(end.metrics, expected.metrics),
+        largest(end.callback_metrics, expected.callback_metrics),
+        abs(end.global_step - expected.global_step) + abs(end.samples_seen - expected.samples_seen),
+    )
+
+
+def largest(found, expected):
+    """Return the largest difference between things of the same names; infinity where they have others."""
+    if found.keys() != expected.keys():
+        return math.inf
+    return max(torch.as_tensor(found[name] - value).abs().max().item() for name, value in expected.items())
