@@ -1,0 +1,39 @@
+"""A program that a launcher starts once for each rank; its exit code is the truth about the run.
+
+Usage: job_of_ranks.py uneven|raise|signal FOLDER
+"""
+
+import os
+import signal
+import sys
+
+from small import Regression, loader, quiet
+
+from echelon import Callback, ModelCheckpoint
+
+
+class Troubles(Callback):
+    """Makes rank 1 fail, or get a signal, in the third batch."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.strategy.rank != 1 or batch_idx != 2:
+            return
+        if self.kind == "raise":
+            raise ValueError("rank 1 has had enough")
+        if self.kind == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(kind, folder):
+    """Train on samples that no number of ranks divides, and say what was done."""
+    callbacks = [ModelCheckpoint(folder), Troubles(kind)]
+    trainer = quiet(folder, strategy="ddp", max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
+    trainer.fit(Regression(), loader(61, 2))
+    print(f"rank {trainer.strategy.rank} counted {trainer.samples_seen}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
