@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 from contextlib import closing
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 
 from .environment import Environment
 from .errors import ConfigError, ProcessError, did_you_mean
+from .network import variables_towards
 
 START_TIMEOUT: Final = timedelta(minutes=5)
 """How long processes wait for each other at the start, unless told otherwise."""
@@ -139,6 +141,8 @@ class ProcessGroup:
                 f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, or "
                 "look at why they ended; a longer wait is start_timeout of the strategy."
             ) from error
+        if self.environment.num_nodes > 1:
+            os.environ.update(variables_towards(self.environment.main_address) | os.environ)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import multiprocessing
@@ -9,16 +10,17 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
 
 from .failures import Failure
+from .network import loopback_variables
 from .travel import pack, unpack
 
 SHOW_STACKS: Final = signal.SIGUSR2
@@ -28,7 +30,29 @@ SHOW_STACKS: Final = signal.SIGUSR2
 _OF_A_WORKER: Final = re.compile(
     "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"
 )
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class Stream:
+    """A descriptor of the caller that each worker gets a duplicate of; the fork server's own may be of another time."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)  # type: ignore[attr-defined]
+
+
+def _received(duplicate: Any) -> Stream:
+    return Stream(duplicate.detach())
+
+
+def _own_streams() -> dict[int, Stream]:
+    streams = {}
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed, as a daemon's may be
+            os.fstat(number)
+            streams[number] = Stream(number)
+    return streams
 
 
 @dataclass(frozen=True)
@@ -41,6 +65,8 @@ class Job:
     keeps_all_results: bool
     """Whether every worker's result is wanted, or only the first one's."""
     shows_stacks: bool = False
+    streams: dict[int, Stream] = field(default_factory=_own_streams)
+    """Where the caller writes, for standard output and standard error."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +120,9 @@ def run(job: Job) -> None:
     _end_with_the_caller()
     # A terminal's Ctrl-C reaches every process of the group; what it means for the workers is the caller's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number, stream in job.streams.items():
+        os.dup2(stream.number, number)
+        os.close(stream.number)
     rank = os.environ["RANK"]
     try:
         stacks = (job.folder / f"{rank}.stacks").open("w") if job.shows_stacks else None
@@ -138,12 +167,6 @@ def _end_with_the_caller() -> None:
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not parent.is_alive():
         os._exit(1)
-
-
-def loopback_variables() -> dict[str, str]:
-    """Return what keeps the processes of one machine from listening on its networks."""
-    names = {name for _, name in socket.if_nameindex()}
-    return dict.fromkeys(_INTERFACES, "lo0" if "lo0" in names else "lo")  # macOS and Linux
 
 
 def threads_of_each(num_processes: int) -> int:

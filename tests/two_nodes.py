@@ -25,11 +25,6 @@ class Node:
     def command(self, *words):
         return ["ip", "netns", "exec", self.namespace, *words]
 
-    @property
-    def environ(self):
-        """What gloo has to be told, as the host name leads to loopback here."""
-        return {"GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
-
 
 @contextlib.contextmanager
 def two_nodes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 
 from ..strategies.environment import DEFAULT_PORT, LOOPBACK, Environment
 from ..strategies.errors import EchelonError
+from ..strategies.network import address_towards, loopback_variables
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -49,8 +51,6 @@ def main(words: Sequence[str]) -> int:
     # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if options.nnodes == (1, 1):
-        from ..strategies.worker import loopback_variables
-
         os.environ.update(loopback_variables() | os.environ)
     # torchrun leaves the folder of its error files behind, unless it is somebody's
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
@@ -71,7 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
     parser.add_argument("--node-rank", type=_count, metavar="R", help="which node this is: 0 is where --rdzv points")
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
-    parser.add_argument("--local-addr", metavar="HOST", help="this node's address, where its name leads elsewhere")
     parser.add_argument(
         "--max-restarts", type=_count, default=0, metavar="K", help="start all again up to K times if one fails (0)"
     )
@@ -104,7 +103,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     """End with an error and code 2 for options that contradict each other, before any process starts."""
     least, most = options.nnodes
     if most == 1:
-        for name in ("rdzv", "node_rank", "local_addr"):
+        for name in ("rdzv", "node_rank"):
             if getattr(options, name) is not None:
                 option = name.replace("_", "-")
                 parser.error(f"--{option} {getattr(options, name)} is for several nodes; give --nnodes, too")
@@ -120,19 +119,42 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core")
     if not options.module and not Path(options.program).is_file():
         parser.error(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
+    if options.rdzv is not None:
+        try:
+            address_towards(_host(options.rdzv))
+        except (OSError, ValueError) as error:
+            parser.error(
+                f"--rdzv {options.rdzv} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+            )
 
 
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
     least, most = options.nnodes
     given = {"nproc-per-node": options.nproc, "nnodes": f"{least}:{most}", "max-restarts": options.max_restarts}
     given["rdzv-endpoint"] = LOOPBACK if options.rdzv is None else options.rdzv
-    if options.local_addr is not None:
-        given["local-addr"] = options.local_addr
     if most > 1 and options.node_rank is None:
-        given["rdzv-backend"] = "c10d"
+        given |= {"rdzv-backend": "c10d", **_place(options.rdzv)}
     else:
         given |= {"rdzv-backend": "echelon", "rdzv-conf": f"node_rank={options.node_rank or 0}"}
     return [*(f"--{name}={value}" for name, value in given.items()), *(["--module"] if options.module else [])]
+
+
+def _place(endpoint: str) -> dict[str, str]:
+    """Return which address this node has on the network of the meeting, and whether the meeting is here.
+
+    torchrun would go by this machine's name, which may lead to loopback.
+    """
+    host = _host(endpoint)
+    address = address_towards(host)
+    if address == LOOPBACK:  # several launches on one machine, of which the first is the host
+        return {"local-addr": address}
+    return {"local-addr": address, "rdzv-conf": f"is_host={int(address == socket.gethostbyname(host))}"}
+
+
+def _host(endpoint: str) -> str:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    return parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)[0]
 
 
 def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:

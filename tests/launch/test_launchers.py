@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from two_nodes import absent, run_together, two_nodes
+from two_nodes import INTERFACE, absent, run_together, two_nodes
 
 MEMBER = str(Path(__file__).with_name("member.py"))
 PYTHON = sys.executable
@@ -89,9 +89,10 @@ def test_echelon_launch_on_two_nodes(nodes):
     commands = []
     for rank, node in enumerate(nodes):
         options = ["--nproc", "1", "--nnodes", "2", "--node-rank", str(rank), "--rdzv", node.main_address]
-        commands.append((node.command(*ECHELON, "launch", *options, MEMBER), node.environ))
+        commands.append((node.command(*ECHELON, "launch", *options, MEMBER), {}))
     found = members(*commands)
     assert places(found) == [(0, 0, 0, 11.0), (1, 0, 1, 11.0)]
+    assert {seen["interface"] for seen in found} == {INTERFACE}  # as this machine's name leads to loopback
     assert found[0]["listening"] == ["01004D0A"]
     assert found[0]["line"] == "2 processes on 2 nodes (1 each), started by torchrun; store at 10.77.0.1:29500"
 
@@ -100,7 +101,7 @@ def test_two_nodes_that_are_started_one_by_one(nodes):
     commands = []
     for rank, node in enumerate(nodes):
         variables = {"MASTER_ADDR": node.main_address, "NODE_RANK": str(rank)}
-        commands.append((node.command(PYTHON, MEMBER, "--launch"), {**node.environ, **variables}))
+        commands.append((node.command(PYTHON, MEMBER, "--launch"), variables))
     assert places(members(*commands)) == [(0, 0, 0, 1111.0), (1, 1, 0, 1111.0), (2, 0, 1, 1111.0), (3, 1, 1, 1111.0)]
 
 
@@ -114,6 +115,6 @@ def test_a_pod_for_each_process(nodes):
             "MASTER_PORT": "23456",
         }
 
-    found = members(*((node.command(PYTHON, MEMBER), {**node.environ, **pod(rank)}) for rank, node in enumerate(nodes)))
+    found = members(*((node.command(PYTHON, MEMBER), pod(rank)) for rank, node in enumerate(nodes)))
     assert places(found) == [(0, 0, 0, 11.0), (1, 0, 1, 11.0)]
     assert {seen["launcher"] for seen in found} == {"kubeflow"}

@@ -32,6 +32,8 @@ ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli import ma
             "--nproc 2 --nnodes 2 --rdzv a --node-rank 2 train.py",
             "--node-rank 2 with --nnodes 2: ranks of nodes go from",
         ),
+        ("--nproc 2 --nnodes 2 --rdzv 0.0.0.256 train.py", "--rdzv 0.0.0.256 leads nowhere"),
+        ("--nproc 2 --nnodes 2 --rdzv a:b:c train.py", "--rdzv a:b:c leads nowhere"),
         ("--nproc 2 --nnodes 1:2 --rdzv a --node-rank 0 train.py", "for a fixed number of nodes, but --nnodes is 1:2"),
         ("--nproc 2 --nnodes 2 --rdzv a --node-rank 0 --max-restarts 3 train.py", "--max-restarts 3 on several nodes"),
     ],

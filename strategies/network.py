@@ -1,0 +1,61 @@
+"""The networks of this machine: on which of them its processes talk to each other, and to those of other nodes."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import sys
+from typing import Final
+
+from .environment import LOOPBACK
+
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_GET_ADDRESS: Final = 0x8915  # Linux's SIOCGIFADDR
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return what keeps the processes of one machine from listening on its networks."""
+    names = {name for _, name in socket.if_nameindex()}
+    return dict.fromkeys(_INTERFACES, "lo0" if "lo0" in names else "lo")  # macOS and Linux
+
+
+def variables_towards(host: str) -> dict[str, str]:
+    """Return what has gloo and tensorpipe listen on the network that leads to `host`; nothing where they do already.
+
+    They listen where this machine's name leads to. On Debian, and in many containers, that is loopback.
+    """
+    try:
+        is_right = not socket.gethostbyname(socket.gethostname()).startswith("127.")
+    except OSError:
+        is_right = False
+    name = None if is_right else interface_of(address_towards(host))
+    return dict.fromkeys(_INTERFACES[:2], name) if name is not None else {}
+
+
+def address_towards(host: str) -> str:
+    """Return this machine's address on its way to `host`: that of `host` itself, if it is this machine.
+
+    No packet is sent. Raises:
+        OSError: if there is no such host, or no way to it.
+    """
+    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        found: str = probe.getsockname()[0]
+        return found
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface with this IPv4 address, on Linux; None elsewhere and for others."""
+    if sys.platform != "linux" or address == LOOPBACK:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
