@@ -133,6 +133,15 @@ def test_a_plain_program_needs_no_guard_and_its_own_classes_travel(tmp_path, fil
     assert done.stdout.splitlines() == ["caught 3", "began once [50.0, 50.0, 50.0]"]
 
 
+def test_workers_write_where_the_caller_writes_now(capfd):
+    def run():
+        print("from a worker")
+        print("to errors", file=sys.stderr)
+
+    launched(run)
+    assert capfd.readouterr() == ("from a worker\n" * 2, "to errors\n" * 2)
+
+
 def test_any_thread_may_launch():
     results = []
     thread = threading.Thread(target=lambda: results.append(launched(rank)))
