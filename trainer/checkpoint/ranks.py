@@ -15,7 +15,8 @@ from ...strategies.errors import CheckpointError
 
 TIMEOUT: Final = timedelta(minutes=30)
 """How long a rank may take for its part, while the run goes on."""
-_GRACE: Final = timedelta(seconds=5)
+GRACE: Final = timedelta(seconds=5)
+"""How long it may take when the run has failed, perhaps because it is dead."""
 _LONGEST_PAUSE: Final = 0.05
 
 
@@ -30,13 +31,16 @@ class Ranks:
         rank: this process.
         world_size: the number of processes.
         timeout: how long to wait for a rank that says nothing.
+        grace: likewise, once this rank's run has failed.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: timedelta = TIMEOUT, grace: timedelta = GRACE
+    ) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
         self.rank, self.world_size = rank, world_size
-        self._timeout = timeout
+        self._timeout, self._grace = timeout, grace
         run = store.add(f"checkpoints/{rank}", 1)
         # a connection of its own: a store does one thing at a time
         self._store: Any = PrefixStore(f"checkpoints/{run}", store.clone())
@@ -57,7 +61,7 @@ class Ranks:
 
     def end(self) -> None:
         """Note that the run has failed: a rank that says nothing for some seconds more is dead."""
-        self._end = time.monotonic() + _GRACE.total_seconds()
+        self._end = time.monotonic() + self._grace.total_seconds()
         self._is_over.set()
 
     def tell(self, topic: str, content: Any = None) -> None:

@@ -166,6 +166,15 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     verify(tmp_path / "old.ckpt")
 
 
+def test_a_run_that_has_failed_does_not_wait_for_dead_ranks(tmp_path: Path) -> None:
+    writer = AsyncWriter(Ranks(HashStore(), 0, 2, timedelta(hours=1), grace=timedelta(seconds=0.1)))
+    writer.save(tmp_path / "a.ckpt", dealt(1, 0, 2))
+    writer.abandon()
+    with pytest.raises(CheckpointError, match="rank 1 of 2 has not said that its part is done"):
+        writer.close()
+    assert not list(tmp_path.iterdir())
+
+
 def save_two(writer: Writer, folder: Path, state: dict[str, Any]) -> None:
     """Either save may be the one that tells of the failure of the first."""
     writer.save(folder / "taken.ckpt", state)
