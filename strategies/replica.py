@@ -1,90 +1,173 @@
-"""What strategies with a whole replica of the module on each rank share: the wrapped step, and equal replicas."""
+"""Replica: a module that each rank has whole, and how the gradients of all replicas meet."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .collectives import Collectives
-from .nested import iterate_tensors, map_tensors
-
-Compression = Literal["fp16", "bf16", "powersgd"]
-CommHook = tuple[object, Callable[[Any, Any], Any]]
-"""State and function of a hook of torch, or of the user."""
-
-COMPRESSIONS: Final[tuple[Compression, ...]] = ("fp16", "bf16", "powersgd")
-
-_WITHOUT_SAMPLES: Final = "without samples"
+from .compression import CommHook, Compression, check_compression, register_compression
+from .errors import ConfigError, ModuleError
+from .gradients import average_gradients
+from .step_caller import StepCaller, zero_loss_of
 
 
-class StepCaller(nn.Module):
-    """A module whose ``forward`` is any step of another: what a wrapper that needs ``forward`` to be called wraps."""
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """How torch's ``DistributedDataParallel`` synchronises gradients; in manual optimization none of it is needed."""
 
-    def __init__(self, module: nn.Module, *, returns_tensors: bool) -> None:
-        super().__init__()
-        self.module = module
-        self._returns_tensors = returns_tensors
-        self._structure: Any = None
+    find_unused_parameters: bool = False
+    """For a module some of whose parameters get no gradient in some steps; walks the graph of every step."""
+    static_graph: bool = False
+    """Promises that every step uses the same parameters; then unused ones cost nothing."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients lie in the buckets that are sent, which saves a copy of them all."""
+    bucket_cap_mb: float | None = None
+    """How much is sent at once; by default torch's 25 MB."""
+    comm_hook: Compression | CommHook | None = None
+    """How gradients are compressed on their way: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` (rank 4, after 1000 steps),
+    or state and function of a hook of torch's kind. Changes the numbers by what it leaves out."""
+    sync_batchnorm: bool = False
+    """Compute the statistics of batch norms over all ranks (GPUs only, as torch has it)."""
+    broadcast_buffers: bool = True
+    """Give all ranks rank 0's buffers before each step."""
 
-    def forward(self, step_name: str, *args: Any) -> Any:
-        """Call the step, or add up the parameters given in its place.
+    def check(self, device_type: str) -> None:
+        """Check what can be known before any process is started.
 
-        With `returns_tensors`, DDP gets the tensors of what the step returned as a list: it looks for them to find the
-        parameters that were used, and knows no classes such as `Loss`. `rebuild` puts them back.
+        Raises:
+            ConfigError: for what torch does not know, does not have on such devices, or cannot do together.
         """
-        if step_name == _WITHOUT_SAMPLES:
-            output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
+        check_compression(self.comm_hook)
+        if self.sync_batchnorm and device_type != "cuda":
+            raise ConfigError(
+                "sync_batchnorm=True needs GPUs (torch's SyncBatchNorm runs nowhere else), found "
+                f"accelerator={device_type!r}; leave it out here, or use GroupNorm, which needs no statistics."
+            )
+        if self.static_graph and self.find_unused_parameters:
+            raise ConfigError(
+                f"static_graph={self.static_graph} and find_unused_parameters={self.find_unused_parameters} exclude "
+                "each other: a static graph knows its unused parameters after one step; leave one of them out."
+            )
+
+
+class Replica:
+    """This rank's replica of a module: what strategies hold whose parameters are whole on each rank.
+
+    Its training step runs in ``DistributedDataParallel``. In manual optimization gradients meet at the end of each
+    backward instead. On one process nothing is wrapped. Collective: every rank makes one.
+    """
+
+    def __init__(
+        self, module: nn.Module, collectives: Collectives | None, options: DDPOptions, *, is_manual: bool
+    ) -> None:
+        """Make all replicas equal to rank 0's; `collectives` is None on one process.
+
+        Raises:
+            ConfigError: for options that manual optimization does not have.
+        """
+        self.synchronises = True
+        """Whether the gradients of a step meet."""
+        self._module, self._collectives, self._options = module, collectives, options
+        self._wrapper: Any = None
+        self._averages_after_backward = False
+        self._is_first_backward = True
+        if collectives is None:
+            return
+        if options.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        if is_manual or not any(parameter.requires_grad for parameter in module.parameters()):
+            if options.comm_hook is not None and is_manual:
+                raise ConfigError(
+                    f"comm_hook={options.comm_hook!r:.40} works inside DDP's backward, which manual optimization does "
+                    "not use; leave it out."
+                )
+            self._averages_after_backward = is_manual
+            _copy_from_first(chain(module.parameters(), module.buffers()), collectives)
         else:
-            output = getattr(self.module, step_name)(*args)
-        if not self._returns_tensors:
-            return output
-        self._structure = output
-        return list(iterate_tensors(output))
+            self._wrap()
 
-    def rebuild(self, output: Any) -> Any:
-        """Return what the step returned, with these tensors in place of its own."""
-        if not self._returns_tensors:
-            return output
-        structure, self._structure, tensors = self._structure, None, iter(output)
-        return map_tensors(lambda _: next(tensors), structure)
+    def _wrap(self) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrap: Any = DistributedDataParallel
+        options = self._options
+        self._caller = StepCaller(self._module, returns_tensors=options.find_unused_parameters or options.static_graph)
+        # torch 2.14 deprecates broadcast_buffers for forward_sync_buffers, which 2.11 does not have
+        is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        self._wrapper = wrap(
+            self._caller,
+            **{"forward_sync_buffers" if is_new else "broadcast_buffers": options.broadcast_buffers},
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+        )
+        if options.comm_hook is not None:
+            register_compression(self._wrapper, options.comm_hook)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        """Call the module's step."""
+        if self._wrapper is None or step_name != "training_step":
+            return getattr(self._module, step_name)(*args)
+        return self._caller.rebuild(self._wrapper(step_name, *args))
+
+    def accumulate(self, *, is_last: bool) -> None:
+        """Note that a micro-batch begins; only the last of a step synchronises."""
+        if self._wrapper is not None:
+            # a static graph learns its graph in the first backward, which therefore has to be a synchronised one;
+            # averaging what has been averaged changes nothing
+            learns = self._options.static_graph and self._is_first_backward
+            self._wrapper.require_backward_grad_sync = (is_last and self.synchronises) or learns
+
+    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
+        """Return a loss of 0 whose backward takes part in a step of the other ranks."""
+        if self._wrapper is None:
+            return spare() * 0
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        # those of the step before: a gradient of 0 for one that nobody uses would still decay its weights
+        used = [parameter for parameter in trained if parameter.grad is not None]
+        return zero_loss_of(self._wrapper, self._caller, used or trained)
+
+    def end_backward(self) -> None:
+        """Let gradients meet that have not met during the backward, and check the first of those that have.
+
+        Raises:
+            ModuleError: naming parameters without a gradient, for each of which DDP would wait.
+        """
+        if self._averages_after_backward:
+            if self.synchronises:
+                assert self._collectives is not None
+                average_gradients(self._module.parameters(), self._collectives)
+        elif self._is_first_backward and self._wrapper is not None and self._wrapper.require_backward_grad_sync:
+            self._is_first_backward = False
+            self._check_all_used()
+
+    def _check_all_used(self) -> None:
+        if self._options.find_unused_parameters or self._options.static_graph:
+            return
+        unused = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            raise ModuleError(
+                f"{len(unused)} parameter(s) got no gradient in training_step, and DDP waits for one of each: "
+                f"{', '.join(unused[:8])}{', ...' if len(unused) > 8 else ''}. Use them in the loss, freeze them "
+                "(requires_grad_(False)), or set find_unused_parameters=True of the strategy."
+            )
+
+    def settle(self) -> None:
+        """Give all replicas rank 0's buffers. Collective: every rank calls it."""
+        if self._collectives is not None and self._options.broadcast_buffers:
+            _copy_from_first(self._module.buffers(), self._collectives)
 
 
-def zero_loss_of(wrapper: Any, caller: StepCaller, parameters: list[nn.Parameter]) -> Tensor:
-    """Return a loss of 0 through the wrapper of a `StepCaller`, with a gradient of 0 for each of these parameters."""
-    return caller.rebuild(wrapper(_WITHOUT_SAMPLES, parameters))  # type: ignore[no-any-return]
-
-
-def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
-    """Give tensors the values that they have on rank 0. Collective: every rank calls it."""
+def _copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
     mine = list(tensors)
     with torch.no_grad():
         for tensor, first in zip(mine, collectives.broadcast([tensor.detach() for tensor in mine]), strict=True):
             tensor.copy_(first)
-
-
-def copy_module_from_first(module: nn.Module, collectives: Collectives) -> None:
-    """Give a module the parameters and buffers of rank 0. Collective: every rank calls it."""
-    copy_from_first(chain(module.parameters(), module.buffers()), collectives)
-
-
-def register_compression(wrapper: Any, hook: Compression | CommHook) -> None:
-    """Let DDP compress gradients on their way."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if isinstance(hook, tuple):
-        wrapper.register_comm_hook(*hook)
-    elif hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4)
-        wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        compress = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
-
-        # under a name of its own: torch refuses its bf16 hook, by name, on builds without NCCL (2.13), where it works
-        def compressed(state: Any, bucket: Any) -> Any:
-            return compress(state, bucket)
-
-        wrapper.register_comm_hook(None, compressed)
