@@ -48,6 +48,8 @@ class TQDMProgressBar(Callback):
         self._is_epoch_over = False
         self._trained = 0
         self._evaluated = 0
+        self._batches_of: Sequence[int | float] = ()
+        self._num_ranks = 1
         self._due = _NEVER
 
     def get_metrics(self, trainer: Run, module: nn.Module) -> dict[str, float | str]:
@@ -122,7 +124,7 @@ class TQDMProgressBar(Callback):
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Redraw, if it is time."""
-        self._count_evaluated()
+        self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
         """End the bar; that of a validation inside of training vanishes."""
@@ -141,7 +143,7 @@ class TQDMProgressBar(Callback):
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Redraw, if it is time."""
-        self._count_evaluated()
+        self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_test_end(self, trainer: Run, module: nn.Module) -> None:
         """Leave the last state standing."""
@@ -155,7 +157,7 @@ class TQDMProgressBar(Callback):
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Redraw, if it is time."""
-        self._count_evaluated()
+        self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: Run, module: nn.Module) -> None:
         """Leave the last state standing."""
@@ -186,15 +188,17 @@ class TQDMProgressBar(Callback):
 
     def _evaluate(self, trainer: Run, description: str, batches: Sequence[int | float]) -> None:
         self._evaluation = self._open(trainer, line=0 if self._training is None else 1)
-        self._evaluated = 0
+        self._evaluated, self._batches_of, self._num_ranks = 0, batches, trainer.strategy.data_size
         if self._evaluation is None:
             self._due = _NEVER
             return
         self._evaluation.begin(description, sum(batches), 0)
         self._due = 0.0
 
-    def _count_evaluated(self) -> None:
-        self._evaluated += 1
+    def _count_evaluated(self, batch_idx: int, dataloader_idx: int) -> None:
+        # ranks take turns: where rank 0 has done a batch, the others have done those that follow, about
+        done = min(batch_idx + self._num_ranks, self._batches_of[dataloader_idx])
+        self._evaluated = int(sum(self._batches_of[:dataloader_idx]) + done)
         if monotonic() >= self._due:
             self._redraw(self._evaluation, self._evaluated, None)
 

@@ -110,23 +110,23 @@ class Run(Protocol):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on this rank, limits applied; infinity if the data does not know."""
+        """Micro-batches of an epoch on the rank that has most, limits applied; infinity if the data does not know."""
 
     @property
     def num_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader, limits applied; on every rank those of the rank that has most."""
+        """Batches of each validation loader, of all ranks together, limits applied."""
 
     @property
     def num_test_batches(self) -> Sequence[int | float]:
-        """Batches of each test loader, limits applied."""
+        """Batches of each test loader, of all ranks together, limits applied."""
 
     @property
     def num_predict_batches(self) -> Sequence[int | float]:
-        """Batches of each predict loader, limits applied."""
+        """Batches of each predict loader, of all ranks together, limits applied."""
 
     @property
     def num_sanity_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader that run before training."""
+        """Batches of each validation loader, of all ranks together, that run before training."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
