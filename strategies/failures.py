@@ -41,9 +41,6 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """Take down an exception of this process."""
-        chain = [error]
-        while (link := chain[-1].__cause__) is not None and link not in chain:
-            chain.append(link)
         try:
             packed = pack(error)
             unpack(packed)
@@ -54,12 +51,20 @@ class Failure:
             text="".join(traceback.format_exception_only(error)).strip(),
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),
-            blames_a_peer=any(map(_blames_a_peer, chain)),
+            blames_a_peer=blames_a_peer(error),
             is_exit=isinstance(error, SystemExit | KeyboardInterrupt),
         )
 
 
-def _blames_a_peer(error: BaseException) -> bool:
+def blames_a_peer(error: BaseException) -> bool:
+    """Return whether an exception, or what it was raised from, is about another process that is gone."""
+    chain = [error]
+    while (link := chain[-1].__cause__) is not None and link not in chain:
+        chain.append(link)
+    return any(map(_is_of_a_peer, chain))
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
     if isinstance(error, dist.DistError | ConnectionError | ProcessError):
         return True
     return isinstance(error, RuntimeError) and bool(_OF_A_PEER.search(str(error)))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .collectives import Collectives, ReduceOp
 from .environment import Environment
-from .errors import ConfigError
+from .errors import ConfigError, ProcessError
 from .hardware import Hardware
 from .nested import to_device
 from .optimizer_state import state_by_name, state_by_position
@@ -114,6 +114,12 @@ class Strategy(ABC):
         device = hardware.device(self.environment.local_rank)
         self.group = ProcessGroup(self.environment, device, **self._process_settings)
         self.group.join()
+
+    def explain(self, error: BaseException) -> ProcessError | None:
+        """Tell the other ranks of an error of this one; return one that names the culprit, if that is another rank."""
+        from .last_words import last_words
+
+        return last_words(self.group, error) if self.group is not None else None
 
     def close(self) -> None:
         """Let the module go; also called when the run failed. The process group stays, for the next run."""

@@ -301,6 +301,9 @@ class Trainer(RunView):
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
+            explained = None if self._reports else self.strategy.explain(error)  # there, the caller finds the culprit
+            if explained is not None:
+                raise explained from error
             raise
         finally:
             self._close(session, status)

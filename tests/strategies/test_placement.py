@@ -1,0 +1,86 @@
+import pytest
+
+from echelon import DDPStrategy, Trainer
+from echelon.strategies import Precision, place
+from echelon.strategies.errors import ConfigError
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "num_nodes", "found", "processes"),
+    [
+        ("auto", "auto", 1, "single", 1),
+        ("auto", 1, 1, "single", 1),
+        ("auto", 3, 1, "ddp", 3),
+        ("ddp", "auto", 1, "ddp", 1),
+        ("ddp", 2, 1, "ddp", 2),
+        ("dp", 2, 1, "dp", 1),
+    ],
+)
+def test_numbers_of_devices_say_which_strategy_and_how_many_processes(strategy, devices, num_nodes, found, processes):
+    chosen, hardware = place(strategy, "cpu", devices, num_nodes)
+    chosen.check(hardware, Precision("32-true"))
+    assert chosen.name == found
+    assert hardware.environment.world_size == processes
+    assert chosen.starts_processes == (processes > 1)
+
+
+def test_several_nodes_are_ddp_once_they_know_where_to_meet(monkeypatch):
+    with pytest.raises(ConfigError, match="MASTER_ADDR and NODE_RANK are not set"):
+        place("auto", "cpu", 2, 2)
+    for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    chosen, hardware = place("auto", "cpu", 2, 2)
+    chosen.check(hardware, Precision("32-true"))
+    assert chosen.name == "ddp"
+    assert (hardware.environment.world_size, chosen.rank) == (4, 2)
+
+
+def test_processes_that_exist_are_not_started_and_are_taken_as_they_are(under_torchrun):
+    chosen, hardware = place("auto", "cpu", "auto", 1)
+    chosen.check(hardware, Precision("32-true"))
+    assert (chosen.name, len(hardware.devices), chosen.starts_processes) == ("ddp", 2, False)
+
+
+def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):
+    with pytest.raises(ConfigError, match=r"devices=4, but torchrun started 2 process"):
+        Trainer(strategy="ddp", accelerator="cpu", devices=4)
+    with pytest.raises(ConfigError, match=r"num_nodes=3, but torchrun started processes on 1 node"):
+        Trainer(strategy="ddp", accelerator="cpu", num_nodes=3)
+    with pytest.raises(ConfigError, match=r"strategy='single' runs in one process, but there are 2"):
+        Trainer(strategy="single", accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"process_group_backend": "nccl"}, "process_group_backend='nccl' needs GPUs, found accelerator='cpu'"),
+        ({"process_group_backend": "mpi"}, "process_group_backend='mpi', but this build of torch .* use 'gloo'"),
+        ({"process_group_backend": "glo"}, "Did you mean 'gloo'"),
+        ({"timeout": 30}, "timeout=30 is not possible; give a timedelta"),
+        ({"timout": None}, "'timout' is no setting of a strategy with processes. Did you mean 'timeout'"),
+        ({"static_graph": True, "find_unused_parameters": True}, "exclude each other"),
+        ({"comm_hook": "fp8"}, "comm_hook='fp8' is not known; choose one of fp16, bf16, powersgd"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True needs GPUs"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_a_process_starts(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(strategy=DDPStrategy(**settings), accelerator="cpu", devices=2)
