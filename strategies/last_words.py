@@ -29,8 +29,8 @@ def last_words(group: ProcessGroup, error: BaseException) -> ProcessError | None
         found = _read(group)
     except RuntimeError:
         return ProcessError(
-            f"Rank {group.rank} of {group.world_size} lost the others: the store of the run is gone, and with it rank 0 "
-            "or the launcher; see their output."
+            f"Rank {group.rank} of {group.world_size} lost the others: the store of the run is gone, and with it rank "
+            "0 or the launcher; see their output."
         )
     return _explain(group, found)
 
