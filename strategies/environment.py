@@ -125,6 +125,12 @@ def reconcile(environment: Environment, num_devices: int | None, num_nodes: int 
     )
 
 
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Set environment variables, for libraries and for processes started from here, that the user has not set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def _compare(environment: Environment, num_devices: int | None, num_nodes: int | None) -> None:
     launcher = _STARTED_BY[environment.launcher]
     if num_nodes is not None and num_nodes != environment.num_nodes:
@@ -339,6 +345,6 @@ def _checked(environment: Environment) -> Environment:
         if number >= total:
             raise ConfigError(
                 f"The variables of {_STARTED_BY[e.launcher]} give {name} {number} of {total}; such ranks go from 0 to "
-                f"{total - 1}. Unset those that were left behind by another launch."
+                f"{total - 1}; remove those that another launch has left behind."
             )
     return environment

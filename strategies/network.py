@@ -34,16 +34,30 @@ def variables_towards(host: str) -> dict[str, str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on its way to `host`: that of `host` itself, if it is this machine.
+    """Return this machine's address on its way to `host`.
 
-    No packet is sent. Raises:
+    Raises:
         OSError: if there is no such host, or no way to it.
     """
+    return _way(host)[0]
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether `host` is a name or an address of this machine.
+
+    Raises:
+        OSError: if there is no such host, or no way to it.
+    """
+    here, there = _way(host)
+    return here == there
+
+
+def _way(host: str) -> tuple[str, str]:
+    """Return the addresses at both ends of the way to a host; no packet is sent."""
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        found: str = probe.getsockname()[0]
-        return found
+        return probe.getsockname()[0], probe.getpeername()[0]
 
 
 def interface_of(address: str) -> str | None:

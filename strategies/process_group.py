@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 from contextlib import closing
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any, Final, TypedDict, Unpack
 
 import torch
 
-from .environment import Environment
+from .environment import Environment, set_defaults
 from .errors import ConfigError, ProcessError, did_you_mean
 from .network import variables_towards
 
@@ -142,7 +141,7 @@ class ProcessGroup:
                 "look at why they ended; a longer wait is start_timeout of the strategy."
             ) from error
         if self.environment.num_nodes > 1:
-            os.environ.update(variables_towards(self.environment.main_address) | os.environ)
+            set_defaults(variables_towards(self.environment.main_address))
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
         )

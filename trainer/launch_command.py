@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ..strategies.environment import DEFAULT_PORT, LOOPBACK, Environment
+from ..strategies.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
 from ..strategies.errors import EchelonError
-from ..strategies.network import address_towards, loopback_variables
+from ..strategies.network import address_towards, is_this_machine, loopback_variables
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -49,9 +47,9 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     _check(parser, options)
     # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     if options.nnodes == (1, 1):
-        os.environ.update(loopback_variables() | os.environ)
+        set_defaults(loopback_variables())
     # torchrun leaves the folder of its error files behind, unless it is somebody's
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
         return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
@@ -148,7 +146,7 @@ def _place(endpoint: str) -> dict[str, str]:
     address = address_towards(host)
     if address == LOOPBACK:  # several launches on one machine, of which the first is the host
         return {"local-addr": address}
-    return {"local-addr": address, "rdzv-conf": f"is_host={int(address == socket.gethostbyname(host))}"}
+    return {"local-addr": address, "rdzv-conf": f"is_host={int(is_this_machine(host))}"}
 
 
 def _host(endpoint: str) -> str:
@@ -181,7 +179,7 @@ def _run(words: list[str], arguments: list[str]) -> int:
     job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
     try:
         # torchrun would give each process one thread, and say so in a banner
-        os.environ["OMP_NUM_THREADS"] = str(threads_of_each(determine_local_world_size(job.nproc_per_node)))
+        set_defaults({"OMP_NUM_THREADS": str(threads_of_each(determine_local_world_size(job.nproc_per_node)))})
         run(job)
     except EchelonError as error:
         print(f"echelon: error: {error}", file=sys.stderr)

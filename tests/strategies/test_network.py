@@ -4,7 +4,13 @@ import socket
 
 import pytest
 
-from echelon.strategies.network import address_towards, interface_of, loopback_variables, variables_towards
+from echelon.strategies.network import (
+    address_towards,
+    interface_of,
+    is_this_machine,
+    loopback_variables,
+    variables_towards,
+)
 
 
 def test_loopback_is_an_interface_of_this_machine():
@@ -14,6 +20,7 @@ def test_loopback_is_an_interface_of_this_machine():
 
 def test_the_way_to_this_machine_is_loopback_and_needs_no_interface():
     assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert is_this_machine("localhost")
     assert interface_of("127.0.0.1") is None
     assert variables_towards("127.0.0.1") == {}
 
