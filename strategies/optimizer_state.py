@@ -18,7 +18,7 @@ def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     A parameter that is not the module's is called ``unnamed.<position>``.
     """
     state = optimizer.state_dict()
-    names = _names(optimizer, module)
+    names = parameter_names(optimizer, module)
     return {
         "state": {names[position]: value for position, value in state["state"].items()},
         "param_groups": [
@@ -33,7 +33,7 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
     Raises:
         CheckpointError: if the state is of other parameters or of another number of parameter groups.
     """
-    names = _names(optimizer, module)
+    names = parameter_names(optimizer, module)
     saved_names = [name for group in state["param_groups"] for name in group["params"]]
     if set(saved_names) != set(names):
         missing, unexpected = sorted(set(names) - set(saved_names)), sorted(set(saved_names) - set(names))
@@ -55,7 +55,8 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
     }
 
 
-def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters in `module`, in its order."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]

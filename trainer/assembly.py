@@ -18,13 +18,14 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
+from ..strategies.closures import needs_closure
 from ..strategies.errors import ConfigError, ModuleError
 from .checks import check_callbacks
 from .data import DataHooks, DataModule
 from .loading import EvaluationData, TrainData
 from .loggers import default_logger
 from .module import TrainModule
-from .optimizers import ManagedOptimizer, check_monitors, check_parameters, needs_closure, parse_optimizers
+from .optimizers import ManagedOptimizer, check_monitors, check_parameters, parse_optimizers
 from .sampling import Ranks
 from .seed import derive, seed_generators
 from .session import Session, Task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -183,9 +182,3 @@ def check_monitors(schedulers: Sequence[LRSchedulerConfig]) -> None:
                 "ReduceLROnPlateau needs a metric, but monitor=None; return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
             )
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer evaluates the loss itself, several times a step: LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
