@@ -14,7 +14,9 @@ from .run import Run
 class Callback:
     """What plugs into a run: override the hooks you need; the others are never called.
 
-    Hooks run on every rank, callbacks in the order of the list and before the module's own hook of the same name.
+    Hooks run on every rank, callbacks in the order of the list and before the module's own hook of the same name. All
+    ranks meet in each, and may communicate there, but for those of single batches and losses, of which a rank may have
+    fewer. A callback travels to the processes that `fit` starts, and what it cannot take along it makes in `setup`.
     A callback asks `trainer` (a `Run`) and never writes its fields, except the two that `Run` says hooks may change.
     The names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
     """
@@ -25,11 +27,14 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: JSON values and tensors. Called on every rank, rank 0's is kept."""
+        """Return what a resumed run needs, and what a user reads afterwards: JSON values and tensors.
+
+        Called on every rank. Rank 0's is kept, and given to the caller's callback where `fit` has started processes.
+        """
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; called before `on_fit_start`, only if a state was saved."""
+        """Take back what `state_dict` returned: before `on_fit_start` of a resumed run, or after a `fit`, see there."""
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Called first of all, in every process, before the module is moved; `stage` is the trainer's method."""

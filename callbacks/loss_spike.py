@@ -91,6 +91,11 @@ class LossSpikePolicy(Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"LossSpikePolicy needs 1 optimizer, found {len(trainer.optimizers)}; drop it.")
 
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Forget the losses of a run that broke off."""
+        self._losses.clear()
+        self._rolls_back = False
+
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
         """Keep the loss, without reading it."""
         self._losses.append(loss.detach())

@@ -34,6 +34,10 @@ class NaNGuard(Callback):
         self._losses: list[Tensor] = []
         self._batches: list[int] = []
 
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Forget the losses of a run that broke off."""
+        self._clear()
+
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
         """Keep the loss, without reading it."""
         self._losses.append(loss.detach())

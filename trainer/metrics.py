@@ -63,6 +63,11 @@ class _Entry:
     def line(self, moment: Moment) -> Line:
         return self.step_line if moment == "step" else self.epoch_line
 
+    def value(self, moment: Moment) -> Tensor:
+        """Return this rank's value; of an object that computes it, its own."""
+        _, accumulator, computed = self.share(moment)
+        return accumulator.value() if computed is None else computed.compute().detach().double()
+
     def share(self, moment: Moment) -> Share:
         if moment == "step":
             assert self.step is not None
@@ -92,7 +97,7 @@ class Metrics:
         self._strategy, self._module = strategy, module
         self._is_alone = strategy.world_size == 1
         self._reductions: dict[tuple[Stage, Moment], Reduction] = {}
-        self._stages: dict[str, dict[str, _Entry]] = {}
+        self._stages: dict[Stage, dict[str, _Entry]] = {}
         self._latest: dict[str, Tensor] = {}
         self._computed_at: dict[str, int] = {}
         self._in_bar: dict[str, Tensor] = {}
@@ -180,14 +185,14 @@ class Metrics:
     def reduce(self) -> None:
         """Make what the current step logged the newest value on every rank. Collective: every rank calls it."""
         if not self._is_alone:
-            self._take_step()
+            self._take_step(self.stage)
 
     def step_values(self) -> dict[str, Tensor]:
         """Return what the current optimizer step logged for the loggers. Collective: every rank calls it."""
         if self._is_alone:
-            entries = [e for e in self._logged_in_step() if e.scope.logger]
-            return {e.step_line.reported: e.step.value() for e in entries if e.step is not None}
-        return {line.reported: value for line, value in self._take_step() if line.logger}
+            entries = [e for e in self._logged_in_step(self.stage) if e.scope.logger]
+            return {e.step_line.reported: e.value("step") for e in entries}
+        return {line.reported: value for line, value in self._take_step(self.stage) if line.logger}
 
     def end_stage(self) -> dict[str, Tensor]:
         """End an epoch of the current stage: return its values for the loggers. Collective: every rank calls it."""
@@ -195,24 +200,26 @@ class Metrics:
         if self._is_alone:
             self._read_steps()
         else:
-            self._take_step()
-            for entry in self._entries.values():
-                entry.stamp = -1
+            for stage in dict.fromkeys(("train", self.stage)):
+                self._take_step(stage)
+                for entry in self._stages[stage].values():
+                    entry.stamp = -1
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
-        values = self._values(entries, "epoch")
+        values = self._values(entries, self.stage, "epoch")
         for line, value in values:
             self._keep(line, value, self.position)
         return {line.reported: value for line, value in values if line.logger}
 
-    def _take_step(self) -> list[tuple[Line, Tensor]]:
+    def _take_step(self, stage: Stage) -> list[tuple[Line, Tensor]]:
+        """Reduce and keep what a stage has logged in the current step. Collective: every rank calls it."""
         self._read_steps()  # of other steps
-        values = self._values(self._logged_in_step(), "step")
+        values = self._values(self._logged_in_step(stage), stage, "step")
         for line, value in values:
             self._keep(line, value, self.position)
         return values
 
-    def _logged_in_step(self) -> list[_Entry]:
-        return [e for e in self._entries.values() if e.step is not None and e.stamp == self.position]
+    def _logged_in_step(self, stage: Stage) -> list[_Entry]:
+        return [e for e in self._stages[stage].values() if e.step is not None and e.stamp == self.position]
 
     def clear_stage(self) -> None:
         """Forget the values of the current stage's epoch."""
@@ -268,22 +275,14 @@ class Metrics:
         if line.prog_bar:
             self._in_bar[line.reported] = value
 
-    def _values(self, entries: list[_Entry], moment: Moment) -> list[tuple[Line, Tensor]]:
-        """Return the values of a moment: what ranks share of all of them, what they do not of this one."""
-        shared = [] if self._is_alone else [e for e in entries if e.scope.sync_dist or e.share(moment).computed]
-        values = []
-        for entry in entries:
-            if entry in shared:
-                continue
-            _, accumulator, computed = entry.share(moment)
-            value = accumulator.value() if computed is None else computed.compute().detach().double()
-            values.append((entry.line(moment), value))
-        if not self._is_alone:
-            values += self._reduction(self.stage, moment).values(self._shares(shared, moment))
-        return values
-
-    def _shares(self, entries: list[_Entry], moment: Moment) -> dict[str, Share]:
-        return {entry.step_line.key: entry.share(moment) for entry in entries}
+    def _values(self, entries: list[_Entry], stage: Stage, moment: Moment) -> list[tuple[Line, Tensor]]:
+        """Return the values of a moment; on several ranks those of all of them, but for what each keeps to itself."""
+        if self._is_alone:
+            return [(entry.line(moment), entry.value(moment)) for entry in entries]
+        own = [e for e in entries if not e.scope.sync_dist and e.share(moment).computed is None]
+        shares = {entry.step_line.key: entry.share(moment) for entry in entries if entry not in own}
+        values = [(entry.line(moment), entry.value(moment)) for entry in own]
+        return values + self._reduction(stage, moment).values(shares)
 
     def _reduction(self, stage: Stage, moment: Moment) -> Reduction:
         if (stage, moment) not in self._reductions:
@@ -305,7 +304,7 @@ class Metrics:
         ]
         epoch = {e.epoch_line.key: e.epoch.state_dict() for e in entries if e.epoch is not None}
         if not self._is_alone:
-            shares = self._shares([e for e in entries if e.scope.sync_dist], "epoch")
+            shares = {e.epoch_line.key: e.share("epoch") for e in entries if e.scope.sync_dist}
             partials = self._reduction("train", "epoch").partials(shares)
             epoch |= {key: {"total": partial.total, "weight": partial.weight} for key, partial in partials.items()}
         return {

@@ -38,6 +38,14 @@ def test_a_loss_that_is_not_finite_is_placed(tmp_path: Path, value: float) -> No
     assert torch.equal(module.net.weight, module.weights[6])
 
 
+def test_a_run_after_one_that_broke_off_begins_anew(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, NaNGuard(), max_epochs=3)
+    with pytest.raises(NonFiniteError):
+        trainer.fit(Breaking(float("nan")), batches())
+    trainer.fit(Breaking(), batches())
+    assert trainer.global_step == 12
+
+
 def test_the_micro_batch_of_an_accumulated_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"The loss is nan at global_step 3 \(epoch 1, batch_idx 2\)"):
         trainer_in(tmp_path, NaNGuard(), max_epochs=3, accumulate_grad_batches=2).fit(Breaking(float("nan")), batches())

@@ -219,6 +219,19 @@ def both(ranks):
     return plain(metrics.callback_metrics())
 
 
+def one_name_in_two_stages(ranks):
+    metrics = Metrics(ranks)
+    metrics.position, metrics.in_batch = 1, True
+    log(metrics, "x", 1.0 + ranks.rank)
+    evaluate(metrics, lambda metrics: log(metrics, "x", 10.0 + ranks.rank))
+    metrics.reduce()
+    return plain(metrics.callback_metrics())
+
+
+def test_the_value_of_a_validation_is_newer_than_that_of_the_step_before_it(of_two):
+    assert of_two["one_name_in_two_stages"] == {"x": 10.5}
+
+
 def test_the_value_of_an_epoch_is_newer_than_that_of_its_last_step(of_two):
     assert of_two["both"] == {"x_step": 3.5, "x_epoch": 2.5, "x": 2.5}
 
@@ -316,5 +329,15 @@ def test_a_metric_object_that_a_rank_cannot_find_is_an_error_on_every_rank(of_tw
     assert "finds no such metric in Linear; assign it to an attribute" in error
 
 
-TWO = (differently, exceptional, of_rank_zero, in_two_ways, steps, both, saved_inside_an_epoch, outside_of_the_module)
+TWO = (
+    differently,
+    exceptional,
+    of_rank_zero,
+    in_two_ways,
+    steps,
+    both,
+    one_name_in_two_stages,
+    saved_inside_an_epoch,
+    outside_of_the_module,
+)
 THREE = (uneven, with_metric_objects) if find_spec("torchmetrics") else (uneven,)
