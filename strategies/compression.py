@@ -38,9 +38,6 @@ def register_compression(wrapper: Any, hook: Compression | CommHook) -> None:
         wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         compress = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
-
-        # under a name of its own: torch refuses its bf16 hook, by name, on builds without NCCL (2.13), where it works
-        def compressed(state: Any, bucket: Any) -> Any:
-            return compress(state, bucket)
-
-        wrapper.register_comm_hook(None, compressed)
+        # Under a name of its own, and without annotations: torch refuses its bf16 hook, by name, on builds without NCCL
+        # (2.13), where it works; and any annotation that is no class of its own.
+        wrapper.register_comm_hook(None, lambda state, bucket: compress(state, bucket))  # noqa: PLW0108
