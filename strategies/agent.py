@@ -62,8 +62,9 @@ class Agent(LocalElasticAgent):
         self._signal: signal.Signals | None = None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all workers that run, or as soon as they are started; from any thread."""
+        """Send a signal to all workers that run, or else end the wait for other nodes; from any thread."""
         self._signal = number
+        self.nodes.cancel()
         for pid in list(self._running.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -166,6 +167,8 @@ class Agent(LocalElasticAgent):
                 self.nodes.close()
             self.nodes.store.add("done", 1)
             while self.nodes.store.add("done", 0) < self.nodes.num_nodes and self.failure_elsewhere is None:
+                if self._signal is signal.SIGKILL:
+                    return
                 self.failure_elsewhere = self._heard()
                 time.sleep(0.1)
             self.nodes.store.add("left", 1)
@@ -195,6 +198,12 @@ def _preload() -> None:
     # __main__, there by default, is the user's program, which would run once more
     kept = [name for name in own if name != "__main__" and name not in _PRELOADED]
     multiprocessing.set_forkserver_preload([*_PRELOADED, *kept])
+    # while it imports torch, a Ctrl-C in the terminal would end it: what it starts with blocked, it never gets
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -173,6 +173,7 @@ def _run(
             thread.join()
         agent.release()
     if errors:
+        signals.raise_if_received()
         raise errors[0]
     return agent
 

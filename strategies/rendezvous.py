@@ -17,6 +17,7 @@ from .errors import ProcessError
 
 _TRY = timedelta(seconds=3)  # after which a node that waits asks again: it may have reached the store of an earlier run
 
+_PAUSE = 0.05  # seconds between two looks at the store
 _PREFIX, _OVER = "echelon/nodes", "over"
 
 
@@ -28,6 +29,7 @@ class Rendezvous(RendezvousHandler):
         self.address = environment.main_address if self.num_nodes > 1 else LOOPBACK
         self.port = environment.main_port or 0
         self.limit = limit
+        self._is_cancelled = False
         self.store: Any = None
         """What the agents tell each other by, from the meeting on."""
 
@@ -46,17 +48,19 @@ class Rendezvous(RendezvousHandler):
         """Have nodes that come from now on, for the next run of the same program, wait for a store of their own."""
         self.store.set(_OVER, "")
 
+    def cancel(self) -> None:
+        """End the wait for other nodes; from any thread."""
+        self._is_cancelled = True
+
     def _receive(self) -> Any:
         """Open the store, and answer every other node."""
-        if self.num_nodes == 1:
-            self.port = 0  # workers that start again find the store of before still open
+        end = time.monotonic() + self.limit.total_seconds()
         store = self._open()
         keys = [_hello(node) for node in range(1, self.num_nodes)]
-        try:
-            store.wait(keys, self.limit)
-        except RuntimeError as error:
-            missing = [node for node, key in enumerate(keys, 1) if not store.check([key])]
-            raise self._missing(missing) from error
+        while not store.check(keys):
+            if time.monotonic() > end or self._is_cancelled:
+                raise self._missing([node for node, key in enumerate(keys, 1) if not store.check([key])])
+            time.sleep(_PAUSE)
         for key in keys:
             store.set(_answer(store.get(key).decode()), "")
         return store
@@ -74,25 +78,32 @@ class Rendezvous(RendezvousHandler):
         return TCPStore(self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
     def _visit(self) -> Any:
-        """Come to the store of node 0, and wait for its answer."""
+        """Come to the store of node 0, until it answers."""
         end = time.monotonic() + self.limit.total_seconds()
         missing = [0]
-        name = uuid.uuid4().hex
-        while (left := timedelta(seconds=end - time.monotonic())) > timedelta(0):
+        while (left := end - time.monotonic()) > 0 and not self._is_cancelled:
             try:
-                store = TCPStore(self.address, self.port, is_master=False, timeout=min(left, _TRY))
-                if PrefixStore(_PREFIX, store).check([_OVER]):
-                    time.sleep(0.1)
-                    continue
-                store.set(_hello(self.node_rank), name)
-                others = range(1, self.num_nodes)
-                missing = [node for node in others if not store.check([_hello(node)])]
-                store.wait([_answer(name)], min(left, _TRY))
+                store = TCPStore(self.address, self.port, is_master=False, timeout=min(timedelta(seconds=left), _TRY))
+                if self._is_answered(store):
+                    return store
+                missing = [node for node in range(1, self.num_nodes) if not store.check([_hello(node)])]
             except RuntimeError:  # not there yet, or just gone
-                time.sleep(0.1)
-            else:
-                return store
+                pass
+            time.sleep(_PAUSE)
         raise self._missing(missing or [0])
+
+    def _is_answered(self, store: Any) -> bool:
+        """Call at a store, which may still be that of an earlier run of the same program."""
+        if PrefixStore(_PREFIX, store).check([_OVER]):
+            return False
+        name = uuid.uuid4().hex
+        store.set(_hello(self.node_rank), name)
+        end = time.monotonic() + _TRY.total_seconds()
+        while not store.check([_answer(name)]):
+            if time.monotonic() > end or self._is_cancelled:
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def _missing(self, nodes: list[int]) -> ProcessError:
         return ProcessError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,13 +27,46 @@ def pack(value: Any, name: str = "the function", parts: Mapping[str, object] | N
     import cloudpickle
 
     try:
-        return bytes(cloudpickle.dumps(value))
+        with _by_value(_home(value)):
+            return bytes(cloudpickle.dumps(value))
     except Exception as error:
         path, culprit = find_culprit({**(parts or {}), name: value}) or (name, value)
         raise ConfigError(
             f"{path} ({type(culprit).__name__}) cannot travel between processes: {error}; "
             "create it in setup(), which runs in each process."
         ) from error
+
+
+def _home(value: Any) -> str | None:
+    """Return the name of the module in which a function, or the class of an object, is defined."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = value.__self__ if isinstance(value, MethodType) else value
+    return getattr(value, "__module__", None)
+
+
+@contextlib.contextmanager
+def _by_value(name: str | None) -> Iterator[None]:
+    """Have a module travel by value that only this process can import: loaded from a file, as pytest may do."""
+    import cloudpickle
+
+    module = sys.modules.get(name or "")
+    if module is None or module.__name__ == "__main__" or _is_importable(module.__name__):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(name: str) -> bool:
+    parent = name.rpartition(".")[0]
+    if parent and not _is_importable(parent):
+        return False
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    return any(finder.find_spec(name, path) is not None for finder in sys.meta_path)
 
 
 def unpack(data: bytes) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from .failures import Failure
 from .network import loopback_variables
@@ -39,7 +40,7 @@ class Stream:
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.number),)  # type: ignore[attr-defined]
+        return _received, (reduction.DupFd(self.number),)
 
 
 def _received(duplicate: Any) -> Stream:
@@ -80,6 +81,7 @@ class Settings:
     warns_only: bool
     warning_filters: list[Any]
     python_random: Any
+    numpy_random: Any
     torch_random: torch.Tensor
 
     @classmethod
@@ -93,6 +95,7 @@ class Settings:
             warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             warning_filters=list(warnings.filters),
             python_random=random.getstate(),
+            numpy_random=sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None,
             torch_random=torch.get_rng_state(),
         )
 
@@ -112,6 +115,8 @@ class Settings:
         warnings.resetwarnings()  # it also tells the module that its filters have changed
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
         random.setstate(self.python_random)
+        if self.numpy_random is not None:
+            sys.modules["numpy"].random.set_state(self.numpy_random)
         torch.set_rng_state(self.torch_random)
 
 
@@ -122,7 +127,8 @@ def run(job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number, stream in job.streams.items():
         os.dup2(stream.number, number)
-        os.close(stream.number)
+        if stream.number > 2:
+            os.close(stream.number)
     rank = os.environ["RANK"]
     try:
         stacks = (job.folder / f"{rank}.stacks").open("w") if job.shows_stacks else None
@@ -158,9 +164,10 @@ def _end_with_the_caller() -> None:
     """Have the kernel kill this process as soon as the caller is gone, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # the fork server may be killed alone
     if hasattr(fcntl, "F_SETSIG"):  # Linux
-        # PR_SET_PDEATHSIG does not do: the parent is the fork server, which lives as long as one of its children. But
-        # this is a pipe whose other end the caller, and nobody else, holds open.
+        # While a child lives, so does the fork server, its parent, also without the caller. But this is a pipe whose
+        # other end the caller, and nobody else, holds open.
         pipe = parent.sentinel
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)

@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,11 +61,12 @@ def test_the_first_worker_gives_the_result_and_all_are_like_the_caller(monkeypat
     monkeypatch.setattr(sys, "argv", ["program", "--flag"])
     torch.manual_seed(5)
     random.seed(5)
+    numpy.random.seed(5)
 
     def look():
         variables = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "SET_AFTER_THE_FORK_SERVER_HAD_STARTED")]
         state = torch.get_default_dtype(), torch.get_num_threads(), sys.argv, os.getcwd()
-        return variables, state, torch.rand(2), random.random()
+        return variables, state, torch.rand(2), (random.random(), numpy.random.rand())
 
     torch.set_default_dtype(torch.float64)
     try:
@@ -75,7 +77,7 @@ def test_the_first_worker_gives_the_result_and_all_are_like_the_caller(monkeypat
     assert variables == ["0", "2", "yes"]
     assert state == (torch.float64, 3, ["program", "--flag"], os.getcwd())
     assert torch.equal(numbers, expected)
-    assert number == random.random()
+    assert number == (random.random(), numpy.random.rand())
 
 
 PROGRAM = """
@@ -359,14 +361,32 @@ def of_two_nodes(node_rank, port):
     return Environment("none", 0, 0, node_rank, 2, 1, 2, "127.0.0.1", port)
 
 
-@pytest.mark.parametrize(("node_rank", "missing"), [(0, 1), (1, 0)])
-def test_a_node_that_does_not_come_is_named(node_rank, missing):
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(("node_rank", "missing"), [(0, 1), (1, 0)])
+def test_a_node_that_does_not_come_is_named(node_rank, missing):
+    port = free_port()
     environment = of_two_nodes(node_rank, port)
     with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not come to 127.0.0.1:{port} within 0.3 s"):
         launch(rank, num_processes=1, environment=environment, start_timeout=timedelta(seconds=0.3))
+
+
+def test_a_signal_ends_the_wait_for_other_nodes():
+    port = free_port()
+
+    def interrupt_once_handled():
+        wait_until(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt_once_handled)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(rank, num_processes=1, environment=of_two_nodes(0, port), start_timeout=MINUTE)
+    interrupter.join()
 
 
 def test_a_port_that_is_taken_is_named():

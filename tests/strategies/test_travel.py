@@ -1,6 +1,8 @@
 """What travels between processes, and what is said of that which cannot."""
 
 import functools
+import importlib.util
+import sys
 import threading
 
 import pytest
@@ -76,3 +78,14 @@ def test_a_class_that_comes_back_is_not_changed():
     back = unpack(pack(Local()))
     assert type(back) is Local
     assert Local.method is method
+
+
+def test_a_module_that_only_this_process_has_travels_too(tmp_path, monkeypatch):
+    (tmp_path / "loaded_from_a_file.py").write_text("FACTOR = 3\n\ndef tripled(number):\n    return number * FACTOR\n")
+    spec = importlib.util.spec_from_file_location("loaded_from_a_file", tmp_path / "loaded_from_a_file.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "loaded_from_a_file", module)
+    packed = pack(functools.partial(module.tripled, 2))
+    monkeypatch.delitem(sys.modules, "loaded_from_a_file")
+    assert unpack(packed)() == 6
