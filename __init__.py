@@ -23,7 +23,15 @@ from .callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from .strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
+from .strategies import (
+    DataParallelStrategy,
+    DDPOptions,
+    DDPStrategy,
+    LocalSGDStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    ZeroStrategy,
+)
 from .strategies.errors import (
     CheckpointError,
     CollectiveError,
@@ -57,6 +65,7 @@ __all__ = [
     "CollectiveError",
     "CombinedLoader",
     "ConfigError",
+    "DDPOptions",
     "DDPStrategy",
     "DataError",
     "DataModule",
@@ -68,6 +77,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LocalSGDStrategy",
     "Logger",
     "Loss",
     "LossSpikePolicy",
@@ -92,6 +102,7 @@ __all__ = [
     "TrainModule",
     "Trainer",
     "WeightAveraging",
+    "ZeroStrategy",
     "__version__",
     "callbacks",
     "export",

@@ -6,18 +6,24 @@ from .by_name import check_strategy
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
 from .hardware import Hardware
+from .local_sgd import LocalSGDStrategy
 from .placement import place
 from .precision import Precision
+from .replica import DDPOptions
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
+from .zero import ZeroStrategy
 
 __all__ = [
+    "DDPOptions",
     "DDPStrategy",
     "DataParallelStrategy",
     "Hardware",
+    "LocalSGDStrategy",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",
+    "ZeroStrategy",
     "check_strategy",
     "place",
 ]

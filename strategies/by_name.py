@@ -7,8 +7,10 @@ from typing import Final
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
 from .errors import ConfigError, did_you_mean
+from .local_sgd import LocalSGDStrategy
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
+from .zero import ZeroStrategy
 
 _BY_NAME: Final[dict[str, type[Strategy]]] = {
     strategy.name: strategy
@@ -16,6 +18,8 @@ _BY_NAME: Final[dict[str, type[Strategy]]] = {
         SingleDeviceStrategy,
         DataParallelStrategy,
         DDPStrategy,
+        ZeroStrategy,
+        LocalSGDStrategy,
     )
 }
 

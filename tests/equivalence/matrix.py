@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from two_nodes import run_together, two_nodes
 
-from echelon import Loss, Strategy, Trainer, TrainModule, seed_everything
+from echelon import LocalSGDStrategy, Loss, Strategy, Trainer, TrainModule, seed_everything
 from echelon.strategies.data_parallel import DataParallelStrategy
 from echelon.testing import run_ranks
 
@@ -54,6 +54,8 @@ LINES = [
     Line("ddp", 3),
     Line("ddp", 4),
     Line("ddp", 4, nodes=2),
+    Line("zero", 2),
+    Line("local_sgd", 2, make=lambda: LocalSGDStrategy(warmup_steps=100)),  # the warm-up; then numbers are others
 ]
 
 
