@@ -6,11 +6,14 @@ import shutil
 import signal
 import subprocess
 import time
+import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 INTERFACE = "node0"
+MARK = "ECHELON_TEST_MARK"
 
 
 @dataclass(frozen=True)
@@ -68,24 +71,33 @@ def absent(reason):
 
 
 def run_together(commands, *, timeout=100.0, cwd=None):
-    """Run (command, variables) at once, each in a session of its own; return (exit code, output) of each.
+    """Run (command, variables) at once and return (exit code, output) of each.
 
-    None of them, nor their children, outlives the call. The variables come on top of those of this process, less the
-    ones of launchers.
+    Nothing that they start outlives the call. The variables come on top of a few: none of a launcher is passed on.
     """
-    running = []
+    mark = uuid.uuid4().hex
     end = time.monotonic() + timeout
     try:
-        for command, variables in commands:
-            running.append(_start(command, variables, cwd))
+        running = [_start(command, {**variables, MARK: mark}, cwd) for command, variables in commands]
         outputs = [one.communicate(timeout=max(0.1, end - time.monotonic()))[0] for one in running]
         return [(one.returncode, output) for one, output in zip(running, outputs, strict=True)]
     except subprocess.TimeoutExpired as error:
-        _kill(running)
+        kill_marked(mark)
         told = "\n".join(f"{one.args}:\n{one.communicate()[0]}" for one in running)
         raise AssertionError(f"not done after {timeout} s\n{told}") from error
     finally:
-        _kill(running)
+        kill_marked(mark)
+
+
+def kill_marked(mark):
+    """Kill, and return, all processes that were started with MARK=mark; torchrun's are in sessions of their own."""
+    killed = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{MARK}={mark}".encode() in file.read_bytes():
+                killed.append(int(file.parent.name))
+                os.kill(killed[-1], signal.SIGKILL)
+    return killed
 
 
 def _start(command, variables, cwd):
@@ -97,11 +109,4 @@ def _start(command, variables, cwd):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
-
-
-def _kill(running):
-    for one in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from two_nodes import MARK, kill_marked
 
 from echelon.trainer.cli import main
 
@@ -90,7 +91,12 @@ def folder(tmp_path):
 def start(folder, *options):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environ |= {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": ".", "EXPECTED_THREADS": str(threads)}
+    environ |= {
+        "TMPDIR": str(folder / "temporary"),
+        "PYTHONPATH": ".",
+        MARK: str(folder),
+        "EXPECTED_THREADS": str(threads),
+    }
     return subprocess.Popen(
         [*ECHELON, *options],
         cwd=folder / "work",
@@ -98,19 +104,17 @@ def start(folder, *options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
 
 
-def end(launch):
+def end(launch, folder):
     """Return what a launch wrote since and its exit code; nothing of it is left."""
     try:
         output, errors = launch.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(launch.pid, signal.SIGKILL)
-        raise
-    with pytest.raises(ProcessLookupError):
-        os.killpg(launch.pid, signal.SIGKILL)
+    finally:
+        left = kill_marked(folder)
+    assert left == []
+    assert os.listdir(folder / "temporary") == []
     return sorted(output.splitlines()), errors, launch.returncode
 
 
@@ -123,13 +127,12 @@ def end(launch):
     ids=["module", "killed"],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(folder, program, given, code, reason):
-    output, errors, found = end(start(folder, "--nproc", "2", *program, *given))
+    output, errors, found = end(start(folder, "--nproc", "2", *program, *given), folder)
     lines = [" ".join(["rank", str(rank), "of 2", *given]) for rank in range(2)]
     assert lines[1] in output
     assert set(output) <= set(lines)
     assert found == code
     assert re.search(rf"^echelon: rank 1 \(pid \d+\) ended with {reason}; see its output$", errors, re.MULTILINE)
-    assert os.listdir(folder / "temporary") == []
 
 
 def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
@@ -139,7 +142,6 @@ def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
             assert launch.poll() is None
         launch.send_signal(signal.SIGTERM)
     finally:
-        _, errors, code = end(launch)
+        _, errors, code = end(launch, folder)
     assert code == 143
     assert "echelon: ended by SIGTERM" in errors
-    assert os.listdir(folder / "temporary") == []
