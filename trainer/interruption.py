@@ -64,11 +64,15 @@ class Interruption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals inside the block, in the main thread; elsewhere Python leaves them to their handlers."""
+        """Handle signals inside the block, in the main thread; elsewhere Python leaves them to their handlers.
+
+        What is ignored stays so: SIGINT under nohup, and in a worker, whose caller passes on what is meant for it.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._handle) for number in heard}
         try:
             yield
         finally:

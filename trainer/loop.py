@@ -14,6 +14,7 @@ from torch import nn
 from ..strategies.errors import DataError
 from ..strategies.nested import map_tensors
 from .batches import check_batch, size_of
+from .lockstep import in_lockstep
 from .predictions import in_dataset_order
 from .seed import isolated_rng
 from .session import EvaluationStage, Session
@@ -57,7 +58,7 @@ def train(session: Session) -> None:
                 session.profiler.step()
             if num_micro_batches == 0 or state.batches_in_epoch >= session.num_batches:
                 break
-            if writer.has_failed:
+            if writer.has_failed and is_alone:
                 writer.check()
             for hook in step_hooks:
                 hook()
@@ -171,7 +172,8 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     session.strategy.settle()
     logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
     metrics.clear_stage()
-    without_grad = torch.inference_mode() if session.settings.inference_mode else torch.no_grad()
+    may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode
+    without_grad = torch.inference_mode() if may_infer else torch.no_grad()
     with _in_eval_mode(module):
         getattr(module, f"on_{name}_model_eval")()
         with without_grad:
@@ -215,7 +217,10 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     num_args = session.num_step_args(f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
     is_first = True
-    for batch_idx, batch in data.batches(dataloader_idx, limit, session.state.global_step):
+    batches = data.batches(dataloader_idx, limit, session.state.global_step)
+    if session.strategy.forward_is_collective and session.is_shared:
+        batches = in_lockstep(session, batches, action, dataloader_idx, num_args)
+    for batch_idx, batch in batches:
         if is_first:
             check_batch(batch, name, session.moves_own_types)
             is_first = False

@@ -25,15 +25,18 @@ class Meetings:
         self._last = (0, 0.0)
         self._ahead = 1
 
-    def meet(self, step: int, *, should_stop: bool) -> tuple[bool, int]:
-        """Return whether any rank wishes to stop, and the step of the next meeting. Collective: every rank calls it."""
+    def meet(self, step: int, *, should_stop: bool, has_failed: bool) -> tuple[bool, bool, int]:
+        """Return whether any rank wishes to stop, whether any failed, and the step of the next meeting.
+
+        Collective: every rank calls it.
+        """
         now, interruption = time.monotonic(), self._interruption
         steps, seconds = step - self._last[0], now - self._last[1]
-        wishes, signal, elapsed, slowest = self._strategy.all_reduce(
-            [float(should_stop), float(interruption.received or 0), interruption.elapsed(), seconds], "max"
-        )
+        flags = float(should_stop), float(has_failed), float(interruption.received or 0)
+        found = self._strategy.all_reduce([*flags, interruption.elapsed(), seconds], "max")
+        wishes, failures, signal, elapsed, slowest = found
         interruption.agree(int(signal), elapsed)
         self._last = (step, now)
         if steps:  # at most twice as far as the last time: the first steps of a run are far from the usual
             self._ahead = max(1, min(int(steps * _SECONDS_APART / slowest), 2 * self._ahead))
-        return bool(wishes), step + self._ahead
+        return bool(wishes), bool(failures), step + self._ahead

@@ -220,8 +220,12 @@ class Session:
         """Whether training ends at this step boundary. Collective: every rank calls it."""
         state, settings, interruption = self.state, self.settings, self.interruption
         if self.meetings.is_needed:
-            self.should_stop, meeting = self.meetings.meet(state.global_step, should_stop=self.should_stop)
+            self.should_stop, has_failed, meeting = self.meetings.meet(
+                state.global_step, should_stop=self.should_stop, has_failed=self.writer.has_failed
+            )
             self.next_check = min(self.last_step, meeting)
+            if has_failed:  # all ranks raise together, and none waits for another in vain
+                self.writer.close()
         epochs = state.epoch + state.is_epoch_done
         if interruption.signal is not None or state.global_step >= self.last_step or epochs >= self.last_epoch:
             return True

@@ -1,5 +1,9 @@
 """A fit in processes of its own, as the caller sees it."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -163,3 +167,51 @@ def test_an_error_of_one_rank_is_raised_here_and_the_trainer_can_go_on(tmp_path)
     assert "in training_step" in str(caught.value.__cause__)
     trainer.fit(Late(), Data())
     assert trainer.global_step == 6
+
+
+INTERRUPTED = """
+import sys, time, torch
+from echelon import Callback, Trainer, TrainModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        return self.layer(batch[0]).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Telling(Callback):
+    def on_train_step_end(self, trainer, module):
+        if trainer.is_global_zero and trainer.global_step == 3:
+            print("training", flush=True)
+
+trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, max_steps=3000, default_root_dir=sys.argv[1],
+                  callbacks=Telling(), enable_progress_bar=False, enable_model_summary=False)
+try:
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=2))
+except KeyboardInterrupt:
+    print("interrupted at", trainer.global_step, flush=True)
+"""
+
+
+def test_ctrl_c_which_reaches_all_processes_ends_the_step_saves_and_brings_the_weights_home(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            while "training" not in process.stdout.readline():
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    step = int(output.split()[-1])
+    assert process.returncode == 0
+    assert step >= 3
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == [f"epoch={(step - 1) // 16}-step={step}.ckpt"]
