@@ -13,6 +13,7 @@ from .loss import loss_of, mean_of, outputs_for_hooks
 from .session import Session
 from .shared_step import (
     backward_without_samples,
+    catch_up,
     count_shared,
     counts_units,
     make_weights,
@@ -33,6 +34,7 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
     metrics, hooks, state, writer = session.metrics, session.hooks, session.state, session.writer
     transfer, forward, backward, zero_grads = session.transfer, session.forward, session.backward, session.zero_grads
     is_automatic, passes_closure, is_shared = session.is_automatic, session.passes_closure, session.is_shared
+    is_collective = is_shared and session.strategy.forward_is_collective
     on_batch_start, on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
     goes_on = True
     for window in windows:
@@ -40,6 +42,7 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
         weights = make_weights(session, window) if last or passes_closure or is_shared else None
         metrics.position = state.global_step + 1
         has_gradients = False
+        has_begun = is_collective and catch_up(session, window)
         for index, (batch, size) in enumerate(window):
             metrics.in_batch, metrics.batch_size = True, size
             batch_idx = session.batch_idx = state.batches_in_epoch
@@ -57,7 +60,7 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
                     # nearly always the loss itself, known without a call
                     is_plain = type(output) is Tensor and output.requires_grad and output.ndim == 0
                     loss = output if is_plain else loss_of(output)
-                    if index == 0:
+                    if index == 0 and not has_begun:
                         for zero_grad in zero_grads:
                             zero_grad()
                     if loss is not None:
@@ -85,16 +88,16 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
                     hook(outputs, batch, batch_idx)
         if is_shared and goes_on:
             if not window:
-                _step_without_samples(session)
+                _step_without_samples(session, has_begun=has_begun)
             last = count_shared(session, window) - 1
         metrics.in_batch, metrics.position = False, state.global_step
         yield last + 1 if goes_on else 0
 
 
-def _step_without_samples(session: Session) -> None:
+def _step_without_samples(session: Session, *, has_begun: bool) -> None:
     """Take part in a step of the other ranks for which this one has no samples."""
     if session.is_automatic:
-        backward_without_samples(session)
+        backward_without_samples(session, is_first=not has_begun)
         update(session, make_weights(session, ()), ())
     else:
         run_spare_batch(session)
@@ -192,9 +195,10 @@ def _closure(session: Session, window: Window, weights: Weights) -> Callable[[],
 def _compute_again(session: Session, window: Window) -> Tensor:
     """Compute the loss and the gradients of a window at the parameters as they are now."""
     weights = make_weights(session, window)
+    has_begun = session.strategy.forward_is_collective and session.is_shared and catch_up(session, window)
     if not window:
-        backward_without_samples(session)
-    else:
+        backward_without_samples(session, is_first=not has_begun)
+    elif not has_begun:
         for optimizer in session.optimizers:
             optimizer.zero_grad()
     for index, (batch, size) in enumerate(window):
@@ -222,6 +226,8 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
     for config in session.schedulers if session.module.automatic_optimization else ():
         if config.interval != interval or config.reduce_on_plateau != with_metric or count % config.frequency:
             continue
+        if with_metric:
+            session.metrics.reduce()  # a step's value, of all ranks
         metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
         if with_metric and metric is None:
             if config.strict:
