@@ -273,8 +273,8 @@ def readers_of_the_environment(sources: Iterable[Source]) -> list[str]:
 # --- errors ---
 
 VERBS = (
-    "add|ask|attach|begin|build|call|change|check|choose|compute|configure|convert|copy|correct|create|decorate|define"
-    "|delete|derive|divide|do not|drop|free|give|import|install|keep|leave|load|log|look|lower|make|move|name|omit"
+    "add|ask|assign|attach|begin|build|call|change|check|choose|compute|configure|convert|copy|correct|create|decorate|define"
+    "|delete|derive|divide|do not|drop|free|give|import|install|keep|leave|let|load|log|look|lower|make|move|name|omit"
     "|override|pass|pick|pip install|put|quote|raise|read|remove|rename|repair|replace|resume|return|run|save|see|seed"
     "|set|start|store|switch|take|turn|use|wait|wrap|write"
 )
