@@ -67,7 +67,8 @@ class Rendezvous(RendezvousHandler):
 
     def _open(self) -> Any:
         try:
-            listener = _listen(self.address, self.port)
+            # on one machine any port: that of the round before is still taken when workers start again
+            listener = _listen(self.address, self.port if self.num_nodes > 1 else 0)
         except OSError as error:
             raise ProcessError(
                 f"Node 0 cannot listen on {self.address}:{self.port} ({error.strerror}); set MASTER_ADDR to an address "
