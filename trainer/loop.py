@@ -73,6 +73,7 @@ def train(session: Session) -> None:
             if session.is_over():
                 hooks.call("on_train_last_step")
     writer.settle()
+    session.strategy.settle()  # also where no outcome is brought home: under torchrun each rank keeps its replica
     hooks.call("on_train_end")
 
 
