@@ -17,6 +17,9 @@ _log = logging.getLogger(__name__)
 
 _SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
+_ECHO: Final = 1.0
+"""Seconds in which a signal that comes twice to one of several processes is one."""
+
 
 class Interruption:
     """Asks training to end at the next step boundary; a second signal ends the process at once.
@@ -35,6 +38,7 @@ class Interruption:
         self._seconds = math.inf if max_time is None else max_time.total_seconds()
         self._agreed_seconds = 0.0
         self.start(0.0)
+        self._received_at = 0.0
         self.received: int | None = None
         """The signal that has come to this process."""
         self.signal: int | None = None
@@ -81,8 +85,11 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            # schedulers that signal every process also signal the one that passes it on to these
+            if number == self.received and not self._is_alone and time.monotonic() - self._received_at < _ECHO:
+                return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        self.received = number
+        self.received, self._received_at = number, time.monotonic()
         if self._is_alone:
             self.signal = number
 
