@@ -40,6 +40,12 @@ class Strategy(ABC):
     uses_processes: ClassVar[bool] = False
     """Whether each device gets a process of its own."""
 
+    forward_is_collective: ClassVar[bool] = False
+    """Whether ranks communicate in forward, so that each has to run a step whenever one does."""
+
+    supports_inference_mode: ClassVar[bool] = True
+    """Whether evaluation may run in torch's inference mode; otherwise without gradients only."""
+
     starts_processes: bool = False
     """Whether `launch` has processes to start, since nobody else has; `check` finds out."""
 
@@ -246,6 +252,13 @@ class Strategy(ABC):
     def model_state(self) -> dict[str, Any]:
         """Return the module's state under the plain module's names. Collective: every rank calls it."""
         return self.module.state_dict()
+
+    def full_model_state(self) -> dict[str, Any]:
+        """Return `model_state` with whole tensors on the CPU, at least on the first rank of each node.
+
+        What a run in other processes brings back. Collective: every rank calls it.
+        """
+        return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in self.model_state().items()}
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Put a state with the plain module's names into the module. Collective: every rank calls it."""

@@ -19,7 +19,7 @@ TRAINER_LEVELS = (
     ("rollback", "running"),
     ("assembly", "checks", "outcome", "request", "snapshot", "view"),
     ("loop",),
-    ("step",),
+    ("lockstep", "step"),
     ("shared_step",),
     ("session",),
     ("loading",),

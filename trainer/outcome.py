@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..callbacks.dispatch import callback_states, load_callback_states
 from ..callbacks.run import Logger
 from .module import TrainModule
@@ -39,7 +37,7 @@ def outcome_of(session: Session) -> Outcome:
     if is_fit:
         session.strategy.settle()
     return Outcome(
-        model=_on_cpu(session.strategy.model_state()) if is_fit else None,
+        model=session.strategy.full_model_state() if is_fit else None,
         state=session.state,
         metrics=session.metrics.state_dict() | {"logged": session.metrics.logged},
         callbacks=callback_states(session.callbacks),
@@ -49,10 +47,6 @@ def outcome_of(session: Session) -> Outcome:
         predictions=session.predictions,
         last_checkpoint=session.last_checkpoint,
     )
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def take_over(session: Session, outcome: Outcome) -> None:

@@ -62,20 +62,42 @@ def refuse_to_skip(session: Session) -> None:
     )
 
 
-def backward_without_samples(session: Session) -> None:
-    """Let this rank, which has no samples, add nothing to the gradients of the others."""
-    session.strategy.accumulate(is_last=True)
-    with _nothing_logged(session):
+def catch_up(session: Session, window: Window) -> bool:
+    """Where forward is collective, run a spare batch for each micro-batch that other ranks have more in this step.
+
+    They come first, so that all ranks end with the last micro-batch, which synchronises. Return whether there were any:
+    then the old gradients are gone, and those of other ranks may be here.
+    """
+    data = session.train_data
+    assert data is not None
+    missing = data.window_length - max(len(window), 1)
+    for index in range(missing if session.is_automatic else 0):
+        _backward_spare(session, is_first=index == 0, is_last=False)
+    return session.is_automatic and missing > 0
+
+
+def backward_without_samples(session: Session, *, is_first: bool = True) -> None:
+    """Let this rank, which has no samples, add nothing to the gradients of the others.
+
+    With `is_first` those of the step before are still there.
+    """
+    _backward_spare(session, is_first=is_first, is_last=True)
+
+
+def _backward_spare(session: Session, *, is_first: bool, is_last: bool) -> None:
+    session.strategy.accumulate(is_last=is_last)
+    with nothing_logged(session):
         loss = session.strategy.zero_loss(partial(_spare_loss, session))
-    for zero_grad in session.zero_grads:
-        zero_grad()
+    if is_first:
+        for zero_grad in session.zero_grads:
+            zero_grad()
     session.strategy.backward(loss)
 
 
 def meet_early(session: Session) -> None:
     """Synchronise the gradients of a window that a hook has cut short, on all ranks alike."""
     session.strategy.accumulate(is_last=True)
-    with _nothing_logged(session):
+    with nothing_logged(session):
         loss = session.strategy.zero_loss(partial(_spare_loss, session))
     session.strategy.backward(loss)
 
@@ -83,7 +105,7 @@ def meet_early(session: Session) -> None:
 def run_spare_batch(session: Session) -> None:
     """In manual optimization: go through the step once more with a batch seen before, which counts nothing."""
     session.loss_weight = 0.0
-    with _nothing_logged(session):
+    with nothing_logged(session):
         session.forward(_spare_batch(session), session.batch_idx)
 
 
@@ -103,7 +125,8 @@ def _spare_batch(session: Session) -> Any:
 
 
 @contextmanager
-def _nothing_logged(session: Session) -> Iterator[None]:
+def nothing_logged(session: Session) -> Iterator[None]:
+    """Ignore what the module logs."""
     module, metrics = session.module, session.module_metrics
     module.attach(session.run, None)
     try:
