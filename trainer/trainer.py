@@ -264,6 +264,7 @@ class Trainer(RunView):
         """Do the work in processes of its own, and take over what they leave behind."""
 
         def take(answer: tuple[Outcome, Any]) -> None:
+            self._is_introduced = True
             self._precision.convert_module(request.module)
             self._session = self._open_session(request)
             self.state = self._session.state = answer[0].state
