@@ -89,7 +89,7 @@ class Replica:
                     "not use; leave it out."
                 )
             self._averages_after_backward = is_manual
-            _copy_from_first(chain(module.parameters(), module.buffers()), collectives)
+            copy_from_first(chain(module.parameters(), module.buffers()), collectives)
         else:
             self._wrap()
 
@@ -163,10 +163,11 @@ class Replica:
     def settle(self) -> None:
         """Give all replicas rank 0's buffers. Collective: every rank calls it."""
         if self._collectives is not None and self._options.broadcast_buffers:
-            _copy_from_first(self._module.buffers(), self._collectives)
+            copy_from_first(self._module.buffers(), self._collectives)
 
 
-def _copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
+def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
+    """Give tensors the values that they have on rank 0. Collective: every rank calls it."""
     mine = list(tensors)
     with torch.no_grad():
         for tensor, first in zip(mine, collectives.broadcast([tensor.detach() for tensor in mine]), strict=True):
