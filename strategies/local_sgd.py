@@ -31,8 +31,9 @@ class LocalSGDStrategy(Strategy):
 
     Steps are counted for each optimizer, from the beginning of a run or of the checkpoint of this strategy that it
     resumes. A rank's loss is weighted by its share of the samples, as for every strategy, and a rank without samples
-    steps with gradients of 0: so with plain SGD, averaged at every step, this is DDP. Clipping sees the gradients of
-    one rank, and so do hooks. In the steps between, rank 0's buffers and metrics of the weights stand for all.
+    steps with gradients of 0: so with plain SGD, averaged at every step, this is DDP. Clipping, hooks and callbacks see
+    the gradients and the replica of their rank; buffers become rank 0's where replicas become their mean. What a
+    callback keeps of the weights (`WeightAveraging`) is of its rank, and rank 0's is saved.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches,
     Use Local SGD", 2020 (the warm-up: post-local SGD).
