@@ -29,11 +29,11 @@ class LocalSGDStrategy(Strategy):
     ranks. They do so too before an evaluation, a checkpoint and the end of a run, and there the optimizers' states as
     well, so that a resumed run goes on like one that never stopped; their interval is part of what is computed.
 
-    Steps are counted for each optimizer, from the beginning of a run or of the checkpoint of this strategy that it
-    resumes. A rank's loss is weighted by its share of the samples, as for every strategy, and a rank without samples
-    steps with gradients of 0: so with plain SGD, averaged at every step, this is DDP. Clipping, hooks and callbacks see
-    the gradients and the replica of their rank; buffers become rank 0's where replicas become their mean. What a
-    callback keeps of the weights (`WeightAveraging`) is of its rank, and rank 0's is saved.
+    Steps are counted for each optimizer, and go on with a checkpoint of this strategy; one of another begins them anew.
+    A rank's loss is weighted by its share of the samples, as for every strategy, and a rank without samples steps with
+    gradients of 0: so with plain SGD, averaged at every step, this is DDP. Clipping, hooks and callbacks see the
+    gradients and the replica of their rank. Buffers become rank 0's in the warm-up, and at those three occasions. What
+    a callback keeps of the weights (`WeightAveraging`) is of its rank, and rank 0's is saved.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches,
     Use Local SGD", 2020 (the warm-up: post-local SGD).
