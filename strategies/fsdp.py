@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -15,13 +12,12 @@ from torch.optim import Optimizer
 from .errors import ConfigError, ModuleError
 from .hardware import Hardware
 from .mesh import Degrees, Replicas, make_mesh
-from .nested import iterate_tensors
 from .precision import Precision
 from .process_group import ProcessSettings
 from .replica import copy_from_first
-from .sharding_policy import CONTAINERS, Policy, Reshard, ShardingPlan, find_units, make_plan
-from .shards import clip_by_norm, gather_whole, is_shard, local_part, shard_like, unsharded
-from .step_caller import StepCaller
+from .sharded_module import ShardedModule, ShardingOptions
+from .sharding_policy import Policy, Reshard, ShardingPlan
+from .shards import clip_by_norm, gather_whole, is_shard, local_part, shard_like
 from .strategy import ClipAlgorithm, Strategy
 
 
@@ -70,43 +66,33 @@ class FSDPStrategy(Strategy):
     ) -> None:
         super().__init__(**settings)
         self.replicate = replicate
-        self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
-        self.forward_prefetch = forward_prefetch
-        self.backward_prefetch = backward_prefetch
-        self.sync_each_micro_batch = sync_each_micro_batch
-        self.cpu_offload = cpu_offload
-        self.mixed_precision = mixed_precision
-        self.degrees = Degrees()
-        self._mesh: Any = None
-        self._root: Any = (
-            None  # the sharded StepCaller; None where the module's children are roots, or nothing is sharded
+        self.options = ShardingOptions(
+            policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
+            sync_each_micro_batch=sync_each_micro_batch,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
         )
-        self._units: list[Any] = []
+        self.degrees = Degrees()
+        """How the ranks are laid out; known as soon as a trainer has this strategy."""
+        self._mesh: Any = None
+        self._sharded: ShardedModule | None = None
 
     # --- before any process is started -------------------------------------------------------------------------------
 
     def check(self, hardware: Hardware, precision: Precision) -> None:
         super().check(hardware, precision)
         self.degrees = self._degrees()
-        shards, reshard = self.degrees.dp_shard, self.reshard_after_forward
-        if not isinstance(reshard, bool) and (reshard < 1 or shards % reshard):
-            divisors = [d for d in range(2, shards) if shards % d == 0]
-            raise ConfigError(
-                f"reshard_after_forward={reshard} does not divide the {shards} shards of {self.degrees}; give True, "
-                f"False{''.join(f' or {d}' for d in divisors)}."
-            )
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not possible; give a number of units, or 0.")
+        self.options.check(self.degrees)
 
     def _degrees(self) -> Degrees:
         return Degrees.of(self.environment.world_size, self.environment.num_nodes, self.replicate)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return what would be sharded where, in units of which size; print it. The module stays as it is."""
-        names = find_units(module, self.policy)
-        return make_plan(module, names, self.reshard_after_forward, str(self.degrees), self.degrees.dp_shard)
+        return self.options.plan(module, getattr(self, "precision", Precision()), self.degrees)
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -121,126 +107,32 @@ class FSDPStrategy(Strategy):
             super().setup_module(module, is_manual=is_manual)
             return
         if any(is_shard(parameter) for parameter in module.parameters()):
-            self._check_same(module)
-            return
+            if self._sharded is None or self._sharded.module is not module:
+                raise ConfigError(
+                    f"{type(module).__name__} is sharded already, not by this {type(self).__name__}; go on with the "
+                    "trainer that sharded it, or build it anew and load a checkpoint."
+                )
+            return  # evaluated after it was trained, say
         self.module = module
         self.precision.convert_module(module)
-        is_manual = is_manual or not getattr(module, "automatic_optimization", True)
-        # what a manual step keeps would be outdated after its own updates
-        self._reshards = True if is_manual else self.reshard_after_forward
-        self._units = self._shard_units(module)
-        self._caller = StepCaller(module, returns_tensors=True)
-        if is_manual:  # gradients are computed inside the step, before a root around it could know its outputs
-            self._shard_children(module)
-        else:
-            self._root = self._shard(self._caller, is_root=True)
-        self._set_prefetch()
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._checked_steps: set[str] = set()
-
-    def _check_same(self, module: nn.Module) -> None:
-        """Check that a module which is sharded already was sharded here."""
-        if getattr(self, "module", None) is not module:
-            raise ConfigError(
-                f"{type(module).__name__} is sharded already, by another strategy than this {type(self).__name__}; go "
-                "on with the trainer that sharded it, or build it anew and load a checkpoint."
-            )
-
-    # --- sharding ----------------------------------------------------------------------------------------------------
-
-    def _shard_units(self, module: nn.Module) -> list[Any]:
-        """Shard the parts that are units, inner ones first, and return them in the module's order."""
-        from torch.distributed.fsdp import FSDPModule
-
-        configure = getattr(module, "configure_sharding", None)
-        if configure is not None:
-            configure(self._mesh)
-        own = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        if not own:
-            low = self.precision.autocast_dtype is not None or self.mixed_precision is not None
-            names = find_units(module, self.policy, with_batch_norms=low)
-            return [self._shard(module.get_submodule(name)) for name in reversed(names)][::-1]
-        if own[0] is module or self.policy is not None:
-            found = f"policy={self.policy!r:.60}" if self.policy is not None else "shards the module itself, too"
-            raise ConfigError(
-                f"{type(module).__name__}.configure_sharding shards {len(own)} parts, but {found}; let it shard parts "
-                "of the module, whose rest the strategy shards, and leave policy out."
-            )
-        return list(own)
-
-    def _shard(self, part: nn.Module, *, is_root: bool = False) -> Any:
-        """Shard what a part has beyond the units inside of it. Collective: every rank calls it."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-        self._make_equal(part)
-        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
-        return fully_shard(
-            part,
-            mesh=self._mesh,
-            # None is torch's default for a root, which keeps what backward needs first
-            reshard_after_forward=None if isinstance(part, StepCaller) and self._reshards else self._reshards,
-            mp_policy=self._mixed_precision(part, is_root=is_root),
-            offload_policy=offload,
+        self._sharded = ShardedModule(
+            module,
+            self._mesh,
+            collectives=self.collectives,
+            device=self.device,
+            precision=self.precision,
+            options=self.options,
+            # also where it is evaluated, for it may be trained next
+            is_manual=is_manual or not getattr(module, "automatic_optimization", True),
         )
 
-    def _make_equal(self, part: nn.Module) -> None:
-        """Bring the tensors of a part that are not sharded yet to the device, with rank 0's values."""
-        tensors = [tensor for tensor in chain(part.parameters(), part.buffers()) if not is_shard(tensor)]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(self.device)
-        copy_from_first(tensors, self.collectives)
-
-    def _shard_children(self, module: nn.Module) -> None:
-        """Shard each child of a module as a root of its own."""
-        roots = list(_with_forward(module))
-        inside = Counter(parameter for root in roots for parameter in set(root.parameters()))
-        wrong = [name for name, parameter in module.named_parameters() if inside[parameter] != 1]
-        if wrong:
-            raise ModuleError(
-                f"{', '.join(wrong[:5])} of {type(module).__name__} belongs to no child, or to several, and "
-                f"automatic_optimization=False: strategy {self.name!r} gathers the parameters of a child when its "
-                "forward is called; put them into one child module."
-            )
-        for root in roots:
-            if any(not is_shard(parameter) for parameter in root.parameters()):
-                self._units.append(self._shard(root, is_root=True))
-            else:
-                self._make_equal(root)
-
-    def _mixed_precision(self, part: nn.Module, *, is_root: bool) -> Any:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        dtype = self.precision.autocast_dtype
-        if self.mixed_precision is not None:
-            policy = self.mixed_precision
-        elif dtype is None or isinstance(part, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
-            # statistics of a batch stay in float32
-            return MixedPrecisionPolicy()
-        else:
-            policy = MixedPrecisionPolicy(
-                param_dtype=dtype,
-                reduce_dtype=torch.float32,
-                output_dtype=torch.float32,
-                # a batch holds targets as well as inputs, and autocast casts what it has to
-                cast_forward_inputs=not is_root,
-            )
-        return policy if is_root else replace(policy, output_dtype=None)
-
-    def _set_prefetch(self) -> None:
-        for order, ahead, setter in (
-            (self._units, self.forward_prefetch, "set_modules_to_forward_prefetch"),
-            (self._units[::-1], self.backward_prefetch, "set_modules_to_backward_prefetch"),
-        ):
-            for index, unit in enumerate(order if ahead else ()):
-                getattr(unit, setter)(order[index + 1 : index + 1 + ahead])
-
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.group is None:
+        if self._sharded is None:
             return
-        self._check_all_sharded()
+        self._sharded.check_all_sharded()
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._names]
+            foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
             if foreign:
                 raise ModuleError(
                     f"{type(optimizer).__name__} holds {len(foreign)} of {len(held)} parameters that are not the "
@@ -248,50 +140,17 @@ class FSDPStrategy(Strategy):
                     "them; build it in configure_optimizers from self.parameters()."
                 )
 
-    def _check_all_sharded(self) -> None:
-        whole = unsharded(self.module)
-        if whole:
-            raise ModuleError(
-                f"{', '.join(whole[:5])} of {type(self.module).__name__} came after the module was sharded, so that "
-                "its gradients would stay on their rank; create parameters in __init__ or configure_model."
-            )
-
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
     def run(self, step_name: str, *args: Any) -> Any:
-        if self.group is None:
-            with self.forward_context:
-                return getattr(self.module, step_name)(*args)
-        if step_name not in self._checked_steps:
-            self._check_batch(step_name, args)
         with self.forward_context:
-            if self._root is None:
-                output = getattr(self.module, step_name)(*args)
-            else:
-                output = self._caller.rebuild(self._root(step_name, *args))
-        if not torch.is_grad_enabled():
-            self._reshard()  # or hooks between steps would see, and change, copies of the parameters
-        return output
-
-    def _check_batch(self, step_name: str, args: Sequence[Any]) -> None:
-        self._checked_steps.add(step_name)
-        for tensor in iterate_tensors(args):
-            if is_shard(tensor) or tensor.device != self.device:
-                found = f"a DTensor over {tensor.device_mesh}" if is_shard(tensor) else f"on {tensor.device}"  # type: ignore[attr-defined]
-                raise ModuleError(
-                    f"{step_name} got a tensor of shape {tuple(tensor.shape)} that is {found}, but rank {self.rank} of "
-                    f"the mesh computes with plain tensors on {self.device}; let transfer_batch_to_device bring it "
-                    "there."
-                )
-
-    def _reshard(self) -> None:
-        for unit in self._units if self._root is None else (self._root, *self._units):
-            unit.reshard()
+            if self._sharded is None:
+                return getattr(self.module, step_name)(*args)
+            return self._sharded.run(step_name, *args)
 
     def accumulate(self, *, is_last: bool) -> None:
-        for root in self._units if self._root is None else (self._root,):
-            root.set_requires_gradient_sync(is_last or self.sync_each_micro_batch)
-            root.set_is_last_backward(is_last)
+        if self._sharded is not None:
+            self._sharded.accumulate(is_last=is_last)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         gradients = [local_part(p.grad) for p in self.module.parameters() if p.grad is not None]
@@ -300,24 +159,32 @@ class FSDPStrategy(Strategy):
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
         held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parts = [local_part(gradient) for gradient in held]
         if algorithm == "norm":
-            clip_by_norm(held, limit, self.collectives, self.degrees.dp_replicate)
-        else:
-            parts = [local_part(gradient) for gradient in held]
+            clip_by_norm(parts, limit, self.collectives, self.degrees.dp_replicate)
+        elif parts:
             torch._foreach_clamp_min_(parts, -limit)
             torch._foreach_clamp_max_(parts, limit)
+
+    def comment_on(self, error: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "A sharded parameter was used while only a shard of it was there. Parameters are whole inside of steps "
+                "and while the forward of their unit runs: call the layer inside of a step, by its forward, or let "
+                "policy make a larger part a unit (print strategy.plan(module))."
+            )
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        if self.group is not None:
-            self._reshard()
+        if self._sharded is not None:
+            self._sharded.reshard()
             copy_from_first(self.module.buffers(), self.collectives)
 
     def model_state(self) -> dict[str, Any]:
-        if self.group is not None:
-            self._reshard()
-            self._check_all_sharded()
+        if self._sharded is not None:
+            self._sharded.reshard()
+            self._sharded.check_all_sharded()
         return super().model_state()
 
     def full_model_state(self) -> dict[str, Any]:
@@ -325,13 +192,12 @@ class FSDPStrategy(Strategy):
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         own = self.module.state_dict()
-        super().load_model_state(
-            {name: shard_like(value, own.get(name)) for name, value in state.items()}, strict=strict
-        )
+        sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
+        super().load_model_state(sharded, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.group is not None:
-            self._reshard()
+        if self._sharded is not None:
+            self._sharded.reshard()
         return super().optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -341,12 +207,3 @@ class FSDPStrategy(Strategy):
             for name, values in state["state"].items()
         }
         super().load_optimizer_state(optimizer, {**state, "state": sharded})
-
-
-def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module; in place of a container without a forward, its children."""
-    for child in module.children():
-        if isinstance(child, CONTAINERS):
-            yield from _with_forward(child)
-        else:
-            yield child

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from .blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from .errors import ConfigError, ModuleError
 
-Predicate = Callable[[str, nn.Module], bool]
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
 """Module classes; a minimum number of parameters; or a function of a part's name and the part."""
 Reshard = bool | int
-
-CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
-"""What has no forward, which is what gathers parameters."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +83,12 @@ def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bo
     check_parameters(module)
     parts = {name: part for name, part in module.named_modules() if name and _has_parameters(part)}
     if policy is None:
-        chosen = set(_repeated_blocks(module))
+        chosen = {name for name, _ in repeated_blocks(module)}
     elif isinstance(policy, int) and not isinstance(policy, bool):
         chosen = set(_large_parts(module, policy))
     else:
-        chosen = {name for name, part in parts.items() if _matcher(policy)(name, part)}
+        is_meant = _predicate(policy)
+        chosen = {name for name, part in parts.items() if is_meant(name, part)}
     found = {name for name in chosen if name in parts and not isinstance(parts[name], CONTAINERS)}
     if policy is not None and not found:
         kinds = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
@@ -125,27 +122,14 @@ def check_parameters(module: nn.Module) -> None:
         )
 
 
-def _matcher(policy: Policy) -> Predicate:
-    kinds: Any = tuple(policy) if isinstance(policy, Sequence) else (policy,)
-    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        return lambda _, part: isinstance(part, kinds)
-    if callable(policy) and not isinstance(policy, type):
-        return policy
-    raise ConfigError(
-        f"policy={policy!r:.80} is no sharding policy; give module classes, a number of parameters, or a function of "
-        "a part's name and the part."
-    )
-
-
-def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    counts = Counter(type(child) for child in module.children()) if is_list else Counter()
-    for name, child in module.named_children():
-        is_block = counts[type(child)] > 1 and _has_parameters(child) and not isinstance(child, CONTAINERS)
-        if is_block:
-            yield prefix + name
-        else:
-            yield from _repeated_blocks(child, f"{prefix}{name}.")
+def _predicate(policy: Policy) -> Predicate:
+    predicate = as_predicate(policy)
+    if predicate is None:
+        raise ConfigError(
+            f"policy={policy!r:.80} is no sharding policy; give module classes, a number of parameters, or a function "
+            "of a part's name and the part."
+        )
+    return predicate
 
 
 def _large_parts(module: nn.Module, least: int) -> list[str]:

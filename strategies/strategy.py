@@ -127,6 +127,9 @@ class Strategy(ABC):
 
         return last_words(self.group, error) if self.group is not None else None
 
+    def comment_on(self, error: BaseException) -> None:
+        """Add a note to an error of the user's code of which this strategy knows the cause."""
+
     def close(self) -> None:
         """Let the module go; also called when the run failed. The process group stays, for the next run."""
 

@@ -298,6 +298,7 @@ class Trainer(RunView):
             if self._reports:
                 self._outcome = outcome_of(session)
         except BaseException as error:
+            self.strategy.comment_on(error)
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
