@@ -24,6 +24,7 @@ from .callbacks import (
     WeightAveraging,
 )
 from .strategies import (
+    ActivationCheckpointing,
     DataParallelStrategy,
     DDPOptions,
     DDPStrategy,
@@ -58,6 +59,7 @@ from .trainer.trainer import Trainer
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCheckpointing",
     "BasePredictionWriter",
     "CSVLogger",
     "Callback",

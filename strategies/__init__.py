@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .activation_checkpointing import ActivationCheckpointing
 from .by_name import check_strategy
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
@@ -15,6 +16,7 @@ from .strategy import Strategy
 from .zero import ZeroStrategy
 
 __all__ = [
+    "ActivationCheckpointing",
     "DDPOptions",
     "DDPStrategy",
     "DataParallelStrategy",

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -102,10 +104,16 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
 def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return the module, and a replica of it for each device but the first."""
     if devices[0].type == "cpu":
-        return [module, *(_replicate_on_cpu(module) for _ in devices[1:])]
-    from torch.nn.parallel import replicate
+        replicas = [_replicate_on_cpu(module) for _ in devices[1:]]
+    else:
+        from torch.nn.parallel import replicate
 
-    return [module, *replicate(module, devices, detach=not torch.is_grad_enabled())[1:]]
+        replicas = replicate(module, devices, detach=not torch.is_grad_enabled())[1:]
+    for part in chain.from_iterable(replica.modules() for replica in replicas):
+        own = vars(part).get("forward")
+        if isinstance(own, MethodType):  # such as a checkpointed one, in place of the class's
+            vars(part)["forward"] = MethodType(own.__func__, part)
+    return [module, *replicas]
 
 
 def _replicate_on_cpu(module: nn.Module) -> nn.Module:

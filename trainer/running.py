@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ..strategies.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .assembly import (
     build_optimizers,
     introduce,
@@ -27,27 +28,29 @@ def fit(session: Session, request: Request) -> None:
         load_position(session, saved)  # the order of the samples hangs on the seed
     _load_data(session, request)
     session.reload = partial(_load_data, session, request)
-    set_up_module(session)
-    build_optimizers(session)
-    if saved is not None:
-        load_weights(session, saved)
-        load_training(session, saved, request.optimizer_settings)
-        session.last_checkpoint = session.resumed_from
-    # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
-    introduce(session, is_resumed=request.ckpt_path is not None)
-    part_ranks(session)
-    session.hooks.call("on_fit_start")
-    with session.interruption.listening():
-        if saved is None:
-            sanity_check(session)
-        else:
-            load_generators(session, saved)
-        session.stage = "train"
-        session.interruption.start(session.state.seconds)
-        train(session)
-        session.stage = None
-    session.writer.close()
-    session.hooks.call("on_fit_end")
+    setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
+    with checkpointed(session.module, setting):
+        set_up_module(session)
+        build_optimizers(session)
+        if saved is not None:
+            load_weights(session, saved)
+            load_training(session, saved, request.optimizer_settings)
+            session.last_checkpoint = session.resumed_from
+        # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
+        introduce(session, is_resumed=request.ckpt_path is not None)
+        part_ranks(session)
+        session.hooks.call("on_fit_start")
+        with session.interruption.listening():
+            if saved is None:
+                sanity_check(session)
+            else:
+                load_generators(session, saved)
+            session.stage = "train"
+            session.interruption.start(session.state.seconds)
+            train(session)
+            session.stage = None
+        session.writer.close()
+        session.hooks.call("on_fit_end")
 
 
 def run_evaluation(session: Session, request: Request) -> Results:

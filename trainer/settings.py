@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, Union, 
 from ..callbacks.callback import Callback
 from ..callbacks.run import Logger
 from ..callbacks.timer import parse_duration
-from ..strategies import Precision, Strategy, check_strategy
+from ..strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ..strategies.errors import ConfigError, did_you_mean
 from .profiler import Profiler, profiler_by_name
 
@@ -58,6 +58,8 @@ class Settings:
     """Samples of an optimizer step over all ranks; the loader's batch size is then the largest micro-batch."""
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None
+    """What forward does not keep for backward: all of each repeated block or of each n-th, or what is cheap."""
 
     # --- how much of the data: an int counts batches, a float is a fraction ---
     limit_train_batches: int | float = 1.0
@@ -111,6 +113,7 @@ class Settings:
         _check_amounts(self)
         _check_combinations(self)
         Precision(self.precision)
+        ActivationCheckpointing.of(self.activation_checkpointing)
         check_strategy(self.strategy)
         profiler_by_name(self.profiler)
         parse_duration("max_time", self.max_time)
