@@ -15,48 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from two_nodes import run_together, two_nodes
 
 from echelon import LocalSGDStrategy, Loss, Strategy, Trainer, TrainModule, seed_everything
-from echelon.strategies.data_parallel import DataParallelStrategy
 from echelon.testing import run_ranks
 
 GLOBAL_BATCH = 24
 EVEN, UNEVEN, ONE_LEFT = 72, 61, 49
 """Training samples: three whole global batches; with a rest of 13; with a rest of one, less than there are ranks."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A strategy on some processes, or on some devices of one."""
-
-    strategy: str
-    processes: int = 1
-    devices: int = 1
-    nodes: int = 1
-    make: Callable[[], Strategy] | None = None
-    """Where the name alone does not do."""
-
-    @property
-    def title(self):
-        """What the table calls it."""
-        if self.nodes > 1:
-            return f"{self.strategy}, {self.nodes} nodes x {self.processes // self.nodes}"
-        number = max(self.processes, self.devices)
-        return self.strategy if number == 1 else f"{self.strategy} x {number}"
-
-    def build(self):
-        """Return the argument for the trainer, new for each run."""
-        return self.strategy if self.make is None else self.make()
-
-
-LINES = [
-    Line("single"),
-    Line("dp", devices=2, make=DataParallelStrategy),
-    Line("ddp", 2),
-    Line("ddp", 3),
-    Line("ddp", 4),
-    Line("ddp", 4, nodes=2),
-    Line("zero", 2),
-    Line("local_sgd", 2, make=lambda: LocalSGDStrategy(warmup_steps=100)),  # the warm-up; then numbers are others
-]
 
 
 @dataclass(frozen=True)
@@ -99,6 +62,51 @@ CASES = [
     Case("sgd", cut=5, clip=0.05, units=True),
     Case("sgd", 2, precision="32-true"),
     Case("adamw", 2, precision="32-true"),
+]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A strategy on some processes, or on some devices of one."""
+
+    strategy: str
+    processes: int = 1
+    devices: int = 1
+    nodes: int = 1
+    note: str = ""
+    make: Callable[[], Strategy] | None = None
+    """Where the name alone does not do."""
+    takes: Callable[[Case], bool] = lambda case: True
+    """Which cases it trains."""
+
+    @property
+    def title(self):
+        """What the table calls it."""
+        if self.nodes > 1:
+            return f"{self.strategy}, {self.nodes} nodes x {self.processes // self.nodes}"
+        number = max(self.processes, self.devices)
+        return self.strategy + f" x {number}" * (number > 1) + self.note
+
+    def build(self):
+        """Return the argument for the trainer, new for each run."""
+        return self.strategy if self.make is None else self.make()
+
+
+def is_linear(case):
+    """Whether the mean of the updates that each rank makes by itself is the update with the mean of the gradients."""
+    return case.optimizer == "sgd" and case.clip is None
+
+
+LINES = [
+    Line("single"),
+    Line("dp", devices=2),
+    Line("ddp", 2),
+    Line("ddp", 3),
+    Line("ddp", 4),
+    Line("ddp", 4, nodes=2),
+    Line("zero", 2),
+    Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100)),
+    Line("local_sgd", 2, note=", period 1", make=lambda: LocalSGDStrategy(period=1), takes=is_linear),
 ]
 
 
@@ -218,17 +226,17 @@ def plain(values):
 
 
 def train_all(line):
-    """Train every case, in a process of the line."""
+    """Train every case of the line in a process of it; return what each leaves."""
     where = {"devices": line.devices if line.processes == 1 else "auto"}
-    return [train(case, line, **where) for case in CASES]
+    return {case: train(case, line, **where) for case in CASES if line.takes(case)}
 
 
 def run(line):
-    """Return, for each case, what it leaves on each rank; on two nodes, on rank 0 alone."""
+    """Return what each case of the line leaves on each rank; on two nodes, on rank 0 alone."""
     if line.processes == 1:
-        return [[end] for end in train_all(line)]
+        return by_case([train_all(line)])
     if line.nodes == 1:
-        return list(zip(*run_ranks(train_all, line.processes, line), strict=True))
+        return by_case(run_ranks(train_all, line.processes, line))
     with tempfile.TemporaryDirectory() as folder, two_nodes() as nodes:
         path = Path(folder) / "ends"
         commands = []
@@ -236,11 +244,16 @@ def run(line):
             words = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={line.processes // 2}"]
             words += [f"--node-rank={rank}", f"--master-addr={node.main_address}", "--master-port=29511"]
             words += [str(Path(__file__).with_name("on_node.py")), str(LINES.index(line)), str(path)]
-            variables = {**node.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+            variables = {"PYTHONPATH": str(Path(__file__).parents[1])}
             commands.append((node.command(sys.executable, *words), variables))
         done = run_together(commands, timeout=100)
         assert [code for code, _ in done] == [0, 0], "\n".join(output for _, output in done)
-        return [[end] for end in pickle.loads(path.read_bytes())]
+        return by_case([pickle.loads(path.read_bytes())])
+
+
+def by_case(ranks):
+    """Return, for each case, what the ranks have left."""
+    return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
 
 def compare(end, expected):
