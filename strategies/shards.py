@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .collectives import Collectives
+from .stored import read_block
 
 
 def is_shard(value: object) -> bool:
@@ -36,8 +37,7 @@ def shard_like(value: Any, like: Any) -> Any:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    region = tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
-    part = value[region].to(device=like.device, copy=True)
+    part = read_block(value, offsets, shape, like.device)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -56,17 +56,13 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
     return found
 
 
-def clip_by_norm(gradients: Iterable[Tensor], limit: float, collectives: Collectives, num_replicas: int) -> None:
-    """Scale gradients so that the norm of all, over all ranks, is at most `limit`. Collective: every rank calls it."""
-    parts = [local_part(gradient) for gradient in gradients]
-    norms = [part.double() for part in torch._foreach_norm(parts)] if parts else []
-    device = norms[0].device if norms else None
-    square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+def clip_by_norm(parts: Sequence[Tensor], limit: float, collectives: Collectives, num_replicas: int) -> None:
+    """Scale gradients, of which these are this rank's parts, so that the norm of all over all ranks is at most `limit`.
+
+    Collective: every rank calls it.
+    """
+    norms = torch._foreach_norm(list(parts)) if parts else (torch.zeros(()),)
+    square = torch.stack([norm.double() for norm in norms]).square().sum()
     norm = (collectives.all_reduce(square) / num_replicas).sqrt()
     if parts:
-        torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0).to(device))
-
-
-def unsharded(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that are whole on each rank."""
-    return [name for name, parameter in module.named_parameters() if not is_shard(parameter)]
+        torch._foreach_mul_(list(parts), (limit / (norm + 1e-6)).clamp(max=1.0))

@@ -19,6 +19,9 @@ from .hparams_json import from_jsonable
 
 _PARTS: Final = ("model", "hyper_parameters", "hyper_parameters_argument", "omitted_hyper_parameters")
 
+_LARGE: Final = ("model", "optimizers")
+"""The parts of which a rank may use a share."""
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -61,7 +64,7 @@ def find_checkpoint(
 def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> dict[str, Any]:
     """Return the state in a checkpoint, of which each rank reads what it uses. Collective: every rank calls it.
 
-    With `verify`, one rank of each node compares the hashes, and all hear of it.
+    With `verify`, the ranks of each node share in comparing the hashes, and all hear of it.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is absent or damaged as any of them sees it.
@@ -69,7 +72,9 @@ def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> d
     state: dict[str, Any] = {}
     error: EchelonError | None = None
     try:
-        state = checkpoint.load(path, verify=verify and strategy.local_rank == 0)
+        share = strategy.local_rank, strategy.environment.local_world_size
+        lazy = _LARGE if strategy.world_size > 1 else ()
+        state = checkpoint.load(path, lazy=lazy, verify=verify, share=share)
     except EchelonError as raised:
         error = raised
     faults = strategy.all_gather_object(None if error is None else str(error))

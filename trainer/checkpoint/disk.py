@@ -96,10 +96,14 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 class MappedFile:
-    """A file of a checkpoint as private memory: tensors read from it change nothing on the disk."""
+    """A file of a checkpoint as memory: private, so that changes of it change nothing on the disk, or to be read only.
 
-    def __init__(self, path: Path) -> None:
+    What is read only does not count as memory of this process, however large it is.
+    """
+
+    def __init__(self, path: Path, *, is_private: bool = True) -> None:
         self.path = path
+        access = mmap.ACCESS_COPY if is_private else mmap.ACCESS_READ
         # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         try:
@@ -107,7 +111,7 @@ class MappedFile:
             if not stat.S_ISREG(found.st_mode):
                 raise CheckpointError(f"{path} is not a regular file; use another checkpoint.")
             self.size = found.st_size
-            self.data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if self.size else mmap.mmap(-1, 1)
+            self.data = mmap.mmap(descriptor, 0, access=access) if self.size else mmap.mmap(-1, 1)
         finally:
             os.close(descriptor)
 

@@ -11,7 +11,7 @@ from .commit import sync
 from .disk import explain
 from .tensors import write_tensors
 from .values import encode
-from .weights import load_weights
+from .weights import read_weights
 
 _NAME: Final = "model.safetensors"
 
@@ -31,7 +31,7 @@ def export(path: str | Path, destination: str | Path) -> Path:
     """
     destination = Path(destination)
     file = destination if destination.suffix == ".safetensors" else destination / _NAME
-    weights = load_weights(path)
+    weights = read_weights(Path(path), lazily=True)  # one tensor at a time is in memory
     encoded, pieces = encode(weights, "weights", "")
     # as safetensors.torch.save_model does: a tied name is noted with the one that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value["$tensor"] != name}

@@ -17,16 +17,25 @@ from .tensors import collect, read_tensors
 from .values import decode
 
 
-def load(path: str | Path, *, parts: Collection[str] | None = None, verify: bool = True) -> dict[str, Any]:
+def load(
+    path: str | Path,
+    *,
+    parts: Collection[str] | None = None,
+    lazy: Collection[str] = (),
+    verify: bool = True,
+    share: tuple[int, int] = (0, 1),
+) -> dict[str, Any]:
     """Return the state that `save` was given, or only some of its parts; tensors are on the CPU.
 
-    Tensors are private views of the mapped files: reading is lazy, writing to them changes no file. Clone what should
-    outlive the files on a network file system.
+    Tensors are private views of the mapped files, unless several ranks have written parts of them: reading is lazy,
+    writing to them changes no file. Clone what should outlive the files on a network file system.
 
     Args:
         path: A checkpoint folder.
         parts: Top-level keys of the state; None for all.
+        lazy: Those of which no tensor is put together or counts as memory before it is used: a `StoredTensor`.
         verify: Compare the hash of every file that is read. False only for a checkpoint just verified.
+        share: (i, n) to compare only each n-th file, from the i-th on, where others compare the rest.
 
     Raises:
         CheckpointError: if the checkpoint is absent, damaged, foreign, or has no such part.
@@ -38,7 +47,8 @@ def load(path: str | Path, *, parts: Collection[str] | None = None, verify: bool
         if part not in manifest.parts:
             raise CheckpointError(f"{folder} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
     names = [STATE, *(name for part in wanted for name in manifest.parts[part])]
-    files = open_files(folder, manifest, names, verify=verify)
+    constant = {name for part in wanted if part in lazy for name in manifest.parts[part]}
+    files = open_files(folder, manifest, names, verify=names[share[0] :: share[1]] if verify else (), constant=constant)
     encoded = _read_state(files[STATE])
     state: dict[str, Any] = {}
     for part in wanted:
@@ -46,7 +56,7 @@ def load(path: str | Path, *, parts: Collection[str] | None = None, verify: bool
         for name in manifest.parts[part]:
             for key, piece in read_tensors(files[name])[0].items():
                 pieces.setdefault(key, []).append(piece)
-        state[part] = decode(encoded.get(part), collect(pieces))
+        state[part] = decode(encoded.get(part), collect(pieces, lazily=part in lazy))
     return state
 
 
@@ -58,12 +68,21 @@ def verify(path: str | Path) -> Manifest:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    open_files(folder, manifest, manifest.files, verify=True)
+    open_files(folder, manifest, manifest.files, verify=manifest.files)
     return manifest
 
 
-def open_files(folder: Path, manifest: Manifest, names: Iterable[str], *, verify: bool) -> dict[str, MappedFile]:
-    """Open files of a checkpoint, of the size, and with `verify` of the hash, that the manifest tells.
+def open_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    *,
+    verify: Collection[str],
+    constant: Collection[str] = (),
+) -> dict[str, MappedFile]:
+    """Open files of a checkpoint, of the size that the manifest tells; those of `verify` of the hash, too.
+
+    Those of `constant` are never changed in memory.
 
     Raises:
         CheckpointError: naming each damaged file and what is wrong with it.
@@ -74,12 +93,13 @@ def open_files(folder: Path, manifest: Manifest, names: Iterable[str], *, verify
         try:
             if name not in manifest.files:
                 raise CheckpointError(f"{name} is not in the manifest")
-            files[name] = _open(folder / name, manifest.files[name])
+            files[name] = _open(folder / name, manifest.files[name], is_private=name not in constant)
         except CheckpointError as error:
             faults.append(str(error))
     if verify:
+        compared = {name: file for name, file in files.items() if name in verify}
         with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
-            digests = dict(zip(files, pool.map(MappedFile.digest, files.values()), strict=True))
+            digests = dict(zip(compared, pool.map(MappedFile.digest, compared.values()), strict=True))
         faults += [
             f"{name} has {digest} as its hash, not {manifest.files[name].sha256}: its content has changed"
             for name, digest in digests.items()
@@ -90,9 +110,9 @@ def open_files(folder: Path, manifest: Manifest, names: Iterable[str], *, verify
     return files
 
 
-def _open(path: Path, record: FileRecord) -> MappedFile:
+def _open(path: Path, record: FileRecord, *, is_private: bool) -> MappedFile:
     try:
-        file = MappedFile(path)
+        file = MappedFile(path, is_private=is_private)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:

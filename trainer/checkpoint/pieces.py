@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,8 +32,8 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own_piece(tensor: Any, path: str) -> Piece | None:
-    """Return the block of a DTensor that this rank is to write: None where it has none, or another rank has the same.
+def own_piece(tensor: Any, path: str) -> Piece:
+    """Return the block of a DTensor that this rank holds.
 
     Raises:
         CheckpointError: for one whose ranks hold summands instead of blocks; `path` names it.
@@ -44,11 +45,30 @@ def own_piece(tensor: Any, path: str) -> Piece | None:
         raise CheckpointError(
             f"{path} is a DTensor with placements {placements}; call its redistribute() before saving."
         )
-    coordinate = mesh.get_coordinate()
-    if coordinate is None or any(p.is_replicate() and at for p, at in zip(placements, coordinate, strict=True)):
-        return None
-    local = tensor.detach().to_local()
-    if not local.numel() and any(coordinate):
-        return None
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    return Piece(local, tuple(offsets))
+    return Piece(tensor.detach().to_local(), tuple(offsets))
+
+
+def writes(tensor: Any, piece: Piece, key: str) -> bool:
+    """Return whether this rank is to write its block of a DTensor: of all that hold the same, one does.
+
+    `key` deals the tensors to the replicas, so that all write about as much.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    replica, num_replicas, is_first_shard = 0, 1, True
+    for placement, at, size in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            replica, num_replicas = replica * size + at, num_replicas * size
+        else:
+            is_first_shard &= at == 0
+    if zlib.crc32(key.encode()) % num_replicas != replica:
+        return False
+    return is_first_shard or piece.tensor.numel() > 0
+
+
+def layout_of(tensor: Any) -> dict[str, int]:
+    """Return the axes of a DTensor's mesh, with their degrees of parallelism."""
+    mesh = tensor.device_mesh
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))

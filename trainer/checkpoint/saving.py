@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,27 +66,37 @@ def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] 
     write(Path(path), take(state, mesh))
 
 
-def take(state: Mapping[str, Any], mesh: Mapping[str, int] | None = None, *, is_first: bool = True) -> Snapshot:
+def take(
+    state: Mapping[str, Any], mesh: Mapping[str, int] | None = None, *, rank: int = 0, world_size: int = 1
+) -> Snapshot:
     """Encode what this rank has to write of `state`; tensors are referred to, not copied.
 
     Args:
         state: parts by name.
-        mesh: degrees of parallelism, for the manifest.
-        is_first: whether this is rank 0, which writes all that is equal on all ranks.
+        mesh: degrees of parallelism, for the manifest; default: those of the DTensors, and replicas of the rest.
+        rank: this process; 0 writes all that is equal on all ranks.
+        world_size: the number of processes.
     """
     encoders: dict[str, Encoder] = {}
     values: dict[str, Any] = {}
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError(f"state has a part {part!r} of type {type(part).__name__}; name parts by strings.")
-        encoders[part] = Encoder(is_first=is_first)
+        encoders[part] = Encoder(is_first=rank == 0)
         values[part] = encoders[part].encode(value, f"state[{part!r}]", "" if part == MODEL else part)
     return Snapshot(
         values=values,
         pieces={part: encoder.pieces for part, encoder in encoders.items()},
         entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_shared},
-        mesh=dict(mesh or {}),
+        mesh=dict(mesh or _layout(encoders.values(), world_size)),
     )
+
+
+def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
+    """Return the degrees of parallelism of the ranks that take a state."""
+    found = {axis: degree for encoder in encoders for axis, degree in encoder.layout.items()}
+    replicas = world_size // math.prod(found.values())
+    return ({"dp_replicate": replicas} if replicas > 1 else {}) | found
 
 
 def write(path: Path, snapshot: Snapshot) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.errors import CheckpointError
+from ...strategies.stored import StoredTensor
 from .disk import FileRecord, HashedFile, MappedFile
 from .pieces import Piece
 from .values import SAFETENSORS_DTYPES
@@ -52,8 +55,10 @@ def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, s
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            tensor = pieces[name].tensor.cpu().contiguous()
-            file.write(memory_of(tensor), lasts=tensor is pieces[name].tensor)
+            given = pieces[name].tensor
+            # one that is stored is read here, and not kept: no more than one is in memory
+            tensor = given.clone() if isinstance(given, StoredTensor) else given.cpu().contiguous()
+            file.write(memory_of(tensor), lasts=tensor is given)
         return file.finish()
 
 
@@ -75,13 +80,20 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Piece], dict[str, str]]:
         if not all(isinstance(text, str) for text in notes.values()):
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
-        payload = torch.frombuffer(file.data, dtype=torch.uint8)[start : file.size]
+        payload = _bytes_of(file)[start:]
         _check_coverage([entry["data_offsets"] for entry in header.values()], len(payload))
         return {name: _piece(entry, payload, sharding.get(name)) for name, entry in header.items()}, notes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"{file.path} is not a sound safetensors file ({error}); use another checkpoint."
         ) from None
+
+
+def _bytes_of(file: MappedFile) -> Tensor:
+    with warnings.catch_warnings():
+        # torch says of a file mapped to be read only that writing to the tensor would end the process
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(file.data, dtype=torch.uint8)[: file.size]
 
 
 def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
@@ -117,34 +129,50 @@ def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any
     return Piece((view.view(dtype) if len(view) else torch.empty(0, dtype=dtype)).view(shape), tuple(offsets))
 
 
-def collect(parts: Mapping[str, Sequence[Piece]]) -> Callable[[str], Tensor]:
-    """Return a function from a tensor's name to it, put together where it is in shards."""
-    whole: dict[str, Tensor] = {}
+def collect(parts: Mapping[str, Sequence[Piece]], *, lazily: bool = False) -> Callable[[str], Tensor]:
+    """Return a function from a tensor's name to it, put together where it is in shards.
+
+    With `lazily` it is a `StoredTensor`, if it has dimensions: nothing of the files is read now.
+    """
+    known: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
-        if name not in whole:
+        if name not in known:
             if name not in parts:
                 raise CheckpointError(
                     f"state.json speaks of a tensor {name!r} that no file holds; use another checkpoint."
                 )
-            whole[name] = _join_pieces(name, parts[name])
-        return whole[name]
+            known[name] = _join(name, parts[name], lazily=lazily)
+        return known[name]
 
     return tensor
 
 
-def _join_pieces(name: str, pieces: Sequence[Piece]) -> Tensor:
-    first = pieces[0].tensor
+def _join(name: str, pieces: Sequence[Piece], *, lazily: bool) -> Tensor:
+    _check_blocks(name, pieces)
+    pieces = [piece for piece in pieces if piece.tensor.numel()] or pieces[:1]
+    if len(pieces) == 1 and not lazily:
+        return pieces[0].tensor
+    stored = StoredTensor(pieces)
+    return stored if lazily and stored.dim() else stored.clone()
+
+
+def _check_blocks(name: str, pieces: Sequence[Piece]) -> None:
+    """Check that pieces make up a tensor: none overlaps another, and nothing is missing."""
     if len(pieces) == 1 and not any(pieces[0].offsets):
-        return first
-    spans = [[offset + size for offset, size in zip(p.offsets, p.tensor.shape, strict=True)] for p in pieces]
-    shape = [max(ends) for ends in zip(*spans, strict=True)]
-    if sum(p.tensor.numel() for p in pieces) != math.prod(shape) or any(p.tensor.dtype != first.dtype for p in pieces):
+        return
+    spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in pieces if p.tensor.numel()]
+    shape = [max(stop for _, stop in along) for along in zip(*spans, strict=True)]
+    cut = [index for index, along in enumerate(zip(*spans, strict=True)) if len(set(along)) > 1]
+    if len(cut) == 1:  # the usual case, for which a thousand pieces take no time
+        are_apart = all(one[1] <= other[0] for one, other in pairwise(sorted(span[cut[0]] for span in spans)))
+    else:
+        are_apart = all(
+            any(one[1] <= other[0] or other[1] <= one[0] for one, other in zip(*pair, strict=True))
+            for pair in combinations(spans, 2)
+        )
+    is_complete = sum(piece.tensor.numel() for piece in pieces) == math.prod(shape)
+    if not (is_complete and are_apart and len({piece.tensor.dtype for piece in pieces}) == 1):
         raise CheckpointError(
             f"The {len(pieces)} shards of {name!r} do not make up its shape {shape}; use another checkpoint."
         )
-    result = torch.empty(shape, dtype=first.dtype)
-    for piece in pieces:
-        region = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-        result[region] = piece.tensor
-    return result

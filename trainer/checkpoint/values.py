@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...strategies.errors import CheckpointError, MissingDependencyError
 from ...strategies.sharded import Sharded
-from .pieces import Piece, is_sharded, own_piece
+from ...strategies.stored import StoredTensor
+from .pieces import Piece, is_sharded, layout_of, own_piece, writes
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -85,10 +86,12 @@ class Encoder:
         """What each `Sharded` became, by its place: the same object as in what `encode` returned."""
         self.is_shared = False
         """Whether ranks differ in what they hold."""
+        self.layout: dict[str, int] = {}
+        """The degrees of parallelism of the DTensors, by axis of their mesh."""
         self._is_first = self._is_own = is_first
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
-        self._kept: list[Piece] = []  # what is written elsewhere, or its memory would become another tensor's
+        self._kept: list[Piece] = []  # what is written elsewhere; or its memory would become another tensor's
 
     def encode(self, value: Any, path: str, key: str) -> Any:
         """Return `value` as what JSON can hold; see the function `encode`."""
@@ -172,18 +175,17 @@ class Encoder:
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
             )
-        self.is_shared |= is_shard
-        piece = own_piece(tensor, path) if is_shard else Piece.whole(tensor.detach())
-        if piece is None:
-            return self._new_key(key)
-        piece = _plain(piece)
-        own = piece.tensor
-        memory = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
-        if own.numel() and memory in self._known:
+        piece = _plain(own_piece(tensor, path) if is_shard else Piece.whole(tensor.detach()))
+        memory = _memory(piece.tensor)
+        if memory in self._known:
             return self._known[memory]
         unique = self._new_key(key)
-        self._known[memory] = unique
-        if self._is_own or is_shard:
+        if piece.tensor.numel():
+            self._known[memory] = unique
+        if is_shard:
+            self.is_shared = True
+            self.layout |= layout_of(tensor)
+        if writes(tensor, piece, key) if is_shard else self._is_own:
             self.pieces[unique] = piece
         else:
             self._kept.append(piece)
@@ -206,6 +208,13 @@ def _plain(piece: Piece) -> Piece:
     elif not tensor.is_neg():
         return piece
     return Piece(tensor.resolve_neg(), offsets)
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells whether two tensors are the same elements."""
+    if isinstance(tensor, StoredTensor):
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _unfit(tensor: Tensor) -> str:

@@ -65,7 +65,7 @@ def load_weights(
     Raises:
         CheckpointError: if it is none of these, is damaged, or if no name matches.
     """
-    weights = _read(Path(path))
+    weights = read_weights(Path(path))
     chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
     if weights and not chosen:
         raise CheckpointError(
@@ -119,10 +119,11 @@ def _matches(name: str, patterns: str | Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
+    """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is put together."""
     try:
         if path.is_dir():
-            return _read_folder(path)
+            return _read_folder(path, lazily=lazily)
         if path.suffix == ".safetensors":
             return _plain(read_tensors(MappedFile(path)))
         return _read_torch_file(path)
@@ -130,9 +131,9 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
 
 
-def _read_folder(folder: Path) -> dict[str, Tensor]:
+def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
     if (folder / MANIFEST).is_file():
-        state = load(folder, parts=[MODEL])[MODEL]
+        state = load(folder, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if (folder / _SINGLE).is_file():
         return _plain(read_tensors(MappedFile(folder / _SINGLE)))

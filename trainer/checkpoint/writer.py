@@ -247,7 +247,7 @@ def _take(state: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: Ranks
         return take(state, mesh)
     ranks.begin()
     try:
-        return take(state, mesh or {"dp_replicate": ranks.world_size}, is_first=ranks.rank == 0)
+        return take(state, mesh, rank=ranks.rank, world_size=ranks.world_size)
     except BaseException as error:
         ranks.fail(error)
         ranks.leave()
