@@ -1,23 +1,22 @@
 """The matrix: every strategy (a `Line`) times every way of training (a `Case`), each compared with one process."""
 
+import ctypes
 import math
-import pickle
-import sys
-import tempfile
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from two_nodes import run_together, two_nodes
+from two_nodes import two_nodes
 
 from echelon import LocalSGDStrategy, Loss, Strategy, Trainer, TrainModule, seed_everything
 from echelon.testing import run_ranks
 
 GLOBAL_BATCH = 24
+CLONE_NEWNET = 0x40000000
 EVEN, UNEVEN, ONE_LEFT = 72, 61, 49
 """Training samples: three whole global batches; with a rest of 13; with a rest of one, less than there are ranks."""
 
@@ -232,23 +231,35 @@ def train_all(line):
 
 
 def run(line):
-    """Return what each case of the line leaves on each rank; on two nodes, on rank 0 alone."""
+    """Return what each case of the line leaves on each rank."""
     if line.processes == 1:
         return by_case([train_all(line)])
     if line.nodes == 1:
         return by_case(run_ranks(train_all, line.processes, line))
-    with tempfile.TemporaryDirectory() as folder, two_nodes() as nodes:
-        path = Path(folder) / "ends"
-        commands = []
-        for rank, node in enumerate(nodes):
-            words = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={line.processes // 2}"]
-            words += [f"--node-rank={rank}", f"--master-addr={node.main_address}", "--master-port=29511"]
-            words += [str(Path(__file__).with_name("on_node.py")), str(LINES.index(line)), str(path)]
-            variables = {"PYTHONPATH": str(Path(__file__).parents[1])}
-            commands.append((node.command(sys.executable, *words), variables))
-        done = run_together(commands, timeout=100)
-        assert [code for code, _ in done] == [0, 0], "\n".join(output for _, output in done)
-        return by_case([pickle.loads(path.read_bytes())])
+    with two_nodes() as nodes:
+        return by_case(run_ranks(train_on_node, line.processes, line, nodes, timeout=100))
+
+
+def train_on_node(line, nodes):
+    """Train every case of the line in a process that moves to its node: a new one would import torch first."""
+    rank, on_each = int(os.environ["RANK"]), line.processes // len(nodes)
+    node = nodes[rank // on_each]
+    with open(f"/run/netns/{node.namespace}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot move to {node.namespace}")
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": line.processes,
+        "LOCAL_RANK": rank % on_each,
+        "LOCAL_WORLD_SIZE": on_each,
+        "GROUP_RANK": rank // on_each,
+        "GROUP_WORLD_SIZE": len(nodes),
+        "MASTER_PORT": 29511,
+    }
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name.endswith("_SOCKET_IFNAME")]:
+        del os.environ[name]
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR=node.main_address)
+    return train_all(line)
 
 
 def by_case(ranks):

@@ -11,7 +11,7 @@ from echelon.strategies.by_name import _BY_NAME
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 ONE_PROCESS = LINES[0]
 SQUARES = [(line, case) for line in LINES for case in CASES if line.takes(case)]
-LAUNCHED = {line.title: line for line in LINES if line.processes in (2, 3) and line.nodes == 1}
+LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2}
 
 
 @pytest.fixture(scope="module")

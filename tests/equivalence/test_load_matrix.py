@@ -1,0 +1,194 @@
+"""Every layout goes on from what every other has saved, optimizer and scheduler included, as if nothing had stopped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import ModelCheckpoint, Strategy, Trainer, TrainModule, seed_everything
+from echelon.strategies.fsdp import FSDPStrategy
+from echelon.testing import run_ranks
+
+GLOBAL_BATCH = 8
+SAVED_AT, LAST = 4, 9
+"""Optimizer steps; an epoch has six, so that it is inside of one that a run stops."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters and optimizer state lie while a run goes on."""
+
+    title: str
+    processes: int
+    make: Callable[[], Strategy | str]
+    mesh: dict[str, int]
+    """What the manifest says."""
+    shared: tuple[str, ...] = ()
+    """The parts of a checkpoint of which every rank writes something."""
+
+
+BOTH = ("model", "optimizers")
+LAYOUTS = [
+    Layout("single", 1, lambda: "single", {}),
+    Layout("ddp x 2", 2, lambda: "ddp", {"dp_replicate": 2}),
+    Layout("zero x 2", 2, lambda: "zero", {"dp_replicate": 2}, shared=("optimizers",)),
+    Layout("fsdp x 2", 2, FSDPStrategy, {"dp_shard": 2}, shared=BOTH),
+    Layout("fsdp x 4", 4, FSDPStrategy, {"dp_shard": 4}, shared=BOTH),
+    Layout("hsdp 2 x 2", 4, partial(FSDPStrategy, replicate=2), {"dp_replicate": 2, "dp_shard": 2}, shared=BOTH),
+]
+TITLES = [layout.title for layout in LAYOUTS]
+
+
+class Net(TrainModule):
+    """Parameters whose rows no number of ranks divides, fewer than ranks, tied, frozen; and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7)) for _ in range(2))
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.first(x * self.scale)
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.mse_loss(self.last(self.frozen(h) + self.tied(x)), y)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": trained[:3], "weight_decay": 0.1}, {"params": trained[3:], "lr": 0.01}]
+        optimizer = torch.optim.AdamW(groups, lr=0.03, amsgrad=True)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * LAST)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def train(layout: Layout, folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
+    """Train in a process of a layout up to so many steps, saving in `folder` at the end; return what the run is."""
+    seed_everything(3, verbose=False)
+    x = torch.randn(6 * GLOBAL_BATCH, 5).double()
+    trainer = Trainer(
+        strategy=layout.make(),
+        accelerator="cpu",
+        devices=1 if layout.processes == 1 else "auto",
+        precision="64-true",
+        max_steps=steps,
+        global_batch_size=GLOBAL_BATCH,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=SAVED_AT, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), GLOBAL_BATCH // layout.processes, shuffle=True)
+    module = Net()
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    scheduler: Any = module.lr_schedulers()
+    optimizer: Any = module.optimizers(use_pl_optimizer=False)
+    assert trainer.global_step == steps
+    rates = torch.tensor([group["lr"] for group in optimizer.param_groups] + scheduler.get_last_lr())
+    return {**trainer.strategy.full_model_state(), "rates": rates}
+
+
+def write(layouts: list[Layout], root: Path) -> None:
+    for layout in layouts:
+        train(layout, root / layout.title, SAVED_AT)
+
+
+def read_all(layouts: list[Layout], root: Path, scratch: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Let each of these layouts go on from what every layout has saved; return the ends by reader and writer."""
+    return {
+        reader.title: {
+            writer: train(reader, scratch / reader.title / writer, LAST, checkpoint_of(writer, root))
+            for writer in TITLES
+        }
+        for reader in layouts
+    }
+
+
+def checkpoint_of(title: str, root: Path) -> Path:
+    return root / title / f"epoch=0-step={SAVED_AT}.ckpt"
+
+
+def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function with the layouts of as many processes as it is called in; return what rank 0s gave."""
+    found = []
+    for number in sorted({layout.processes for layout in LAYOUTS}):
+        layouts = [layout for layout in LAYOUTS if layout.processes == number]
+        found.append(function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args)[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    on_ranks(write, root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ends(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Tensor]]]:
+    parts = on_ranks(read_all, saved, tmp_path_factory.mktemp("ends"))
+    return {reader: end for part in parts for reader, end in part.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return train(LAYOUTS[0], tmp_path_factory.mktemp("undisturbed"), LAST)
+
+
+@pytest.mark.parametrize("reader", TITLES)
+@pytest.mark.parametrize("writer", TITLES)
+def test_a_layout_goes_on_from_what_another_has_saved_as_if_nothing_had_stopped(
+    writer: str, reader: str, ends: dict[str, dict[str, dict[str, Tensor]]], undisturbed: dict[str, Tensor]
+) -> None:
+    end = ends[reader][writer]
+    assert end.keys() == undisturbed.keys()
+    for name, expected in undisturbed.items():
+        torch.testing.assert_close(end[name], expected, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=TITLES)
+def test_a_checkpoint_holds_everything_once_and_each_rank_writes_its_part(layout: Layout, saved: Path) -> None:
+    path, whole = checkpoint_of(layout.title, saved), checkpoint_of("single", saved)
+    manifest, reference = read_manifest(path), read_manifest(whole)
+    assert manifest.mesh == layout.mesh
+    assert manifest.parameters == reference.parameters
+    for part in ("model", "optimizers"):
+        names = manifest.parts[part]
+        number = layout.processes if part in layout.shared else 1
+        assert len(names) == number
+        shapes = [{n: t.numel() for n, t in load_file(path / name).items()} for name in names]
+        sizes = Counter(dict(reduce(add, (Counter(one) for one in shapes))))
+        assert sizes == {n: t.numel() for n, t in load_file(whole / reference.parts[part][0]).items()}
+        assert all(sum(one.values()) > sum(sizes.values()) / number / 2 for one in shapes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=TITLES)
+def test_an_export_is_one_file_that_safetensors_loads(layout: Layout, saved: Path, tmp_path: Path) -> None:
+    found = load_file(export(checkpoint_of(layout.title, saved), tmp_path))
+    expected = load_file(export(checkpoint_of("single", saved), tmp_path / "single"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    module = Net()
+    module.double()
+    missing, unexpected = load_model(module, tmp_path / "model.safetensors", strict=False)
+    assert not missing
+    assert not unexpected
