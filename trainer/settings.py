@@ -113,7 +113,6 @@ class Settings:
         _check_amounts(self)
         _check_combinations(self)
         Precision(self.precision)
-        ActivationCheckpointing.of(self.activation_checkpointing)
         check_strategy(self.strategy)
         profiler_by_name(self.profiler)
         parse_duration("max_time", self.max_time)
@@ -267,6 +266,12 @@ def _check_combinations(settings: Settings) -> None:
         raise ConfigError(
             f"global_batch_size={settings.global_batch_size} derives the accumulation itself, but "
             f"accumulate_grad_batches={settings.accumulate_grad_batches} is set too; give one of them."
+        )
+    recomputed = ActivationCheckpointing.of(settings.activation_checkpointing)
+    if settings.compile and recomputed is not None and recomputed.offload:
+        raise ConfigError(
+            f"compile={settings.compile!r:.40} cannot compile parts that move what they keep, but "
+            f"activation_checkpointing has offload={recomputed.offload}; drop one of them."
         )
     if not settings.barebones:
         return
