@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..strategies import Strategy
 from ..strategies.errors import CheckpointError
+from ..strategies.shards import local_part, shard_like, with_part
 
 AverageOne = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 AverageMany = Callable[..., None]
@@ -66,7 +67,7 @@ class AveragedWeights:
         averages = dict(zip(self._live.names, self._model.module.parameters(), strict=True))
         mine = {name: first for name, first in self._live.first_names().items() if name in state}
         return (
-            {**state, **{name: averages[first].detach() for name, first in mine.items()}},
+            {**state, **{name: self._live.whole(first, averages[first].detach()) for name, first in mine.items()}},
             {name: state[name] for name in mine},
         )
 
@@ -84,7 +85,7 @@ class AveragedWeights:
                 "were, or without weight averaging."
             )
         for name, average in zip(self._live.names, self._model.module.parameters(), strict=True):
-            average.copy_(state[name])
+            average.copy_(local_part(shard_like(state[name], self._live.parameters_of.get(name))))
         self._model.n_averaged.fill_(count)
         self.count = count
 
@@ -95,7 +96,7 @@ class _Live(nn.Module):
     def __init__(self, module: nn.Module, use_buffers: bool) -> None:
         super().__init__()
         self._of = (module,)  # in a tuple, so that it is no submodule
-        self._parameters_of = dict(module.named_parameters())
+        self.parameters_of = dict(module.named_parameters())
         saved = module.state_dict().keys() if use_buffers else ()
         self._averaged: dict[str, tuple[nn.Module, str]] = {}
         self._copied: list[tuple[nn.Module, str]] = []
@@ -107,19 +108,24 @@ class _Live(nn.Module):
                     self._averaged[name] = (owner, key)
                 else:
                     self._copied.append((owner, key))
-        self.num_parameters = len(self._parameters_of)
-        self.names = [*self._parameters_of, *self._averaged]
+        self.num_parameters = len(self.parameters_of)
+        self.names = [*self.parameters_of, *self._averaged]
         """What is averaged; a tensor with several names under its first."""
 
     def first_names(self) -> dict[str, str]:
         """Return all names of what is averaged, each with the first name of its tensor."""
-        first = {id(parameter): name for name, parameter in self._parameters_of.items()}
+        first = {id(parameter): name for name, parameter in self.parameters_of.items()}
         named = self._of[0].named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in named} | {name: name for name in self._averaged}
 
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Return a part, as `parameters` yields them, as a tensor that knows of which whole."""
+        like = self.parameters_of.get(name)
+        return part if like is None else with_part(like, part)
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield what is averaged."""
-        yield from self._parameters_of.values()
+        """Yield what is averaged; of what is sharded, this rank's part."""
+        yield from (local_part(parameter) for parameter in self.parameters_of.values())
         yield from (getattr(owner, key) for owner, key in self._averaged.values())
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:

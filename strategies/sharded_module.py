@@ -120,6 +120,9 @@ class ShardedModule:
         self.parameters = {parameter: name for name, parameter in module.named_parameters()}
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
+        self._is_in_step = False
+        if not is_manual:
+            self._forward, module.forward = module.forward, self._call  # type: ignore[method-assign]
 
     # --- sharding ----------------------------------------------------------------------------------------------------
 
@@ -229,11 +232,24 @@ class ShardedModule:
             self._check_batch(step_name, args)
         if self._is_manual:
             output = getattr(self.module, step_name)(*args)
-        else:
-            output = self._caller.rebuild(self._roots[0](step_name, *args))
+            if not torch.is_grad_enabled():
+                self.reshard()
+            return output
+        return self._run(step_name, *args)
+
+    def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+        self._is_in_step = True
+        try:
+            output = self._roots[0](step_name, *args, **kwargs)
+        finally:
+            self._is_in_step = False
         if not torch.is_grad_enabled():
             self.reshard()  # or hooks between steps would see, and change, copies of the parameters
-        return output
+        return self._caller.rebuild(output)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Be the module's ``forward``, which may also be called between steps; then it has to gather parameters."""
+        return self._forward(*args, **kwargs) if self._is_in_step else self._run("forward", *args, **kwargs)
 
     def _check_batch(self, step_name: str, args: Sequence[Any]) -> None:
         self._checked_steps.add(step_name)

@@ -21,7 +21,18 @@ def is_shard(value: object) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor; it shares the tensor's memory."""
-    return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.detach().to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def with_part(like: Any, part: Tensor) -> Tensor:
+    """Return a tensor cut as `like` is, of which this rank holds `part`."""
+    if not is_shard(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def shard_like(value: Any, like: Any) -> Any:
@@ -33,14 +44,11 @@ def shard_like(value: Any, like: Any) -> Any:
         return value
     if is_shard(value):
         return value.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     part = read_block(value, offsets, shape, like.device)
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return with_part(like, part)
 
 
 def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class StepCaller(nn.Module):
         self._returns_tensors = returns_tensors
         self._structure: Any = None
 
-    def forward(self, step_name: str, *args: Any) -> Any:
+    def forward(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the step, or add up the parameters given in its place.
 
         With `returns_tensors`, DDP gets the tensors of what the step returned as a list: it looks for them to find the
@@ -30,7 +30,7 @@ class StepCaller(nn.Module):
         if step_name == _WITHOUT_SAMPLES:
             output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
         else:
-            output = getattr(self.module, step_name)(*args)
+            output = getattr(self.module, step_name)(*args, **kwargs)
         if not self._returns_tensors:
             return output
         self._structure = output

@@ -298,7 +298,8 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
         if owner is not None and owner.hparams_logged
         for name, value in owner.hparams_initial.items()
     }
-    example = session.module.example_input_array
+    # a forward that communicates cannot be traced on one rank alone
+    example = None if session.strategy.forward_is_collective else session.module.example_input_array
     for logger in session.loggers:
         if is_resumed:
             logger.resume_at(session.state.global_step)
