@@ -9,6 +9,7 @@ from .early_stopping import EarlyStopping
 from .lambda_callback import LambdaCallback
 from .learning_rate_monitor import LearningRateMonitor
 from .loss_spike import LossSpikePolicy
+from .memory_report import MemoryReport
 from .model_checkpoint import ModelCheckpoint
 from .model_summary import ModelSummary, Summary, summarize
 from .nan_guard import NaNGuard
@@ -31,6 +32,7 @@ __all__ = [
     "LearningRateMonitor",
     "Logger",
     "LossSpikePolicy",
+    "MemoryReport",
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",

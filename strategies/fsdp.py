@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigError, ModuleError
 from .hardware import Hardware
+from .memory import MemoryShare
 from .mesh import Degrees, Replicas, make_mesh
 from .precision import Precision
 from .process_group import ProcessSettings
@@ -101,6 +102,11 @@ class FSDPStrategy(Strategy):
         if self.group is not None and self._mesh is None:
             self.degrees = self._degrees()
             self._mesh = make_mesh(self.device.type, self.degrees)
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        share = 1 / self.degrees.dp_shard
+        return MemoryShare(share, share, share)
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if self.group is None:

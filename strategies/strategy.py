@@ -14,6 +14,7 @@ from .collectives import Collectives, ReduceOp
 from .environment import Environment
 from .errors import ConfigError, ProcessError
 from .hardware import Hardware
+from .memory import MemoryShare
 from .nested import to_device
 from .optimizer_state import state_by_name, state_by_position
 from .precision import Precision
@@ -162,6 +163,11 @@ class Strategy(ABC):
     def data_size(self) -> int:
         """Into how many shares every global batch is cut."""
         return self.world_size
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        """How much of the module's memory each rank holds."""
+        return MemoryShare()
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         """Move, convert, wrap or shard the module; its parameters have their final identity afterwards.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .hardware import Hardware
+from .memory import MemoryShare
 from .optimizer_state import parameter_names
 from .precision import Precision
 from .process_group import ProcessSettings
@@ -41,6 +42,10 @@ class ZeroStrategy(Strategy):
     def check(self, hardware: Hardware, precision: Precision) -> None:
         super().check(hardware, precision)
         self.options.check(hardware.device_type)
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        return MemoryShare(optimizer=1 / self.world_size)
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         super().setup_module(module, is_manual=is_manual)

@@ -1,0 +1,132 @@
+"""MemoryReport: what each rank holds in its first steps, against what the strategy should let it hold."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategies.errors import ConfigError
+from ..strategies.memory import KeptForBackward, expected_memory, held_memory
+from .callback import Callback
+from .console import say
+from .run import Run
+from .table import boxed
+
+_KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "GPU memory, at most")
+
+
+class MemoryReport(Callback):
+    """Prints, after the first steps, the memory of parameters, gradients, optimizer state and activations.
+
+    Measured is the rank with the most of each: its own parts of parameters, gradients before an update and the state
+    after it, and what forward keeps for backward of one micro-batch. Expected is what the strategy shares out, as in
+    the arithmetic of ZeRO (Rajbhandari et al., 2020). The hooks that count what is kept slow these steps down.
+
+    Hooks run on every rank; rank 0 prints. After the report none of them does anything.
+
+    Args:
+        num_steps: the optimizer steps to watch.
+
+    Raises:
+        ConfigError: for fewer than one.
+    """
+
+    def __init__(self, num_steps: int = 2) -> None:
+        if num_steps < 1:
+            raise ConfigError(f"num_steps={num_steps} of MemoryReport is not possible; give 1 or more.")
+        self._num_steps = num_steps
+        self.measured: dict[str, float] = {}
+        """In bytes, of the rank with the most; there after the report, on every rank."""
+        self.expected: dict[str, float] = {}
+        """In bytes, of each rank."""
+        self._steps_left = num_steps
+        self._kept: KeptForBackward | None = None
+        self._gradients = self._activations = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the report."""
+        return {"measured": self.measured, "expected": self.expected}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take the report."""
+        self.measured, self.expected = dict(state_dict["measured"]), dict(state_dict["expected"])
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Begin anew."""
+        self._steps_left, self._gradients, self._activations = self._num_steps, 0.0, 0.0
+
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """Count what forward keeps."""
+        self._begin()
+
+    def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
+        """Stop counting: nothing more is kept."""
+        self._end()
+
+    def on_after_backward(self, trainer: Run, module: nn.Module) -> None:
+        """Count again, for a step that has several backwards."""
+        self._begin()
+
+    def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
+        """Measure the gradients, which are complete."""
+        self._end()
+        if self._steps_left:
+            self._gradients = max(self._gradients, held_memory(module, []).gradients)
+
+    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop counting, also after a step without a backward."""
+        self._end()
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Report after the last of the steps to watch."""
+        if self._steps_left:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._report(trainer, module)
+
+    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+        """Report on a run that has ended before."""
+        if self._steps_left:
+            self._steps_left = 0
+            self._report(trainer, module)
+
+    def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
+        """Stop counting."""
+        self._end()
+
+    def _begin(self) -> None:
+        if self._steps_left and self._kept is None:
+            self._kept = KeptForBackward()
+            self._kept.__enter__()
+
+    def _end(self) -> None:
+        if self._kept is not None:
+            self._kept.__exit__()
+            self._activations = max(self._activations, self._kept.num_bytes)
+            self._kept = None
+
+    def _report(self, trainer: Run, module: nn.Module) -> None:
+        strategy, optimizers = trainer.strategy, list(trainer.optimizers)
+        held = held_memory(module, optimizers)
+        on_gpu = torch.cuda.max_memory_allocated(strategy.device) if strategy.device.type == "cuda" else 0
+        mine = [held.parameters, self._gradients, held.optimizer, self._activations, on_gpu]
+        most = strategy.all_reduce([float(number) for number in mine], "max")
+        self.measured = {kind: number for kind, number in zip(_KINDS, most, strict=True) if number}
+        expected = expected_memory(module, optimizers, strategy.memory_share)
+        shared = strategy.all_reduce([expected.parameters, expected.gradients, expected.optimizer], "max")
+        self.expected = dict(zip(_KINDS, shared, strict=False))
+        if trainer.is_global_zero:
+            say(self._table(strategy.world_size))
+
+    def _table(self, world_size: int) -> str:
+        where = "measured" if world_size == 1 else f"measured, most of {world_size} ranks"
+        rows = [[kind, _size(self.measured.get(kind)), _size(self.expected.get(kind))] for kind in _KINDS[:4]]
+        rows += [[kind, _size(self.measured[kind]), "-"] for kind in _KINDS[4:] if kind in self.measured]
+        return boxed(["Memory", where, "expected"], rows, "<>>")
+
+
+def _size(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:.3f} MB"
