@@ -1,0 +1,26 @@
+"""The benchmark of DDP runs, at a size that measures nothing, and prints what it promises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ddp.py"
+
+
+def test_ddp_trains_every_model_by_hand_and_by_echelon(tmp_path):
+    words = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--no-lightning", "--json")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    models = json.loads(done.stdout)["models"]
+    assert list(models) == ["mlp", "resnet", "gpt"]
+    for rows in models.values():
+        assert list(rows) == ["by hand", "echelon", "echelon barebones"]
+        for row in rows.values():
+            [[clock, _]] = row["rounds"]
+            assert row["us_per_step"] == pytest.approx(clock) and clock > 0
+    assert list(tmp_path.iterdir()) == []
