@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import ModelCheckpoint, Strategy, Trainer, TrainModule, seed_everything
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
+from echelon.trainer.checkpoint import export
+from echelon.trainer.checkpoint.manifest import read_manifest
 
 GLOBAL_BATCH = 8
 SAVED_AT, LAST = 4, 9
@@ -131,7 +133,7 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     found = []
     for number in sorted({layout.processes for layout in LAYOUTS}):
         layouts = [layout for layout in LAYOUTS if layout.processes == number]
-        found.append(function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args)[0])
+        found.append(function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args, timeout=110)[0])
     return found
 
 
@@ -177,7 +179,7 @@ def test_a_checkpoint_holds_everything_once_and_each_rank_writes_its_part(layout
         shapes = [{n: t.numel() for n, t in load_file(path / name).items()} for name in names]
         sizes = Counter(dict(reduce(add, (Counter(one) for one in shapes))))
         assert sizes == {n: t.numel() for n, t in load_file(whole / reference.parts[part][0]).items()}
-        assert all(sum(one.values()) > sum(sizes.values()) / number / 2 for one in shapes)
+        assert all(sum(one.values()) > sum(sizes.values()) / number / 4 for one in shapes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=TITLES)

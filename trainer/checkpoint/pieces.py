@@ -6,6 +6,7 @@ import sys
 import zlib
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -45,6 +46,8 @@ def own_piece(tensor: Any, path: str) -> Piece:
         raise CheckpointError(
             f"{path} is a DTensor with placements {placements}; call its redistribute() before saving."
         )
+    if not tensor.numel():
+        return Piece.whole(torch.empty(tensor.shape, dtype=tensor.dtype))
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return Piece(tensor.detach().to_local(), tuple(offsets))
 

@@ -162,17 +162,25 @@ def _check_blocks(name: str, pieces: Sequence[Piece]) -> None:
     if len(pieces) == 1 and not any(pieces[0].offsets):
         return
     spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in pieces if p.tensor.numel()]
-    shape = [max(stop for _, stop in along) for along in zip(*spans, strict=True)]
+    are_alike = len({(piece.tensor.dtype, piece.tensor.dim()) for piece in pieces}) == 1
+    if not (spans and are_alike and _are_apart(spans) and _are_complete(spans)):
+        found = ", ".join(f"{list(p.tensor.shape)} of {p.tensor.dtype} at {list(p.offsets)}" for p in pieces[:5])
+        raise CheckpointError(
+            f"The {len(pieces)} shards of {name!r} do not make up its shape, found {found}; use another checkpoint."
+        )
+
+
+def _are_apart(spans: Sequence[Sequence[tuple[int, int]]]) -> bool:
     cut = [index for index, along in enumerate(zip(*spans, strict=True)) if len(set(along)) > 1]
     if len(cut) == 1:  # the usual case, for which a thousand pieces take no time
-        are_apart = all(one[1] <= other[0] for one, other in pairwise(sorted(span[cut[0]] for span in spans)))
-    else:
-        are_apart = all(
-            any(one[1] <= other[0] or other[1] <= one[0] for one, other in zip(*pair, strict=True))
-            for pair in combinations(spans, 2)
-        )
-    is_complete = sum(piece.tensor.numel() for piece in pieces) == math.prod(shape)
-    if not (is_complete and are_apart and len({piece.tensor.dtype for piece in pieces}) == 1):
-        raise CheckpointError(
-            f"The {len(pieces)} shards of {name!r} do not make up its shape {shape}; use another checkpoint."
-        )
+        along = sorted(span[cut[0]] for span in spans)
+        return all(stop <= start for (_, stop), (start, _) in pairwise(along))
+    return all(
+        any(one[1] <= other[0] or other[1] <= one[0] for one, other in zip(*pair, strict=True))
+        for pair in combinations(spans, 2)
+    )
+
+
+def _are_complete(spans: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    shape: list[int] = [max(stop for _, stop in along) for along in zip(*spans, strict=True)]
+    return sum(math.prod(stop - start for start, stop in span) for span in spans) == math.prod(shape)
