@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -45,6 +45,8 @@ class ModelSummary(Callback):
         strategy = trainer.strategy
         with strategy.forward_context:
             summary = summarize(module, self._max_depth, precision=strategy.precision)
+        if strategy.memory_share.parameters < 1:
+            summary = replace(summary, bytes_on_a_rank=summary.parameter_bytes * strategy.memory_share.parameters)
         if trainer.is_global_zero:
             say(str(summary))
 
@@ -78,6 +80,8 @@ class Summary:
     has_lazy: bool
     flops: int | None = None
     """Of one forward pass of the example input; None without one."""
+    bytes_on_a_rank: float | None = None
+    """Of parameters, where a strategy shares them out; `MemoryReport` measures what is really held."""
 
     def __str__(self) -> str:
         lines = [self._table()] if self.layers else []
@@ -86,9 +90,11 @@ class Summary:
             "non-trainable parameters": human(self.total_parameters - self.trainable_parameters),
             "parameters in total": human(self.total_parameters),
             "of parameters": f"{self.parameter_bytes / 1e6:.3f} MB",
-            "modules in train mode": str(self.num_training),
-            "modules in eval mode": str(self.num_eval),
         }
+        if self.bytes_on_a_rank is not None:
+            facts["of them on each rank"] = f"{self.bytes_on_a_rank / 1e6:.3f} MB"
+        facts["modules in train mode"] = str(self.num_training)
+        facts["modules in eval mode"] = str(self.num_eval)
         if self.flops is not None:
             facts["FLOPs for one forward pass of the example input"] = human(self.flops)
         width = max(len(value) for value in facts.values())

@@ -1,5 +1,7 @@
 """The memory report: bytes that can be worked out by hand, on one process and on two."""
 
+import contextlib
+import io
 import os
 import warnings
 
@@ -62,8 +64,7 @@ def report(strategy="single", kind=Net, num_batches=4, **settings):
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
+        **{"enable_model_summary": False, **settings},
     )
     trainer.fit(kind(), DataLoader(data, BATCH))
     return memory.measured, memory.expected
@@ -111,15 +112,25 @@ def test_a_number_of_steps_that_cannot_be_is_refused():
         MemoryReport(0)
 
 
+def summary_of_shards():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        report(FSDPStrategy(), enable_model_summary=True)
+    return printed.getvalue()
+
+
 def of_all():
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")
-    return {name: report(name) for name in ("ddp", "zero")} | {"fsdp": report(FSDPStrategy())}
+    reports = {name: report(name) for name in ("ddp", "zero")} | {"fsdp": report(FSDPStrategy())}
+    return reports, summary_of_shards()
 
 
 def test_two_ranks_hold_what_their_strategy_shares_out():
-    first, second = run_ranks(of_all, 2)
+    (first, printed), (second, _) = run_ranks(of_all, 2)
     assert first == second
+    assert f"{WHOLE / 1e6:.3f} MB  of parameters" in printed
+    assert f"{WHOLE / 2e6:.3f} MB  of them on each rank" in printed
     kept = 5 * 8 * BATCH * WIDTH
     half = WHOLE // 2
     assert first["ddp"][0] == values(WHOLE, WHOLE, 2 * WHOLE + SCALARS) | {"activations": kept}
