@@ -123,7 +123,7 @@ class _Live(nn.Module):
         like = self.parameters_of.get(name)
         return part if like is None else with_part(like, part)
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:  # type: ignore[override]  # parts are no Parameter
         """Yield what is averaged; of what is sharded, this rank's part."""
         yield from (local_part(parameter) for parameter in self.parameters_of.values())
         yield from (getattr(owner, key) for owner, key in self._averaged.values())

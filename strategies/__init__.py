@@ -6,6 +6,7 @@ from .activation_checkpointing import ActivationCheckpointing
 from .by_name import check_strategy
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
+from .fsdp import FSDPStrategy
 from .hardware import Hardware
 from .local_sgd import LocalSGDStrategy
 from .placement import place
@@ -20,6 +21,7 @@ __all__ = [
     "DDPOptions",
     "DDPStrategy",
     "DataParallelStrategy",
+    "FSDPStrategy",
     "Hardware",
     "LocalSGDStrategy",
     "Precision",

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
 from .errors import ConfigError, did_you_mean
+from .fsdp import FSDPStrategy
 from .local_sgd import LocalSGDStrategy
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
 from .zero import ZeroStrategy
 
-_BY_NAME: Final[dict[str, type[Strategy]]] = {
-    strategy.name: strategy
-    for strategy in (
-        SingleDeviceStrategy,
-        DataParallelStrategy,
-        DDPStrategy,
-        ZeroStrategy,
-        LocalSGDStrategy,
-    )
+_BY_NAME: Final[dict[str, Callable[[], Strategy]]] = {
+    **{
+        strategy.name: strategy
+        for strategy in (
+            SingleDeviceStrategy,
+            DataParallelStrategy,
+            DDPStrategy,
+            ZeroStrategy,
+            LocalSGDStrategy,
+            FSDPStrategy,
+        )
+    },
+    "hsdp": partial(FSDPStrategy, replicate="nodes"),
 }
 
 

@@ -53,10 +53,10 @@ class ShardingOptions:
         """
         shards, reshard = degrees.dp_shard, self.reshard_after_forward
         if not isinstance(reshard, bool) and (reshard < 2 or shards % reshard):
-            divisors = [d for d in range(2, shards) if shards % d == 0]
+            possible = [True, False, *(d for d in range(2, shards) if shards % d == 0)]
             raise ConfigError(
-                f"reshard_after_forward={reshard} is no part of the {shards} shards of {degrees}; give True, "
-                f"False{''.join(f' or {d}' for d in divisors)}."
+                f"reshard_after_forward={reshard} does not divide the {shards} shards of {degrees}; give one of "
+                f"{', '.join(map(str, possible))}."
             )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) < 0:
@@ -122,7 +122,7 @@ class ShardedModule:
         self._checked_steps: set[str] = set()
         self._is_in_step = False
         if not is_manual:
-            self._forward, module.forward = module.forward, self._call  # type: ignore[method-assign]
+            self._forward, module.forward = module.forward, self._call
 
     # --- sharding ----------------------------------------------------------------------------------------------------
 

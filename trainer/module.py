@@ -79,6 +79,12 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
     def configure_model(self) -> None:
         """Build layers here rather than in ``__init__`` when the strategy should decide where; may be called twice."""
 
+    def configure_sharding(self, mesh: Any) -> None:
+        """Shard parts of the module with torch's ``fully_shard(part, mesh=mesh)``, inner ones first.
+
+        Called by a strategy that shards parameters, which then shards the rest; by default it chooses the parts, too.
+        """
+
     def configure_optimizers(self) -> Any:
         """Return an optimizer; or several, with schedulers or without.
 

@@ -9,6 +9,7 @@ from itertools import product
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from two_nodes import two_nodes
 
@@ -96,6 +97,11 @@ def is_linear(case):
     return case.optimizer == "sgd" and case.clip is None
 
 
+def is_hard(case):
+    """Whether ranks have different numbers of samples, in several micro-batches."""
+    return case.accumulate == 2 and case.samples != EVEN
+
+
 LINES = [
     Line("single"),
     Line("dp", devices=2),
@@ -106,6 +112,9 @@ LINES = [
     Line("zero", 2),
     Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100)),
     Line("local_sgd", 2, note=", period 1", make=lambda: LocalSGDStrategy(period=1), takes=is_linear),
+    Line("fsdp", 2),
+    Line("fsdp", 4, takes=is_hard),
+    Line("hsdp", 4, takes=is_hard),
 ]
 
 
@@ -213,10 +222,15 @@ def train(case, line, **where):
     trainer.fit(module, DataLoader(trained, batch_size, shuffle=True), DataLoader(validated, 4))
     callback_metrics, metrics = plain(trainer.callback_metrics), plain(trainer.logged_metrics)
     counts = trainer.global_step, trainer.samples_seen
-    state = {name: value.clone() for name, value in module.state_dict().items()}
+    state = {name: whole(value).clone() for name, value in module.state_dict().items()}
     metrics |= trainer.validate(module, DataLoader(validated, 5), verbose=False)[0]
     metrics |= trainer.test(module, DataLoader(tested, 3), verbose=False)[0]
     return End(state, metrics, callback_metrics, *counts)
+
+
+def whole(tensor):
+    """Return a tensor, put together if it is in shards; every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def plain(values):
@@ -235,7 +249,7 @@ def run(line):
     if line.processes == 1:
         return by_case([train_all(line)])
     if line.nodes == 1:
-        return by_case(run_ranks(train_all, line.processes, line))
+        return by_case(run_ranks(train_all, line.processes, line, timeout=100))
     with two_nodes() as nodes:
         return by_case(run_ranks(train_on_node, line.processes, line, nodes, timeout=100))
 
