@@ -122,7 +122,8 @@ class ActivationCheckpointing:
                 f"{kinds or 'no parts'}; it looked for {sought}. Name the parts: ActivationCheckpointing(modules=...) "
                 "takes their classes, or a function of a part's name and the part."
             )
-        return found[:: self.every]
+        unique = {part: name for name, part in reversed(found)}  # a part may stand in two places
+        return [(name, part) for part, name in reversed(unique.items())][:: self.every]
 
 
 @contextmanager
@@ -153,7 +154,8 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
 
     own = vars(part).get("forward")
     options: dict[str, Any] = {"use_reentrant": False}
-    if setting.mode == "selective":
+    is_selective = setting.mode == "selective"
+    if is_selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         # torch 2.14 lets hooks such as those of offloading see what is kept, unasked from a later version on
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
@@ -171,9 +173,9 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
                 return plain(*args, **kwargs)
             if kwargs:  # checkpoint has arguments of its own
                 plain = partial(plain, **kwargs)
-            # compiled code changes buffers once, at its end
-            if has_buffers and not torch.compiler.is_compiling():
-                plain = _WithBuffers(plain, self, changing)
+            if not torch.compiler.is_compiling():  # compiled code changes buffers once, and has no cache of casts
+                plain = _without_cast_cache(plain) if is_selective else plain
+                plain = _WithBuffers(plain, self, changing) if has_buffers else plain
             return checkpoint(plain, *args, **options)
 
     return forward
@@ -182,6 +184,20 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
 def _is_layer(part: nn.Module) -> bool:
     """Return whether a part is a single layer of torch's, which keeps little but its input anyway."""
     return type(part).__module__.startswith("torch.nn.") and next(part.children(), None) is None
+
+
+def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let autocast cast each weight anew: selective checkpointing counts the casts, which have to be as many again."""
+
+    def call(*args: Any) -> Any:
+        was_enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return function(*args)
+        finally:
+            torch.set_autocast_cache_enabled(was_enabled)
+
+    return call
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

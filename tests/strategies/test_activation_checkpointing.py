@@ -1,17 +1,20 @@
 """What is computed again gives the same numbers, keeps less memory, and leaves no trace in the module."""
 
+import copy
 import os
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ActivationCheckpointing, ConfigError, Trainer, TrainModule, seed_everything
 from echelon.strategies import DataParallelStrategy
 from echelon.strategies.activation_checkpointing import checkpointed
 from echelon.strategies.blocks import repeated_blocks
+from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
 
 WIDTH = 16
@@ -238,16 +241,25 @@ def test_offloading_is_refused_where_it_would_keep_the_module_from_being_compile
 def of_all():
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")
-    modules = [trained(setting) for setting in (None, "full", "selective")]
-    return [({n: v.clone() for n, v in m.state_dict().items()}, m.kept_bytes[-1], m.calls) for m in modules]
+    found = []
+    for strategy in ("ddp", FSDPStrategy(), FSDPStrategy(policy=nn.Linear, reshard_after_forward=False)):
+        for setting in (None, "full", "selective"):
+            module = trained(setting, strategy=strategy)
+            state = {name: whole(value) for name, value in module.state_dict().items()}
+            found.append((setting, state, module.kept_bytes[-1], module.calls))
+    return found
 
 
-def test_two_ranks_of_ddp_end_the_same():
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def test_ranks_of_ddp_and_fsdp_end_the_same():
     for rank in run_ranks(of_all, 2):
-        (expected, everything, calls), *others = rank
-        for state, kept, more_calls in others:
-            assert kept < everything
-            assert more_calls == 2 * calls
+        _, expected, everything, calls = rank[0]
+        for setting, state, kept, more_calls in rank:
+            assert kept < everything or setting is None
+            assert more_calls == (1 if setting is None else 2) * calls
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
@@ -340,6 +352,36 @@ def test_a_forward_of_an_instance_is_called_and_put_back():
         assert torch.equal(net[0](torch.ones(1, requires_grad=True)), torch.full((1,), 2.0))
     assert vars(net[0])["forward"] is mine
     assert "forward" not in vars(net[1])
+
+
+def test_a_block_that_is_used_twice_is_computed_again_twice_in_mixed_precision():
+    def gradients(setting):
+        torch.manual_seed(0)
+        net = nn.Sequential(Plain(), Plain())
+        with checkpointed(net, setting), torch.autocast("cpu", torch.bfloat16):
+            loss = net(net(torch.ones(2, WIDTH))).float().sum()
+        loss.backward()
+        return [p.grad for p in net.parameters()]
+
+    torch.testing.assert_close(gradients(ActivationCheckpointing()), gradients(None), rtol=0, atol=0)
+    # without autocast's cache a weight is cast for each use, and its gradients are added in float32
+    selective = gradients(ActivationCheckpointing(mode="selective"))
+    torch.testing.assert_close(selective, gradients(None), rtol=2e-2, atol=2e-2)
+
+
+def test_a_block_in_two_lists_is_one_part():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.ModuleList([Plain(), Plain()])
+            self.second = nn.ModuleList(self.first)
+
+    module, setting = Shared(), ActivationCheckpointing()
+    assert [name for name, _ in setting.parts(module)] == ["first.0", "first.1"]
+    with checkpointed(module, setting):
+        copied = copy.deepcopy(module)
+        assert vars(copied.first[0])["forward"].__self__ is copied.first[0]
+    assert "forward" not in vars(module.first[0])
 
 
 @pytest.mark.gpu
