@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ActivationCheckpointing, ConfigError, Trainer, TrainModule, seed_everything
+from echelon import ActivationCheckpointing, ConfigError, ModelCheckpoint, Trainer, TrainModule, seed_everything
 from echelon.strategies import DataParallelStrategy
-from echelon.strategies.activation_checkpointing import checkpointed
+from echelon.strategies.activation_checkpointing import _policy, checkpointed
 from echelon.strategies.blocks import repeated_blocks
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
@@ -115,7 +116,7 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def fit(module, setting, **settings):
+def fit(module, setting, ckpt_path=None, **settings):
     """Train six steps of four samples, with a validation in between, in this process or as a rank of a run."""
     quiet = {
         "strategy": "ddp" if world_size() > 1 else "single",
@@ -128,7 +129,7 @@ def fit(module, setting, **settings):
         "enable_model_summary": False,
     }
     trainer = Trainer(activation_checkpointing=setting, **{**quiet, **settings})
-    trainer.fit(module, DataLoader(data(), 4 // world_size(), shuffle=True), DataLoader(data(), 4))
+    trainer.fit(module, DataLoader(data(), 4 // world_size(), shuffle=True), DataLoader(data(), 4), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -176,6 +177,14 @@ def test_a_later_fit_without_the_setting_keeps_everything():
     less = module.kept_bytes[-1]
     fit(module, None)
     assert module.kept_bytes[-1] > 5 * less
+
+
+def test_a_run_goes_on_with_another_setting(plain, tmp_path):
+    saving = {"enable_checkpointing": True, "callbacks": ModelCheckpoint(tmp_path, save_last=True)}
+    trained("full", max_epochs=1, **saving)
+    module = Net()
+    fit(module, "selective", ckpt_path=tmp_path / "last.ckpt")
+    assert_same(module, plain)
 
 
 def test_the_module_is_as_it_was_after_an_error():
@@ -312,6 +321,23 @@ def test_a_module_without_blocks_is_refused_with_what_was_looked_for():
 def test_a_setting_that_cannot_be_is_refused(make, found):
     with pytest.raises(ConfigError, match=found):
         make()
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "is_kept"),
+    [
+        (torch.ops.aten.addmm.default, (), True),
+        (torch.ops.aten.convolution.default, (), True),
+        (torch.ops.aten.gelu.default, (), False),
+        (torch.ops._c10d_functional.all_reduce.default, (), True),
+        (torch.ops._c10d_functional.wait_tensor.default, (), True),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, ("q", "k", "v"), True),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, ("q", "k", "v", 0.1), False),
+        (torch.ops.aten._scaled_dot_product_efficient_attention.default, ("q", "k", "v", None, True, 0.1), False),
+    ],
+)
+def test_selective_keeps_what_is_dear_and_draws_no_random_numbers(operator, args, is_kept):
+    assert (_policy(None, operator, *args) is CheckpointPolicy.MUST_SAVE) == is_kept
 
 
 # --- details
