@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -184,7 +185,8 @@ def make_plan(module: nn.Module, names: Sequence[str], reshard: Reshard, layout:
 
 def _largest_share(parameter: torch.Tensor, num_shards: int) -> int:
     rows = -(-parameter.shape[0] // num_shards)
-    return rows * parameter[0].numel() * parameter.element_size() if parameter.numel() else 0
+    # from the shape, for an index into a shard is a collective
+    return rows * prod(parameter.shape[1:]) * parameter.element_size()
 
 
 def _has_parameters(module: nn.Module) -> bool:
