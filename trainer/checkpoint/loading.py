@@ -68,7 +68,7 @@ def verify(path: str | Path) -> Manifest:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    open_files(folder, manifest, manifest.files, verify=manifest.files)
+    open_files(folder, manifest, manifest.files, verify=manifest.files, constant=manifest.files)
     return manifest
 
 
