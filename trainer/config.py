@@ -12,7 +12,7 @@ from torch import nn
 
 from ..callbacks.callback import Callback
 from ..callbacks.run import Run
-from ..strategies import Strategy
+from ..strategies import ActivationCheckpointing, Strategy
 from ..strategies.errors import ConfigError, did_you_mean
 from .data import DataModule
 from .loggers.common import replace_text
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _KEYS: Final = ("seed", "trainer", "module", "data", "ckpt_path")
-_BASES: Final[Mapping[str, type]] = {"callbacks": Callback, "strategy": Strategy, "profiler": Profiler}
+_BASES: Final[Mapping[str, type]] = {
+    "activation_checkpointing": ActivationCheckpointing,
+    "callbacks": Callback,
+    "strategy": Strategy,
+    "profiler": Profiler,
+}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from echelon import Callback, DataModule, Trainer, TrainModule
+from echelon import ActivationCheckpointing, Callback, DataModule, Trainer, TrainModule
 from echelon.strategies.errors import ConfigError
 from echelon.trainer.config import build_config, check_config, load_config
 from echelon.trainer.targets import find_class
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Callback, DataModule, TrainModule
+from echelon import ActivationCheckpointing, Callback, DataModule, TrainModule
 
 if TYPE_CHECKING:
     from somewhere import Unknown
@@ -169,6 +169,15 @@ def test_a_single_callback_needs_no_list(config: Path) -> None:
     built = build_config(load_config(config))
     assert "Mine" in [type(callback).__name__ for callback in built.trainer.callbacks]
     assert built.data is None
+
+
+def test_a_setting_may_be_an_object_of_ours(config: Path) -> None:
+    wanted = "{_target_: echelon.ActivationCheckpointing, every: 2, offload: true}"
+    config.write_text(
+        f"trainer: {{logger: false, activation_checkpointing: {wanted}}}\nmodule: {{_target_: config_parts.Net}}"
+    )
+    built = build_config(load_config(config))
+    assert built.trainer.settings.activation_checkpointing == ActivationCheckpointing(every=2, offload=True)
 
 
 @pytest.mark.parametrize(
