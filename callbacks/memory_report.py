@@ -22,8 +22,9 @@ class MemoryReport(Callback):
     """Prints, after the first steps, the memory of parameters, gradients, optimizer state and activations.
 
     Measured is the rank with the most of each: its own parts of parameters, gradients before an update and the state
-    after it, and what forward keeps for backward of one micro-batch. Expected is what the strategy shares out, as in
-    the arithmetic of ZeRO (Rajbhandari et al., 2020). The hooks that count what is kept slow these steps down.
+    after it, and what forward keeps for backward of one micro-batch (but not in the threads of ``strategy="dp"``).
+    Expected is what the strategy shares out, as in the arithmetic of ZeRO (Rajbhandari et al., 2020). The hooks that
+    count what is kept slow these steps down.
 
     Hooks run on every rank; rank 0 prints. After the report none of them does anything.
 
@@ -114,7 +115,7 @@ class MemoryReport(Callback):
         on_gpu = torch.cuda.max_memory_allocated(strategy.device) if strategy.device.type == "cuda" else 0
         mine = [held.parameters, self._gradients, held.optimizer, self._activations, on_gpu]
         most = strategy.all_reduce([float(number) for number in mine], "max")
-        self.measured = {kind: number for kind, number in zip(_KINDS, most, strict=True) if number}
+        self.measured = dict(zip(_KINDS if on_gpu else _KINDS[:4], most, strict=False))
         expected = expected_memory(module, optimizers, strategy.memory_share)
         shared = strategy.all_reduce([expected.parameters, expected.gradients, expected.optimizer], "max")
         self.expected = dict(zip(_KINDS, shared, strict=False))
