@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .deferred_init import DeferredInit
 from .errors import ConfigError, ModuleError
 from .hardware import Hardware
 from .memory import MemoryShare
@@ -41,6 +43,8 @@ class FSDPStrategy(Strategy):
         sync_each_micro_batch: with several micro-batches a step, reduce gradients after each: more communication, but
             the memory of a shard; otherwise the gradients of the whole module wait on each rank for the last.
         cpu_offload: keep parameters, gradients and optimizer state on the CPU; the update is computed there.
+        deferred_init: build what ``configure_model`` builds without memory, and fill the shards tensor by tensor, with
+            the values that one process would have: for a module larger than the memory of one process.
         mixed_precision: torch's ``MixedPrecisionPolicy`` in place of the one that the trainer's precision means; its
             ``output_dtype`` holds for the outputs of steps.
         settings: those of the processes, see `ProcessSettings`.
@@ -62,6 +66,7 @@ class FSDPStrategy(Strategy):
         backward_prefetch: int = 0,
         sync_each_micro_batch: bool = False,
         cpu_offload: bool = False,
+        deferred_init: bool = False,
         mixed_precision: Any = None,
         **settings: Unpack[ProcessSettings],
     ) -> None:
@@ -76,10 +81,12 @@ class FSDPStrategy(Strategy):
             cpu_offload=cpu_offload,
             mixed_precision=mixed_precision,
         )
+        self.deferred_init = deferred_init
         self.degrees = Degrees()
         """How the ranks are laid out; known as soon as a trainer has this strategy."""
         self._mesh: Any = None
         self._sharded: ShardedModule | None = None
+        self._deferred = DeferredInit()
 
     # --- before any process is started -------------------------------------------------------------------------------
 
@@ -108,6 +115,10 @@ class FSDPStrategy(Strategy):
         share = 1 / self.degrees.dp_shard
         return MemoryShare(share, share, share)
 
+    def building(self) -> AbstractContextManager[object]:
+        self._deferred = DeferredInit()
+        return self._deferred.recording() if self.deferred_init and self.group is not None else nullcontext()
+
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if self.group is None:
             super().setup_module(module, is_manual=is_manual)
@@ -120,6 +131,7 @@ class FSDPStrategy(Strategy):
                 )
             return  # evaluated after it was trained, say
         self.module = module
+        places = self._deferred.places(module)  # those of parameters in their first dtype
         self.precision.convert_module(module)
         self._sharded = ShardedModule(
             module,
@@ -131,6 +143,8 @@ class FSDPStrategy(Strategy):
             # also where it is evaluated, for it may be trained next
             is_manual=is_manual or not getattr(module, "automatic_optimization", True),
         )
+        self._sharded.fill(self._deferred, places)
+        self._deferred = DeferredInit()
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if self._sharded is None:

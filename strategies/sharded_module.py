@@ -9,18 +9,19 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .blocks import CONTAINERS
 from .collectives import Collectives
+from .deferred_init import DeferredInit, Places
 from .errors import ConfigError, ModuleError
 from .mesh import Degrees
 from .nested import iterate_tensors
 from .precision import Precision
 from .replica import copy_from_first
 from .sharding_policy import Policy, Reshard, ShardingPlan, find_units, make_plan
-from .shards import is_shard
+from .shards import is_shard, local_part, shard_like
 from .step_caller import StepCaller
 
 _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -117,7 +118,7 @@ class ShardedModule:
         self._set_prefetch()
         if device.type == "cpu":
             _match_inputs_of_norms(module)
-        self.parameters = {parameter: name for name, parameter in module.named_parameters()}
+        self.parameters = _names(module)
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
         self._is_in_step = False
@@ -163,7 +164,7 @@ class ShardedModule:
 
     def _make_equal(self, part: nn.Module) -> None:
         """Bring the tensors of a part that are not sharded yet to the device, with rank 0's values."""
-        tensors = [tensor for tensor in chain(part.parameters(), part.buffers()) if not is_shard(tensor)]
+        tensors = [t for t in chain(part.parameters(), part.buffers()) if not (is_shard(t) or t.is_meta)]
         for tensor in tensors:
             tensor.data = tensor.data.to(self._device)
         copy_from_first(tensors, self._collectives)
@@ -202,6 +203,36 @@ class ShardedModule:
         )
         # an inner part that returned float32 would meet the next one's parameters
         return policy if is_root else replace(policy, output_dtype=None)
+
+    def fill(self, deferred: DeferredInit, places: Places) -> None:
+        """Give what has no memory yet its shard of the values that were recorded. Collective: every rank calls it.
+
+        Raises:
+            ModuleError: for tensors of which none were.
+        """
+        module = self.module
+        known = {name for names in places.values() for name in names}
+        empty = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
+        if not empty:
+            return
+        if empty - known:
+            raise ModuleError(
+                f"{', '.join(sorted(empty - known)[:5])} of {type(module).__name__} has no values, found it on the "
+                "meta device; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
+            )
+        device = torch.device("cpu") if self._options.cpu_offload else self._device
+        whole: nn.Module = module if self._is_manual else self._roots[0]
+        whole._apply(lambda t: torch.empty_like(t, device=device if is_shard(t) else self._device) if t.is_meta else t)  # noqa: SLF001
+        own = dict(_named_tensors(module))
+
+        def take(name: str, value: Tensor) -> None:
+            target = own[name]
+            with torch.no_grad():
+                local_part(target).copy_(local_part(shard_like(value.to(target.dtype), target)))
+
+        deferred.generator = self._collectives.broadcast(deferred.generator)
+        deferred.replay(places, take)
+        self.parameters = _names(module)
 
     def _set_prefetch(self) -> None:
         for order, ahead, setter in (
@@ -281,6 +312,15 @@ def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from _with_forward(child)
         else:
             yield child
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def _match_inputs_of_norms(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
@@ -168,6 +169,10 @@ class Strategy(ABC):
     def memory_share(self) -> MemoryShare:
         """How much of the module's memory each rank holds."""
         return MemoryShare()
+
+    def building(self) -> AbstractContextManager[object]:
+        """Return the context in which the module builds its layers late, for a strategy that decides where."""
+        return nullcontext()
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         """Move, convert, wrap or shard the module; its parameters have their final identity afterwards.

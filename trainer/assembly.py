@@ -255,7 +255,8 @@ def set_up(session: Session) -> None:
     if datamodule is not None:
         datamodule.setup(stage)
     session.hooks.call("setup", stage)
-    module.configure_model()
+    with session.strategy.building():
+        module.configure_model()
 
 
 def set_up_module(session: Session) -> None:

@@ -30,6 +30,9 @@ class Net(TrainModule):
     def __init__(self, case):
         super().__init__()
         self.case = case
+        self.build()
+
+    def build(self):
         self.embed, self.head = nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
         self.blocks = nn.ModuleList(Block(5) for _ in range(3))
         self.frozen = nn.Linear(5, 5)
@@ -76,6 +79,31 @@ class ShardsItself(Net):
         for block in self.blocks:
             fully_shard(block.down, mesh=mesh)
             fully_shard(block, mesh=mesh)
+
+
+class BuiltLate(TrainModule):
+    """Built where the strategy says, with layers that are initialised twice, or in ways of their own."""
+
+    configure_optimizers, predict_step = Net.configure_optimizers, Net.predict_step
+    training_step, validation_step, encode = Net.training_step, Net.validation_step, Net.encode
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+
+    def configure_model(self):
+        if hasattr(self, "embed"):
+            return
+        Net.build(self)
+        self.apply(self.initialise)
+        nn.init.trunc_normal_(self.blocks[0].up.weight)
+        nn.init.orthogonal_(self.blocks[1].up.weight)
+        with torch.no_grad():
+            self.blocks[2].down.weight.mul_(0.5)
+
+    def initialise(self, part):
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.normal_(part.weight, std=0.3)
 
 
 class Manual(Net):
@@ -130,6 +158,7 @@ CASES = {
     "units by name": Case({"policy": lambda name, part: name.endswith("up")}),
     "two optimizers": Case(num_optimizers=2),
     "sharded by itself": Case(kind=ShardsItself),
+    "built late": Case({"deferred_init": True}, kind=BuiltLate),
     "manual": Case(kind=Manual, num_optimizers=2),
 }
 ON_FOUR = {
