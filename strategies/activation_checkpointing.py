@@ -59,8 +59,8 @@ class ActivationCheckpointing:
     """The parts: of some classes, or those for which a function of a part's name and the part returns True. By default
     the repeated blocks: parts of one class side by side in a ModuleList or a Sequential."""
     offload: bool = False
-    """Move what a part keeps to the CPU, and back for backward. With ``"selective"`` and a torch before 2.14, that
-    is the inputs only."""
+    """Move what a part keeps to the CPU, and back for backward. With ``"selective"``, a torch older than 2.14 may move
+    inputs only."""
 
     _MODES: ClassVar = ("full", "selective", None)
 
@@ -157,7 +157,7 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
     is_selective = setting.mode == "selective"
     if is_selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        # torch 2.14 lets hooks such as those of offloading see what is kept, unasked from a later version on
+        # lets hooks such as those of offloading see what is kept; torch 2.11 has no such argument, a later one no need
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = True
     has_buffers = next(part.buffers(), None) is not None

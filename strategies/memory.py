@@ -75,8 +75,8 @@ def _whole(tensors: Iterable[Tensor]) -> int:
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
     """Counts the memory of what forward keeps for backward, parameters apart, in the thread that enters it.
 
-    What activation checkpointing drops does not count. What it keeps selectively does not either with a torch before
-    2.14, which shows it to nobody.
+    What activation checkpointing drops does not count; what it keeps selectively may not either with a torch older than
+    2.14.
     """
 
     def __init__(self) -> None:
