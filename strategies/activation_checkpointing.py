@@ -157,7 +157,7 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
     is_selective = setting.mode == "selective"
     if is_selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        # lets hooks such as those of offloading see what is kept; torch 2.11 has no such argument, a later one no need
+        # lets hooks such as those of offloading see what is kept; an older torch than 2.14 may not have it
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = True
     has_buffers = next(part.buffers(), None) is not None
