@@ -29,7 +29,7 @@ _SETTLE = 0.25  # seconds in which a peer whose loss was felt is seen to be dead
 _LINGER = 5.0  # seconds for which node 0 keeps the store, so that other nodes hear how the run ended
 _LOOK = 1.0  # seconds after which the agent looks at other nodes; the end of a worker of this one it sees at once
 # torch._dynamo is imported by the first optimizer, and costs a second
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.optim", "cloudpickle", "echelon", worker.__name__)
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.optim", "cloudpickle", "echelon", f"{__package__}.preloaded")
 
 
 class Agent(LocalElasticAgent):
@@ -192,14 +192,14 @@ class _Inherited(LogsSpecs):
 
 def _preload() -> None:
     """Have the fork server import what each worker needs; it does so once, when it starts."""
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     own = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]  # noqa: SLF001 - the only way to ask
     # __main__, there by default, is the user's program, which would run once more
     kept = [name for name in own if name != "__main__" and name not in _PRELOADED]
     multiprocessing.set_forkserver_preload([*_PRELOADED, *kept])
-    # while it imports torch, a Ctrl-C in the terminal would end it: what it starts with blocked, it never gets
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    resource_tracker.ensure_running()  # starting it, which the fork server would do, unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.NOT_FOR_THE_FORK_SERVER)  # it inherits that
     try:
         forkserver.ensure_running()
     finally:

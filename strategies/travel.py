@@ -83,7 +83,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _fill_class(fill: Callable[[type, Any], type], one: type, state: tuple[dict[str, Any], Any]) -> type:
-    is_filled = any(isinstance(vars(one).get(name), FunctionType) for name in state[0])
+    # a named tuple that arrives is born with some of its methods
+    is_filled = not hasattr(one, "_fields") and any(isinstance(vars(one).get(name), FunctionType) for name in state[0])
     return one if is_filled else fill(one, state)
 
 

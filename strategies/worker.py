@@ -27,6 +27,9 @@ from .travel import pack, unpack
 SHOW_STACKS: Final = signal.SIGUSR2
 """Has a worker whose job says so write where each of its threads stands."""
 
+NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+"""Signals that may be sent to the whole process group of a run."""
+
 # What torch.distributed.elastic tells each worker; a caller that is a worker itself has variables of the same names.
 _OF_A_WORKER: Final = re.compile(
     "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import subprocess
 import sys
 import threading
 
@@ -89,3 +90,16 @@ def test_a_module_that_only_this_process_has_travels_too(tmp_path, monkeypatch):
     packed = pack(functools.partial(module.tripled, 2))
     monkeypatch.delitem(sys.modules, "loaded_from_a_file")
     assert unpack(packed)() == 6
+
+
+def test_a_named_tuple_of_the_main_program_travels(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from typing import NamedTuple\n"
+        "from echelon.testing import run_ranks\n"
+        "class Pair(NamedTuple):\n    left: int\n    right: int = 2\n"
+        "def swapped(pair):\n    return Pair(pair.right, pair.left)\n"
+        "[pair] = run_ranks(swapped, 1, Pair(1))\n"
+        "assert pair == (2, 1) and type(pair) is Pair, pair\n"
+    )
+    assert subprocess.run([sys.executable, script], timeout=60, check=False).returncode == 0

@@ -195,10 +195,15 @@ try:
     trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=2))
 except KeyboardInterrupt:
     print("interrupted at", trainer.global_step, flush=True)
+except SystemExit as leaving:
+    print("code", leaving.code, "at", trainer.global_step, flush=True)
 """
 
 
-def test_ctrl_c_which_reaches_all_processes_ends_the_step_saves_and_brings_the_weights_home(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGINT, "interrupted at"), (signal.SIGTERM, "code 143 at")], ids=["ctrl-c", "scancel"]
+)
+def test_a_signal_to_all_processes_ends_the_step_saves_and_brings_the_weights_home(tmp_path, number, said):
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     command = [sys.executable, str(script), str(tmp_path)]
@@ -206,12 +211,14 @@ def test_ctrl_c_which_reaches_all_processes_ends_the_step_saves_and_brings_the_w
         try:
             while "training" not in process.stdout.readline():
                 assert process.poll() is None
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, number)
             output, _ = process.communicate(timeout=60)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    step = int(output.split()[-1])
+    words, _, count = output.strip().rpartition(" ")
+    step = int(count)
+    assert words == said
     assert process.returncode == 0
     assert step >= 3
     assert [path.name for path in tmp_path.rglob("*.ckpt")] == [f"epoch={(step - 1) // 16}-step={step}.ckpt"]
