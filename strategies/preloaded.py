@@ -1,7 +1,7 @@
 """What the fork server imports last, and nobody else: here, being imported has an effect.
 
-``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and with it the news of
-how the workers did; so it is started with these signals blocked, and its children, born with them blocked, unblock them.
+``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and with it the news
+of how the workers did; so it is started with these signals blocked, and its children, which inherit that, unblock them.
 """
 
 from __future__ import annotations
