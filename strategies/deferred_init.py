@@ -70,9 +70,11 @@ class DeferredInit:
         """Return which of the recorded tensors a module has: what `replay` can make. To be called before it changes."""
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._outlines = {name: _Outline.of(tensor) for name, tensor in named if tensor.device.type == "meta"}
+        recorded = {memory for operation in self._operations for memory in operation.touched()}
         found: dict[int, list[str]] = {}
         for name, outline in self._outlines.items():
-            found.setdefault(outline.memory, []).append(name)
+            if outline.memory in recorded:
+                found.setdefault(outline.memory, []).append(name)
         return found
 
     def replay(self, places: Places, take: Callable[[str, Tensor], None]) -> None:

@@ -151,6 +151,11 @@ class FSDPStrategy(Strategy):
             return
         self._sharded.check_all_sharded()
         for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which takes all parameters "
+                    "for one vector; use another optimizer, or strategy='ddp'."
+                )
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
             if foreign:
@@ -189,9 +194,9 @@ class FSDPStrategy(Strategy):
     def comment_on(self, error: BaseException) -> None:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "A sharded parameter was used while only a shard of it was there. Parameters are whole inside of steps "
-                "and while the forward of their unit runs: call the layer inside of a step, by its forward, or let "
-                "policy make a larger part a unit (print strategy.plan(module))."
+                "A sharded parameter was used while only a shard of it was there. The parameters of a unit are whole "
+                "while its forward runs, those of no unit while a step runs, or the module's own forward: call a layer "
+                "there, and by its forward, or let policy make a larger part a unit (print strategy.plan(module))."
             )
 
     # --- state -------------------------------------------------------------------------------------------------------

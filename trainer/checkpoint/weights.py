@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies.errors import CheckpointError
+from ...strategies.shards import shard_like
 from .disk import MappedFile, explain
 from .loading import load
 from .manifest import MANIFEST
@@ -104,7 +105,9 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
             f"or load with strict=False what fits.\n{found}"
         )
     unfit = {*found.unexpected, *(name for name, _, _ in found.mismatched)}
-    module.load_state_dict({name: weight for name, weight in weights.items() if name not in unfit}, strict=False)
+    own = module.state_dict()
+    fit = {name: shard_like(weight, own.get(name)) for name, weight in weights.items() if name not in unfit}
+    module.load_state_dict(fit, strict=False)
     return found
 
 
