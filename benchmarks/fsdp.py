@@ -1,0 +1,170 @@
+"""What a Trainer costs a step of FSDP, and what a rank holds: a GPT in four processes, against a hand-written script.
+
+Run ``python benchmarks/fsdp.py``. Four processes of one thread each train the GPT of examples/gpt.py with AdamW. The
+contenders take turns within one launch, in an order that rotates, as in benchmarks/ddp.py, so that a slow moment of the
+machine meets everyone. "speed" is the median over rounds of the time of a step by hand, with torch's ``fully_shard``,
+to the contender's: 1 is as fast, 0.5 half as fast. "memory" is what the rank with the most holds of parameters,
+gradients and optimizer state, to its quarter of the whole: the bytes of its local tensors after the first update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ddp import BY_HAND, Batch, Case, Round, Times, gpt, summarise
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from echelon import Trainer, TrainModule
+from echelon.testing import run_ranks
+
+NUM_RANKS = 4
+CONTENDERS = (BY_HAND, "echelon", "echelon barebones")
+
+
+def larger_gpt() -> nn.Module:
+    """Return a GPT of 2.8 million parameters, whose blocks are worth gathering."""
+    kind: Any = type(gpt())
+    net: nn.Module = kind(context=64, width=240, depth=4, heads=4)
+    return net
+
+
+@dataclass(frozen=True)
+class Text(Case):
+    """Random bytes, of which each is to be followed by the next."""
+
+    def data(self, num_samples: int) -> TensorDataset:
+        tokens = torch.randint(256, (num_samples, *self.shape), generator=torch.Generator().manual_seed(0))
+        return TensorDataset(tokens, tokens.roll(-1, 1))
+
+
+CASE = Text(larger_gpt, (64,), 2, 10)
+
+
+def train_by_hand(turn: Round) -> None:
+    """Train as torch's tutorial of ``fully_shard`` does."""
+    from torch.distributed.fsdp import fully_shard
+
+    sampler: DistributedSampler[Any] = DistributedSampler(turn.dataset, shuffle=True)
+    model: Any = turn.model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sampler.set_epoch(0)
+    for batch in DataLoader(turn.dataset, turn.case.batch_size, sampler=sampler):
+        optimizer.zero_grad()
+        loss = turn.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+
+
+class Module(TrainModule):
+    """The same by Echelon; it logs its loss at every step, and counts what its rank holds."""
+
+    def __init__(self, turn: Round) -> None:
+        super().__init__()
+        self.net, self.turn = turn.model(), turn
+        self.bytes_held = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.turn.loss(self.net, batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 1:  # the gradients of the first step are still there
+            self.bytes_held = bytes_held(self, self.trainer.optimizers)
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def bytes_held(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Return the bytes of this rank's parts of parameters, gradients and optimizer state."""
+    parameters = list(module.parameters())
+    tensors: list[Any] = [*parameters, *(parameter.grad for parameter in parameters)]
+    for optimizer in optimizers:
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    # gradients of a unit lie in one buffer, which counts once
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    return sum(storages.values())
+
+
+def train_by_echelon(turn: Round, *, barebones: bool) -> int:
+    """Train by a Trainer; return the bytes that this rank held."""
+    data = DataLoader(turn.dataset, turn.case.batch_size, shuffle=True)
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", strategy="fsdp", default_root_dir=turn.folder, barebones=barebones
+    )
+    module = Module(turn)
+    trainer.fit(module, data)
+    return module.bytes_held
+
+
+def measure(steps: int, warmup: int, rounds: int) -> tuple[Times, int]:
+    """Return the microseconds of a step of each contender in each round, and the bytes held by this rank."""
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    times: Times = {name: [] for name in CONTENDERS}
+    held = 0
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            first = turn % len(CONTENDERS)
+            for name in CONTENDERS[first:] + CONTENDERS[:first]:
+                dist.barrier()
+                current = Round(CASE, steps, warmup, folder)
+                if name == BY_HAND:
+                    train_by_hand(current)
+                else:
+                    held = max(held, train_by_echelon(current, barebones=name.endswith("barebones")))
+                times[name].append(current.microseconds)
+        dist.barrier()
+    return times, held
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a round")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=15, help="short and many: other load meets everyone")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
+    options = parser.parse_args(argv)
+    ranks = run_ranks(measure, NUM_RANKS, options.steps, options.warmup, options.rounds, timeout=3600)
+    times = ranks[0][0]  # ranks wait for each other: one clock is enough
+    rows = summarise(times)
+    parameters = sum(parameter.numel() for parameter in larger_gpt().parameters())
+    held, quarter = max(rank[1] for rank in ranks), 16 * parameters / NUM_RANKS
+    if options.json:
+        rounds = {name: {**row, "rounds": times[name]} for name, row in rows.items()}
+        memory = {"held": held, "share": quarter, "ratio": held / quarter}
+        print(json.dumps({"torch": torch.__version__, "contenders": rounds, "memory": memory}, indent=2))
+        return
+    print(f"{parameters / 1e6:.1f} million parameters, {NUM_RANKS} processes")
+    print(f"{'':22}{'us/step':>10}{'speed':>9}{'excess':>10}{'cpu':>10}")
+    for name, row in rows.items():
+        print(
+            f"{name:22}{row['us_per_step']:10.1f}{row['speed']:9.3f}{row['excess_us']:10.1f}{row['cpu_excess_us']:10.1f}"
+        )
+    print(f"memory: {held / 1e6:.2f} MB a rank at most, {held / quarter:.3f} of a quarter of the whole")
+
+
+if __name__ == "__main__":
+    main()
