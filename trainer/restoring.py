@@ -101,7 +101,7 @@ def load_module(
     found = checkpoint.resolve(path)
     if found is None:
         raise CheckpointError(f"checkpoint_path={str(path)!r} names no checkpoint; give the path of one.")
-    state = checkpoint.load(found, parts=_PARTS)
+    state = checkpoint.load(found, parts=_PARTS, lazy=_LARGE)
     saved = from_jsonable(state["hyper_parameters"])
     arguments = init_arguments(cls, saved, state["hyper_parameters_argument"], given)
     try:

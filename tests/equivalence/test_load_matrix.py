@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import ModelCheckpoint, Strategy, Trainer, TrainModule, seed_everything
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
-from echelon.trainer.checkpoint import export
+from echelon.trainer.checkpoint import export, load_weights
 from echelon.trainer.checkpoint.manifest import read_manifest
 
 GLOBAL_BATCH = 8
@@ -133,7 +133,9 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     found = []
     for number in sorted({layout.processes for layout in LAYOUTS}):
         layouts = [layout for layout in LAYOUTS if layout.processes == number]
-        found.append(function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args, timeout=110)[0])
+        found.append(
+            function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args, timeout=110)[0]
+        )
     return found
 
 
@@ -194,3 +196,13 @@ def test_an_export_is_one_file_that_safetensors_loads(layout: Layout, saved: Pat
     missing, unexpected = load_model(module, tmp_path / "model.safetensors", strict=False)
     assert not missing
     assert not unexpected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=TITLES)
+def test_a_module_is_built_from_the_checkpoint_of_any_layout(layout: Layout, saved: Path) -> None:
+    module = Net.load_from_checkpoint(checkpoint_of(layout.title, saved))
+    expected = load_weights(checkpoint_of("single", saved))
+    assert module.tied.weight is module.first.weight
+    for name, value in module.state_dict().items():
+        assert type(value) is Tensor
+        torch.testing.assert_close(value, expected[name].float(), rtol=0, atol=1e-6)
