@@ -50,9 +50,11 @@ class StoredTensor(Tensor):
                 return first
             if func is Tensor.clone:
                 return read_block(first, [0] * first.dim(), first.shape)
-        elif func is Tensor.copy_ and isinstance(args[1], StoredTensor) and args[0].shape == args[1].shape:
-            args[1].copy_to(args[0], [0] * args[0].dim())
-            return first
+        elif func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], StoredTensor):
+            target, source = args[:2]
+            if target.shape == source.shape:
+                source.copy_to(target, [0] * target.dim())
+                return target
         return func(*map_tensors(_plain, tuple(args)), **map_tensors(_plain, dict(kwargs or {})))
 
     def copy_to(self, target: Tensor, offsets: Sequence[int]) -> None:

@@ -79,6 +79,8 @@ def test_it_is_copied_without_being_kept() -> None:
         lambda t: t[1:3, ::2],
         lambda t: torch.zeros(2, 5, 2).copy_(t[:2]),
         lambda t: torch.zeros(3, 7, 5, 2).copy_(t),
+        lambda t: torch.zeros(7, 5, 2).copy_(t, non_blocking=True),
+        lambda t: torch.zeros(7, 5, 2).copy_(t, True),
         lambda t: t.to(torch.float64),
         lambda t: torch.tensor(t.tolist()),
         lambda t: torch.from_numpy(t.numpy()),
