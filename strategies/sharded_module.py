@@ -121,7 +121,7 @@ class ShardedModule:
         self.parameters = _names(module)
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
-        self._is_in_step = False
+        self._is_in_step, self._is_last = False, True
         if not is_manual:
             self._forward, module.forward = module.forward, self._call
 
@@ -300,6 +300,9 @@ class ShardedModule:
 
     def accumulate(self, *, is_last: bool) -> None:
         """Note that a micro-batch begins; only the last of a step synchronises, unless each is to."""
+        if is_last == self._is_last:
+            return  # torch would walk the module
+        self._is_last = is_last
         for root in self._roots:
             root.set_requires_gradient_sync(is_last or self._options.sync_each_micro_batch)
             root.set_is_last_backward(is_last)

@@ -48,7 +48,7 @@ class ShardingPlan:
     """The degrees of parallelism."""
 
     def __str__(self) -> str:
-        header = ("unit", "class", "parameters", "bytes a rank", "of", "after forward")
+        header = ("unit", "class", "parameters", "bytes a rank", "bytes in all", "after forward")
         rows = [
             (
                 unit.name or "(root)",

@@ -58,9 +58,11 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in state.items():
-        whole = value.full_tensor() if is_shard(value) else value
+        if is_shard(value):  # one that is offloaded goes to where its mesh communicates
+            on_mesh: Any = with_part(value, local_part(value).to(value.device_mesh.device_type))
+            value = on_mesh.full_tensor()
         if is_kept:
-            found[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
+            found[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     return found
 
 
@@ -73,4 +75,4 @@ def clip_by_norm(parts: Sequence[Tensor], limit: float, collectives: Collectives
     square = torch.stack([norm.double() for norm in norms]).square().sum()
     norm = (collectives.all_reduce(square) / num_replicas).sqrt()
     if parts:
-        torch._foreach_mul_(list(parts), (limit / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(list(parts), (limit / (norm + 1e-6)).clamp(max=1.0).to(parts[0].dtype))

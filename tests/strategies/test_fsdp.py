@@ -1,7 +1,8 @@
 """Sharded training on real ranks ends like one process, whatever is sharded where and kept how long."""
 
 import os
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -81,6 +82,13 @@ class ShardsItself(Net):
             fully_shard(block, mesh=mesh)
 
 
+class CompilesBlocks(Net):
+    def __init__(self, case):
+        super().__init__(case)
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
 class BuiltLate(TrainModule):
     """Built where the strategy says, with layers that are initialised twice, or in ways of their own."""
 
@@ -136,7 +144,7 @@ class Case:
     units: bool = False
     num_optimizers: int = 1
     kind: type = Net
-    precision: str = "64-true"
+    trainer: dict = field(default_factory=dict)
 
 
 CASES = {
@@ -158,6 +166,9 @@ CASES = {
     "units by name": Case({"policy": lambda name, part: name.endswith("up")}),
     "two optimizers": Case(num_optimizers=2),
     "sharded by itself": Case(kind=ShardsItself),
+    "recomputed": Case(trainer={"activation_checkpointing": "full"}, accumulate=2),
+    "compiled": Case(trainer={"compile": {"backend": "eager"}}),
+    "compiled blocks": Case(kind=CompilesBlocks),
     "built late": Case({"deferred_init": True}, kind=BuiltLate),
     "manual": Case(kind=Manual, num_optimizers=2),
 }
@@ -178,7 +189,7 @@ def samples(number):
 def make_trainer(case, **options):
     return Trainer(
         accelerator="cpu",
-        precision=case.precision,
+        precision="64-true",
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
@@ -198,6 +209,7 @@ def train(case, strategy, num_ranks, **options):
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
         gradient_clip_algorithm=case.clip_by,
+        **case.trainer,
         **options,
     )
     batch_size = GLOBAL_BATCH // num_ranks // case.accumulate
@@ -213,13 +225,20 @@ def train(case, strategy, num_ranks, **options):
 
 
 def train_all(cases):
+    # torch 2.14 looks at the gradients of all that it compiles for
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     num_ranks = int(os.environ["WORLD_SIZE"])
     return {name: train(case, FSDPStrategy(**case.strategy), num_ranks) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return {name: train(case, "single", 1, devices=1) for name, case in (CASES | ON_FOUR).items()}
+    """Return what one process ends with, where nothing is compiled or computed again."""
+    plain = {
+        name: replace(case, trainer={}, kind=Net if case.kind is CompilesBlocks else case.kind)
+        for name, case in (CASES | ON_FOUR).items()
+    }
+    return {name: train(case, "single", 1, devices=1) for name, case in plain.items()}
 
 
 @pytest.fixture(scope="module")
