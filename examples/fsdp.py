@@ -27,7 +27,8 @@ class LargeGPT(echelon.TrainModule):
         self.save_hyperparameters()
 
     def configure_model(self):
-        self.gpt = GPT(**self.hparams)
+        if not hasattr(self, "gpt"):  # it is called for each `fit`
+            self.gpt = GPT(**self.hparams)
 
     def training_step(self, batch, batch_idx):
         loss = self.gpt.loss(batch)
