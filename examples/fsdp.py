@@ -85,7 +85,7 @@ if __name__ == "__main__":
     parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--max-steps", type=int, default=20)
+    parser.add_argument("--max-steps", type=int, default=10)
     options = parser.parse_args()
 
     # glibc keeps what was freed in pieces, for the next that fit; larger ones than this it gives back to the system
