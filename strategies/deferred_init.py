@@ -93,11 +93,9 @@ class DeferredInit:
                     operation.perform({})  # for the numbers that it draws
                 continue
             operation.perform(real)
-            for memory in operation.touched():
-                if last[memory] == at:
-                    storage = real.pop(memory)
-                    for name in places.get(memory, ()):
-                        take(name, self._outlines[name].real({memory: storage}))
+            complete = {memory: real.pop(memory) for memory in operation.touched() if last[memory] == at}
+            for name in (name for memory in complete for name in places.get(memory, ())):
+                take(name, self._outlines[name].real(complete))
         if not torch.equal(now, self.generator):
             torch.set_rng_state(now)
 

@@ -230,7 +230,7 @@ class ShardedModule:
             with torch.no_grad():
                 local_part(target).copy_(local_part(shard_like(value.to(target.dtype), target)))
 
-        deferred.generator = self._collectives.broadcast(deferred.generator)
+        deferred.generator = self._collectives.broadcast(deferred.generator).cpu()
         deferred.replay(places, take)
         self.parameters = _names(module)
 
