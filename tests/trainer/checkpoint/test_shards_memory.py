@@ -55,6 +55,7 @@ def train(strategy: Any, folder: Path, steps: int, ckpt_path: str | None = None)
     """Train under the limit to so many steps with a checkpoint after each; return how many were taken."""
     # or the C library keeps for itself what was freed, and the ranks' needs depend on luck
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    torch.set_num_threads(1)  # each has a stack
     most = memory_of_data() + LIMIT
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     seed_everything(1, verbose=False)
