@@ -45,6 +45,7 @@ def fit(session: Session, request: Request) -> None:
                 sanity_check(session)
             else:
                 load_generators(session, saved)
+            saved = None  # and with it, its files
             session.stage = "train"
             session.interruption.start(session.state.seconds)
             train(session)
