@@ -162,8 +162,8 @@ class ProcessGroup:
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             raise ProcessError(
                 f"Rank {self.rank} cannot {'open' if self.rank == 0 else 'reach'} the store of the run at "
-                f"{address}:{port} ({error}); see that rank 0 runs there, and choose by MASTER_PORT a port that is free and "
-                "behind no firewall."
+                f"{address}:{port} ({error}); see that rank 0 runs there, and choose by MASTER_PORT a port that is "
+                "free and behind no firewall."
             ) from error
 
 
