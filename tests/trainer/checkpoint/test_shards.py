@@ -142,10 +142,10 @@ def test_an_export_of_shards_is_one_plain_file(written: tuple[Path, list[dict[st
 
 
 def read_and_export_in_little_memory(path: Path, target: Path) -> Path:
-    """Read blocks of a checkpoint of 128 MB, and export it, in 64 MB; mapped files that are only read do not count."""
+    """Read blocks of a checkpoint of 128 MB, and export it, in 96 MB; mapped files that are only read do not count."""
     lines = Path("/proc/self/status").read_text().splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
-    limit = (kilobytes << 10) + (64 << 20)
+    limit = (kilobytes << 10) + (96 << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     state = load(path, lazy=["model"])["model"]
     blocks = [read_block(tensor, (700, 0), (128, 1024)) for tensor in state.values()]
