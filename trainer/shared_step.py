@@ -96,10 +96,7 @@ def _backward_spare(session: Session, *, is_first: bool, is_last: bool) -> None:
 
 def meet_early(session: Session) -> None:
     """Synchronise the gradients of a window that a hook has cut short, on all ranks alike."""
-    session.strategy.accumulate(is_last=True)
-    with nothing_logged(session):
-        loss = session.strategy.zero_loss(partial(_spare_loss, session))
-    session.strategy.backward(loss)
+    _backward_spare(session, is_first=False, is_last=True)
 
 
 def run_spare_batch(session: Session) -> None:
