@@ -1,0 +1,165 @@
+"""RestartPolicy: whether workers that have failed are started again, and when."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import ConfigError
+from .rounds import RoundEnd
+
+_FIRST_STEP_LIMIT: Final = 2
+_SHOWN: Final = 300  # characters of a cause in a report
+_EXCEPTION: Final = re.compile(r"failed with ([\w.]+)")
+_NUMBER: Final = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the workers again, after `delay` seconds."""
+
+    delay: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the run; `report` says why, and what to do."""
+
+    report: str
+
+
+class RestartPolicy:
+    """Decides after each round; it knows nothing but how rounds have ended.
+
+    Failures and hangs use up the budget. A change of the membership, a preemption and the consequence of a failure
+    elsewhere do not; but as many consequences without a step between them as the budget allows failures end the run
+    too, since the nodes may only be blaming each other. The first restart comes at once, later ones after a delay that
+    doubles while no step is gained.
+
+    Args:
+        max_restarts: how many failures and hangs of this node a run survives.
+        backoff: the first and the longest delay, in seconds.
+        same_step_limit: how many failures in a row at one step and of one cause end the run, whatever the budget.
+
+    Raises:
+        ConfigError: for numbers that cannot be.
+    """
+
+    def __init__(self, max_restarts: int, backoff: tuple[float, float] = (1.0, 60.0), same_step_limit: int = 3) -> None:
+        if max_restarts < 0:
+            raise ConfigError(f"max_restarts={max_restarts} is not possible; give 0 or more.")
+        if not 0 <= backoff[0] <= backoff[1]:
+            raise ConfigError(f"backoff={backoff} is not possible; give the first and the longest delay in seconds.")
+        if same_step_limit < 1:
+            raise ConfigError(f"same_step_limit={same_step_limit} is not possible; give 1 or more.")
+        self.max_restarts = max_restarts
+        self.failures: list[RoundEnd] = []
+        """The ends that have used up the budget."""
+        self._backoff, self._same_step_limit = backoff, same_step_limit
+        self._furthest: int | None = None
+        self._without_progress: list[RoundEnd] = []
+
+    @property
+    def left(self) -> int:
+        """How many failures of this node the run would still survive."""
+        return self.max_restarts - len(self.failures)
+
+    def decide(self, end: RoundEnd) -> Restart | GiveUp:
+        """Take in how a round has ended, and say what comes next."""
+        self._note_progress(end)
+        if end.kind in ("membership", "preempted"):
+            return Restart(0.0)
+        self._without_progress.append(end)
+        own = [one for one in self._without_progress if not one.is_consequence]
+        if end.is_consequence:
+            if len(self._without_progress) - len(own) > self.max_restarts:
+                return GiveUp(_report_consequences(self._without_progress))
+            return Restart(self._delay())
+        self.failures.append(end)
+        alike = _alike_at_the_end(own)
+        has_ever_stepped = self._furthest is not None
+        limit = self._same_step_limit if has_ever_stepped else min(_FIRST_STEP_LIMIT, self._same_step_limit)
+        if len(alike) >= limit:
+            return GiveUp(_report_repetition(alike))
+        if len(self.failures) > self.max_restarts:
+            return GiveUp(_report_budget(self.failures, self.max_restarts))
+        return Restart(self._delay())
+
+    def _note_progress(self, end: RoundEnd) -> None:
+        if end.step is not None and (self._furthest is None or end.step > self._furthest):
+            self._furthest = end.step
+            self._without_progress.clear()
+
+    def _delay(self) -> float:
+        num_before = len(self._without_progress) - 1
+        first, longest = self._backoff
+        # 2.0**1024 is too large for a float
+        return 0.0 if num_before == 0 else min(longest, first * 2.0 ** min(num_before - 1, 64))
+
+
+def _alike_at_the_end(ends: list[RoundEnd]) -> list[RoundEnd]:
+    """Return the last ends that have the step and the cause of the very last."""
+    last = ends[-1]
+    alike: list[RoundEnd] = []
+    for end in reversed(ends):
+        if end.step != last.step or _signature(end.cause) != _signature(last.cause):
+            break
+        alike.insert(0, end)
+    return alike
+
+
+def _signature(cause: str) -> str:
+    """Return what two causes have in common that are one: the type of an exception, or the text without numbers."""
+    found = _EXCEPTION.search(cause)
+    return found[1] if found else _NUMBER.sub("#", cause)
+
+
+def _report_repetition(ends: list[RoundEnd]) -> str:
+    last = ends[-1]
+    times = f"{len(ends)} times in a row"
+    where = "before the first step" if last.step is None else f"after step {last.step}"
+    if last.step is None:
+        remedy = "What fails before any step is done, fails again: correct it and start anew."
+    elif last.kind == "hang":
+        remedy = (
+            "Look at the stacks that were written, for ranks that wait for different collectives or for data; if the "
+            "step is only slow, raise hang_timeout."
+        )
+    else:
+        remedy = (
+            "A restart does not cure it: look at the batch and the code of that step, or at the memory that it takes; "
+            "then start anew from the newest checkpoint."
+        )
+    return f"The run failed {times} {where} for one cause, and is not started again.\n{_table(ends)}\n{remedy}"
+
+
+def _report_budget(ends: list[RoundEnd], max_restarts: int) -> str:
+    return (
+        f"The run failed {len(ends)} times, and max_restarts={max_restarts}: it is not started again.\n"
+        f"{_table(ends)}\nIf these are faults of the machines, raise max_restarts; if they have one cause, cure that."
+    )
+
+
+def _report_consequences(ends: list[RoundEnd]) -> str:
+    return (
+        f"The workers of this node lost those of other nodes {len(ends)} times without a step between, and no node "
+        f"named a cause: it is not started again.\n{_table(ends)}\n"
+        "Look at the output of the other nodes, and at whether the nodes reach each other: firewall, network interface."
+    )
+
+
+def _table(ends: list[RoundEnd]) -> str:
+    rows = [("round", "step", "rank", "cause")]
+    for end in ends:
+        kind = "hang: " if end.kind == "hang" else ""
+        cause = kind + " ".join(end.cause.split())
+        rows.append((str(end.round), _or_dash(end.step), _or_dash(end.rank), cause[:_SHOWN]))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
+    )
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
