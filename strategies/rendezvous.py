@@ -68,7 +68,7 @@ class Rendezvous(RendezvousHandler):
     def _open(self) -> Any:
         try:
             # on one machine any port: that of the round before is still taken when workers start again
-            listener = _listen(self.address, self.port if self.num_nodes > 1 else 0)
+            listener = listen(self.address, self.port if self.num_nodes > 1 else 0)
         except OSError as error:
             raise ProcessError(
                 f"Node 0 cannot listen on {self.address}:{self.port} ({error.strerror}); set MASTER_ADDR to an address "
@@ -142,7 +142,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
     """Listen on an address only, where a store left to itself listens on all interfaces.
 
     A name is no such address: a machine's own often stands for loopback on that machine, and for another elsewhere.
