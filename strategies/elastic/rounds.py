@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+Kind = Literal["failure", "hang", "membership", "preempted"]
+
 _NAME: Final = "rounds.jsonl"
 
 
@@ -18,7 +20,7 @@ class RoundEnd:
     round: int
     time: float
     """When the agent noticed, in seconds since 1970."""
-    kind: Literal["failure", "hang", "membership", "preempted"]
+    kind: Kind
     cause: str
     rank: int | None = None
     """The rank that failed or hung, by its number in that round."""

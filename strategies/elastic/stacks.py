@@ -1,0 +1,76 @@
+"""Where workers stand that do not go on: the stacks of their threads, or what the kernel says instead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ..worker import SHOW_STACKS
+from .processes import catches, state_of, status_of
+
+_PATIENCE: Final = 2.0
+_POLL: Final = 0.05
+_TOLD: Final = ("State", "TracerPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "SigBlk")
+
+
+def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
+    """Return where the threads of each worker stand, by rank; takes two seconds at most.
+
+    Workers write it into their ``RANK.stacks`` in `folder`, the job's, by a handler in C: also where Python is stuck.
+    Of one that cannot answer, the text says why, and what the kernel tells of it.
+    """
+    files = {rank: folder / f"{rank}.stacks" for rank in pids}
+    asked: dict[int, int] = {}
+    texts: dict[int, str] = {}
+    for rank, pid in pids.items():
+        reason = _ask(pid)
+        if reason is None:
+            asked[rank] = 0
+        else:
+            texts[rank] = f"{reason}\n{_told_by_the_kernel(pid)}"
+    end = time.monotonic() + _PATIENCE
+    is_over = not asked
+    while not is_over and time.monotonic() < end:
+        time.sleep(_POLL)
+        sizes = {rank: _size(files[rank]) for rank in asked}
+        is_over = all(sizes.values()) and sizes == asked
+        asked = sizes
+    for rank, size in asked.items():
+        pid = pids[rank]
+        if size:
+            texts[rank] = files[rank].read_text(errors="replace")
+        else:
+            texts[rank] = f"It did not answer within {_PATIENCE:g} s.\n{_told_by_the_kernel(pid)}"
+    return {rank: texts[rank] for rank in pids}
+
+
+def _ask(pid: int) -> str | None:
+    """Send the signal; or return why the process cannot answer."""
+    state = state_of(pid)
+    if state == "stopped":
+        return "It is stopped, and cannot answer: `kill -CONT` lets it go on."
+    if state == "ended":
+        return "It has ended."
+    if state == "runs" and not catches(pid, SHOW_STACKS):
+        return "It has not come far enough to answer: it is being started."
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SHOW_STACKS)
+    return None
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _told_by_the_kernel(pid: int) -> str:
+    status = status_of(pid)
+    lines = [f"{name}: {status[name]}" for name in _TOLD if name in status]
+    for name in ("wchan", "stack"):
+        with contextlib.suppress(OSError):  # for root, or not on this kernel
+            text = Path(f"/proc/{pid}/{name}").read_text().strip()
+            lines.append(f"{name}: {text}" if text else f"{name}: -")
+    return "\n".join(lines)
