@@ -45,7 +45,7 @@ class Record(NamedTuple):
     """On the monotonic clock, which all processes of a machine share; 0 if there was no beat yet."""
     phase: Phase
     step: int | None
-    count: int
+    num_beats: int
     pid: int | None
     num_steps: int
     """How many optimizer steps this process has taken."""
@@ -114,7 +114,7 @@ class Beat:
         self._longest[phase] = seconds
 
 
-def make_records(folder: Path, local_world_size: int) -> memoryview:
+def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
     """Make blank records for the workers of a round, which start after this.
 
     Raises:
@@ -126,7 +126,7 @@ def make_records(folder: Path, local_world_size: int) -> memoryview:
     return records
 
 
-def read_record(records: memoryview, local_rank: int) -> Record:
+def read_record(records: memoryview[float], local_rank: int) -> Record:
     """Return the newest beat of a worker: read twice, until nothing was written in between."""
     mine = records[(local_rank + 1) * _RECORD :][:_RECORD]
     now = mine.tolist()
@@ -137,7 +137,7 @@ def read_record(records: memoryview, local_rank: int) -> Record:
         time=now[_TIME],
         phase=Phase(int(now[_PHASE])),
         step=int(now[_STEP]) if has_begun else None,
-        count=int(now[_COUNT]),
+        num_beats=int(now[_COUNT]),
         pid=int(now[_PID]) or None,
         num_steps=int(now[_STEP] - now[_FIRST_STEP]) if has_begun else 0,
         is_compiling=bool(now[_IS_COMPILING]),
@@ -145,7 +145,7 @@ def read_record(records: memoryview, local_rank: int) -> Record:
     )
 
 
-def _records(folder: Path) -> memoryview:
+def _records(folder: Path) -> memoryview[float]:
     file = folder / _NAME
     try:
         records = _mapped(file)
@@ -156,7 +156,7 @@ def _records(folder: Path) -> memoryview:
     return records
 
 
-def _mapped(file: Path) -> memoryview:
+def _mapped(file: Path) -> memoryview[float]:
     descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     try:
         return memoryview(mmap.mmap(descriptor, 0)).cast("d")

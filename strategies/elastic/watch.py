@@ -230,10 +230,10 @@ class Watch:
         return self._hang(stopped, silent=longest, limit=self.limits.stop, is_stopped=True)
 
     def _silence_of(self, workers: list[_Worker], elsewhere: list[Standing]) -> Hang | None:
-        position = min((one.position for one in (*workers, *elsewhere)), default=None)
+        all_of_them: list[_Worker | Standing] = [*workers, *elsewhere]
+        position = min((one.position for one in all_of_them), default=None)
         rearmost = [worker for worker in workers if worker.position == position]
-        peers = [standing for standing in elsewhere if standing.position == position]
-        if not rearmost or not all(one.is_overdue for one in (*rearmost, *peers)):
+        if not rearmost or not all(one.is_overdue for one in all_of_them if one.position == position):
             return None
         stopped = [worker for worker in workers if worker.local_rank in self._stopped]
         culprits = stopped or rearmost
