@@ -136,8 +136,9 @@ class ChaosMonkey(Callback):
         self._look_at = self._drawn_at + seconds
         if time.time() < self._look_at:
             return
-        self._look_at = time.time() + _BETWEEN_LOOKS
-        if rank == self._rank and self._marks.claim(f"random-{self._num_drawn}"):
+        if rank != self._rank:
+            self._look_at = time.time() + _BETWEEN_LOOKS
+        elif self._marks.claim(f"random-{self._num_drawn}"):
             self._begin(Event(action, "rank", rank, "step", self._step))
 
     # --- the acts ----------------------------------------------------------------------------------------------------
