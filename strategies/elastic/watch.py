@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -82,7 +82,6 @@ class Hang:
     """Workers that do not go on, and for which the others wait."""
 
     ranks: tuple[int, ...]
-    """Local ones."""
     pids: tuple[int | None, ...]
     phase: Phase
     step: int | None
@@ -91,10 +90,10 @@ class Hang:
     limit: float
     is_stopped: bool
 
-    def describe(self, first_rank: int = 0) -> str:
-        """Say which ranks hang, where, and for how long; `first_rank` is the rank of this node's first worker."""
+    def describe(self) -> str:
+        """Say which ranks hang, where, and for how long."""
         processes = ", ".join("unknown" if pid is None else str(pid) for pid in self.pids)
-        who = f"Rank {', '.join(str(first_rank + rank) for rank in self.ranks)} (process {processes})"
+        who = f"Rank {', '.join(map(str, self.ranks))} (process {processes})"
         if self.is_stopped:
             what = f"is stopped by a signal (SIGSTOP, or SIGTSTP) since {self.silent:.1f} s"
         else:
@@ -151,23 +150,24 @@ class Watch:
         self.limits = Limits() if limits is None else limits
         self._records = make_records(folder, local_world_size)
         self._size = local_world_size
-        self._pids: Sequence[int | None] = (None,) * local_world_size
+        self._ranks: tuple[int, ...] = tuple(range(local_world_size))
+        self._pids: tuple[int | None, ...] = (None,) * local_world_size
         self._since: float | None = None
         self._last = self._suspended = 0.0
         self._stopped: dict[int, float] = {}
 
-    def follow(self, pids: Sequence[int]) -> None:
-        """Say the process of each local rank, so that one is found that is stopped before its first beat."""
-        self._pids = tuple(pids)
+    def follow(self, pids: Mapping[int, int]) -> None:
+        """Say the rank and the process of each worker, in the order of local ranks; else ranks are local ones."""
+        self._ranks, self._pids = tuple(pids), tuple(pids.values())
 
     @property
     def interval(self) -> float:
         """How many seconds may lie between two looks; after twice as many this process counts as not having run."""
         return min(1.0, self.limits.stop / 4)
 
-    def step_of(self, local_rank: int) -> int | None:
-        """Return how many optimizer steps a worker had completed at its newest beat; None before the first."""
-        return read_record(self._records, local_rank).step
+    def records(self) -> dict[int, Record]:
+        """Return the newest beat of each worker, by rank."""
+        return {rank: read_record(self._records, index) for index, rank in enumerate(self._ranks)}
 
     def standing(self, now: float) -> Standing | None:
         """Return where the rearmost workers of this node are; None if none runs."""
@@ -243,7 +243,7 @@ class Watch:
     def _hang(self, workers: list[_Worker], *, silent: float, limit: float, is_stopped: bool) -> Hang:
         indices = [worker.local_rank for worker in workers]
         return Hang(
-            ranks=tuple(indices),
+            ranks=tuple(self._ranks[index] for index in indices),
             pids=tuple(map(self._pid, indices)),
             phase=workers[0].record.phase,
             step=workers[0].record.step,

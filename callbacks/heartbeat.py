@@ -1,0 +1,84 @@
+"""Heartbeat: tells the agent of an elastic run that this process goes on, and where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..strategies.elastic.heartbeat import Beat, Phase
+from .callback import Callback
+from .run import Run
+
+
+class Heartbeat(Callback):
+    """Beats at every micro-batch, between steps, and at every batch of a validation; the trainer adds it.
+
+    The hooks run on every rank and do not communicate. While torch compiles, in a hook or a step, that is told too: it
+    may take a hundred times as long as the step.
+    """
+
+    def __init__(self, beat: Beat) -> None:
+        self._beat = beat
+        self._step = -1
+        """The steps completed when the newest micro-batch began."""
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that this process is there, and listen for compilations."""
+        from torch._dynamo.callback import callback_handler
+
+        self._beat.beat(Phase.START, trainer.global_step)
+        if self._compiles not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._compiles)
+            callback_handler.register_end_callback(self._has_compiled)
+
+    def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that an epoch begins."""
+        self._beat.beat(Phase.BETWEEN, trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """Tell that a micro-batch begins."""
+        step = self._step = trainer.global_step
+        self._beat.beat(Phase.TRAIN, step)
+
+    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Tell that an optimizer step is done, if this micro-batch was its last."""
+        step = trainer.global_step
+        if step != self._step:
+            self._beat.beat(Phase.BETWEEN, step)
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that what was due after a step is done."""
+        self._beat.beat(Phase.BETWEEN, trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that an epoch is over."""
+        self._beat.beat(Phase.BETWEEN, trainer.global_step)
+
+    def on_validation_batch_start(
+        self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Tell that a batch of a validation begins."""
+        self._beat.beat(Phase.EVALUATE, trainer.global_step)
+
+    def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that a validation is over; before the first step that of the sanity check."""
+        self._beat.beat(Phase.BETWEEN, trainer.global_step)
+
+    def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that the run is over."""
+        self._beat.beat(Phase.END, trainer.global_step)
+
+    def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Stop listening for compilations."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._compiles in callback_handler.start_callbacks:  # torch._dynamo.reset() may have dropped them
+            callback_handler.remove_start_callback(self._compiles)
+            callback_handler.remove_end_callback(self._has_compiled)
+
+    def _compiles(self, _: object) -> None:
+        self._beat.compiles(True)
+
+    def _has_compiled(self, _: object) -> None:
+        self._beat.compiles(False)
