@@ -182,11 +182,9 @@ def test_random_faults_keep_their_distance(tmp_path: Path) -> None:
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text", ["leave:rank=0@step=1", "lose:node=0@step=1", "random:seed=1+actions=lose@seconds=1-2"]
-)
-def test_what_needs_an_agent_is_refused_without_one(tmp_path: Path, text: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"chaos='{re.escape(text)}' has '(leave|lose)', which needs a node with an agent"
-    ):
-        ChaosMonkey(Chaos(text), FileMarks(tmp_path))
+@pytest.mark.parametrize("action", ["leave", "lose"])
+@pytest.mark.parametrize("text", ["{}:rank=0@step=1", "kill:rank=1@step=1, random:seed=1+actions=stop/{}@seconds=1-2"])
+def test_what_needs_an_agent_is_refused_without_one(tmp_path: Path, text: str, action: str) -> None:
+    chaos = Chaos(text.format(action))
+    with pytest.raises(ConfigError, match=f"chaos='{re.escape(str(chaos))}' has '{action}', which needs a node"):
+        ChaosMonkey(chaos, FileMarks(tmp_path))
