@@ -119,6 +119,8 @@ class Session:
     """The checkpoint that this run begins with."""
     last_checkpoint: Path | None = None
     """The newest one of this run from which it can be resumed."""
+    checkpoint_seconds: float = 0.0
+    """For how long training has waited for checkpoints to be saved."""
     accumulate_grad_batches: int = 1
     """Micro-batches of a step, from the next epoch on."""
     reload: Callable[[], None] | None = None

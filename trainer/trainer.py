@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class Trainer(RunView):
             RunError: where there is no run whose state could be saved.
             CheckpointError: if it cannot be written, or its state holds what is no tensor and no JSON.
         """
-        session = self.session
+        session, began = self.session, monotonic()
         with self.profiler.record("checkpoint"):
             state = take_state(session, weights_only=weights_only or session.task != "fit")
             if self.is_global_zero:
@@ -181,6 +182,7 @@ class Trainer(RunView):
             session.writer.save(Path(path), state, still=still_parts(session))
             if wait:
                 session.writer.close()
+        session.checkpoint_seconds += monotonic() - began
         if "loop" in state:
             session.last_checkpoint = Path(path)
 

@@ -149,6 +149,11 @@ class RunView:
         limit = self.settings.num_sanity_val_steps
         return [min(count, math.inf if limit == -1 else limit) for count in self._num_batches("fit")]
 
+    @property
+    def checkpoint_seconds(self) -> float:
+        """For how many seconds of this run training has waited for `save_checkpoint`."""
+        return self.session.checkpoint_seconds
+
     def _num_batches(self, *tasks: str) -> Sequence[int | float]:
         data = self.session.evaluation_data if self.session.task in tasks else None
         return data.num_batches if data is not None else []
