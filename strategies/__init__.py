@@ -6,6 +6,8 @@ from .activation_checkpointing import ActivationCheckpointing
 from .by_name import check_strategy
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
+from .elastic.chaos import Chaos
+from .elastic.strategy import ElasticStrategy
 from .fsdp import FSDPStrategy
 from .hardware import Hardware
 from .local_sgd import LocalSGDStrategy
@@ -18,9 +20,11 @@ from .zero import ZeroStrategy
 
 __all__ = [
     "ActivationCheckpointing",
+    "Chaos",
     "DDPOptions",
     "DDPStrategy",
     "DataParallelStrategy",
+    "ElasticStrategy",
     "FSDPStrategy",
     "Hardware",
     "LocalSGDStrategy",

@@ -11,60 +11,72 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from . import worker
 from .failures import End
-from .rendezvous import Rendezvous
 
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for workers of which another failed
-_SETTLE = 0.25  # seconds in which a peer whose loss was felt is seen to be dead
-_LINGER = 5.0  # seconds for which node 0 keeps the store, so that other nodes hear how the run ended
-_LOOK = 1.0  # seconds after which the agent looks at other nodes; the end of a worker of this one it sees at once
 # torch._dynamo is imported by the first optimizer, and costs a second
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.optim", "cloudpickle", "echelon", f"{__package__}.preloaded")
 
 
 class Agent(LocalElasticAgent):
-    """Starts workers by the fork server; ends all of them as soon as one has failed, here or on another node.
+    """Starts workers by the fork server, watches and ends them; a subclass says what follows from their ends.
 
     Results and failures are files in the job's folder; elastic's queues and error files are not used.
     """
 
-    def __init__(self, job: worker.Job, num_processes: int, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, job: worker.Job, num_processes: int, meeting: RendezvousHandler, *, max_restarts: int = 0
+    ) -> None:
         spec = WorkerSpec(
             role="echelon",
             local_world_size=num_processes,
             entrypoint=worker.run,
             args=(job,),
-            rdzv_handler=rendezvous,
-            max_restarts=0,
+            rdzv_handler=meeting,
+            max_restarts=max_restarts,
             monitor_interval=0.001,  # the looking itself waits
         )
         super().__init__(spec, _Inherited(), start_method="forkserver")
         self.folder = job.folder
-        self.nodes = rendezvous
         self.ranks: list[int] = []
         self.failed: list[End] = []
         """How workers of this node ended that were not stopped because of another."""
         self.failure_elsewhere: str | None = None
         """How a worker of another node failed, if that ended the run."""
+        self.report: str | None = None
+        """What is to be said of the run as a whole, beside the failure that ended it."""
         self.has_started = threading.Event()
         self._processes: list[Any] = []
         self._running: dict[int, int] = {}
         self._signal: signal.Signals | None = None
 
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the wait for other nodes; from any thread."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the store, so that its port is free for the next run."""
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that run, or else end the wait for other nodes; from any thread."""
         self._signal = number
-        self.nodes.cancel()
+        self.cancel()
+        self._signal_workers(number)
+
+    def _signal_workers(self, number: signal.Signals) -> None:
         for pid in list(self._running.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -73,10 +85,6 @@ class Agent(LocalElasticAgent):
     def running(self) -> list[int]:
         """The ranks of this node that have not ended."""
         return list(self._running)
-
-    def release(self) -> None:
-        """Let go of the store, so that its port is free for the next run."""
-        self._store = self._worker_group.store = self.nodes.store = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         _preload()
@@ -91,21 +99,10 @@ class Agent(LocalElasticAgent):
         self.has_started.set()
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _wait_for_an_end(self, seconds: float) -> None:
+        """Return when a worker has ended, or after so many seconds."""
         waiting_for = [one.sentinel for one in self._processes if one.exitcode is None]
-        multiprocessing.connection.wait(waiting_for, timeout=_LOOK)
-        if self._ended_without_result():
-            self._wait(_SETTLE)
-            self.failed = self._ended_without_result()
-            self._settle_with_other_nodes(min(self.failed, key=lambda end: end.likelihood))
-        elif self._running:
-            self.failure_elsewhere = self._heard()
-        if self.failed or self.failure_elsewhere is not None:
-            self._stop()
-            return RunResult(state=WorkerState.FAILED)
-        if self._running:
-            return RunResult(state=WorkerState.HEALTHY)
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
+        multiprocessing.connection.wait(waiting_for, timeout=seconds)
 
     def _ended_without_result(self) -> list[End]:
         ends = []
@@ -119,61 +116,17 @@ class Agent(LocalElasticAgent):
         return ends
 
     def _wait(self, seconds: float) -> None:
+        """Wait until all workers have ended, at most so many seconds."""
         end = time.monotonic() + seconds
         for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
 
-    def _stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self.send(number)
-            self._wait(_GRACE)
+    def _stop(self, grace: float = _GRACE) -> None:
+        """End all workers, by force after so many seconds."""
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _GRACE)):
+            self._signal_workers(number)
+            self._wait(seconds)
             self._ended_without_result()
-
-    # --- several nodes: what one tells the others through the store ---
-
-    def _settle_with_other_nodes(self, cause: End) -> None:
-        """Learn from another node what made this one fail, or tell them that it has failed."""
-        if self.nodes.num_nodes == 1:
-            return
-        if cause.blames_a_peer:
-            _wait_until(lambda: self._heard() is not None)
-            self.failure_elsewhere = self._heard()
-        if self.failure_elsewhere is not None:
-            return
-        with contextlib.suppress(RuntimeError):  # node 0 is gone: nobody is left to be told
-            self.nodes.store.set("failure", cause.describe())
-            if self.nodes.node_rank == 0:
-                others = [f"heard/{node}" for node in range(1, self.nodes.num_nodes)]
-                _wait_until(lambda: bool(self.nodes.store.check(others)))
-
-    def _heard(self) -> str | None:
-        """Return the failure of which another node has told, if any."""
-        if self.nodes.num_nodes == 1:
-            return None
-        try:
-            if not self.nodes.store.check(["failure"]):
-                return None
-            self.nodes.store.set(f"heard/{self.nodes.node_rank}", "")
-            return str(self.nodes.store.get("failure").decode())
-        except RuntimeError:
-            return f"Node 0 ({self.nodes.address}) ended without a word"
-
-    def _exit_barrier(self) -> None:
-        """Wait for the other nodes; node 0, which has the store, leaves last. Elastic's own knows no failures."""
-        if self.nodes.num_nodes == 1:
-            return
-        with contextlib.suppress(RuntimeError):
-            if self.nodes.node_rank == 0:
-                self.nodes.close()
-            self.nodes.store.add("done", 1)
-            while self.nodes.store.add("done", 0) < self.nodes.num_nodes and self.failure_elsewhere is None:
-                if self._signal is signal.SIGKILL:
-                    return
-                self.failure_elsewhere = self._heard()
-                time.sleep(0.1)
-            self.nodes.store.add("left", 1)
-            if self.nodes.node_rank == 0:
-                _wait_until(lambda: self.nodes.store.add("left", 0) == self.nodes.num_nodes)
 
 
 class _Inherited(LogsSpecs):
@@ -229,9 +182,3 @@ def _without_a_warning() -> Iterator[None]:
         yield
     finally:
         elastic_processes.logger.removeFilter(is_of_use)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + _LINGER
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)

@@ -8,6 +8,7 @@ from typing import Final
 
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
+from .elastic.strategy import ElasticStrategy
 from .errors import ConfigError, did_you_mean
 from .fsdp import FSDPStrategy
 from .local_sgd import LocalSGDStrategy
@@ -25,6 +26,7 @@ _BY_NAME: Final[dict[str, Callable[[], Strategy]]] = {
             ZeroStrategy,
             LocalSGDStrategy,
             FSDPStrategy,
+            ElasticStrategy,
         )
     },
     "hsdp": partial(FSDPStrategy, replicate="nodes"),

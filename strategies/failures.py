@@ -19,6 +19,10 @@ from .travel import pack, unpack
 _OF_A_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
+INTERRUPTED: Final = 128 + signal.SIGTERM
+"""The exit code of a run that was asked to end, and did."""
+
+
 class RankTraceback(Exception):  # noqa: N818 - no error of its own but the place of one
     """The traceback of an exception where it was raised, in a worker; the ``__cause__`` of that exception here."""
 
@@ -93,6 +97,11 @@ class End:
         if self.failure is None:
             return self.exit_code in (-signal.SIGTERM, -signal.SIGKILL)
         return self.failure.is_exit
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether this worker has brought its run to an end because a signal asked a rank for that."""
+        return self.failure is not None and self.failure.is_exit and self.failure.text.endswith(f": {INTERRUPTED}")
 
     @property
     def blames_a_peer(self) -> bool:

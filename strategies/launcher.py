@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from .environment import LOOPBACK, Environment
 from .errors import ProcessError
@@ -23,30 +23,41 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 T = TypeVar("T")
+MakeAgent: TypeAlias = "Callable[[Job], Agent]"
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _STACKS: Final = 2.0  # seconds for which workers are given to write where they stand
 
 
+def fixed_agents(num_processes: int, environment: Environment, start_timeout: timedelta) -> MakeAgent:
+    """Return what makes the agents of a run of so many processes on each of the nodes that are known."""
+
+    def make(job: Job) -> Agent:
+        from .fixed_agent import FixedAgent
+        from .rendezvous import Rendezvous
+
+        return FixedAgent(job, num_processes, Rendezvous(environment, start_timeout))
+
+    return make
+
+
 def launch(
     function: Callable[[], T],
+    make_agent: MakeAgent,
     *,
-    num_processes: int,
-    environment: Environment,
-    start_timeout: timedelta,
+    is_local: bool,
     parts: Mapping[str, object] | None = None,
     on_result: Callable[[T], None] | None = None,
 ) -> T:
-    """Run `function` in `num_processes` new processes of this node and return what the first of them returned.
+    """Run `function` in new processes of this node and return what the first of them returned.
 
     A signal to the caller (SIGINT, SIGTERM, SIGUSR1) reaches the workers as SIGTERM, so that they may come to an end
     in order; a second one kills them.
 
     Args:
         function: what to run; it, all that it refers to, and its result travel by value.
-        num_processes: how many processes this node has.
-        environment: which node of how many this is, and where the first one is.
-        start_timeout: how long the nodes wait for each other.
+        make_agent: makes the agent that starts and watches them.
+        is_local: whether all processes of the run are on this machine.
         parts: what `function` holds, by name; to say which attribute of which part cannot travel.
         on_result: is given the result, before it is returned or the caller's signal is raised.
 
@@ -58,10 +69,10 @@ def launch(
         BaseException: what `function` raised in a worker, with its rank as a note and its traceback as the cause.
     """
     with _folder() as folder:
-        job = Job(folder, is_local=environment.num_nodes == 1, keeps_all_results=False)
+        job = Job(folder, is_local=is_local, keeps_all_results=False)
         _fill(job, function, parts)
         with _Signals() as signals:
-            agent = _run(job, num_processes, environment, start_timeout, signals)
+            agent = _run(job, make_agent, signals)
         _raise_failure(agent, signals)
         result: T = _result(job, agent.ranks[0])
     if on_result is not None:
@@ -82,7 +93,8 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float)
         job = Job(folder, is_local=True, keeps_all_results=True, shows_stacks=True)
         _fill(job, function, None)
         with _Signals() as signals:
-            agent = _run(job, num_processes, environment, timedelta(seconds=timeout), signals, timeout)
+            make_agent = fixed_agents(num_processes, environment, timedelta(seconds=timeout))
+            agent = _run(job, make_agent, signals, timeout)
         _raise_failure(agent, signals)
         signals.raise_if_received()
         return [_result(job, rank) for rank in agent.ranks]
@@ -137,19 +149,9 @@ class _Signals:
             raise SystemExit(143)
 
 
-def _run(
-    job: Job,
-    num_processes: int,
-    environment: Environment,
-    start_timeout: timedelta,
-    signals: _Signals,
-    timeout: float | None = None,
-) -> Agent:
+def _run(job: Job, make_agent: MakeAgent, signals: _Signals, timeout: float | None = None) -> Agent:
     """Run the workers to their end, whatever it is."""
-    from .agent import Agent
-    from .rendezvous import Rendezvous
-
-    agent = signals.agent = Agent(job, num_processes, Rendezvous(environment, start_timeout))
+    agent = signals.agent = make_agent(job)
     errors: list[BaseException] = []
 
     def watch() -> None:
@@ -204,4 +206,7 @@ def _raise_failure(agent: Agent, signals: _Signals) -> None:
             f"{agent.failure_elsewhere}; the workers of this node were stopped. See the output of that node."
         )
     assert cause is not None
-    raise cause.to_error()
+    error = cause.to_error()
+    if agent.report is not None:
+        error.add_note(agent.report)
+    raise error

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, TypeVar, Unpack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from .nested import to_device
 from .optimizer_state import state_by_name, state_by_position
 from .precision import Precision
 from .process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
+
+if TYPE_CHECKING:
+    from .elastic.supervisor import Supervisor
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
@@ -47,6 +51,9 @@ class Strategy(ABC):
 
     supports_inference_mode: ClassVar[bool] = True
     """Whether evaluation may run in torch's inference mode; otherwise without gradients only."""
+
+    supervisor: Supervisor | None = None
+    """What a worker of an elastic run has of its agent; None in all others."""
 
     starts_processes: bool = False
     """Whether `launch` has processes to start, since nobody else has; `check` finds out."""
@@ -76,6 +83,11 @@ class Strategy(ABC):
                 "num_nodes=1."
             )
 
+    @property
+    def start_timeout(self) -> timedelta:
+        """How long the processes wait for each other at the start."""
+        return self._process_settings.get("start_timeout", START_TIMEOUT)
+
     def launch(
         self,
         function: Callable[[], T],
@@ -90,16 +102,11 @@ class Strategy(ABC):
             on_result: gets the result before a signal that has come to this process is raised in it.
             parts: what travels, by the names that an error is to use for it.
         """
-        from .launcher import launch
+        from .launcher import fixed_agents, launch
 
-        return launch(
-            function,
-            num_processes=self.environment.local_world_size,
-            environment=self.environment,
-            start_timeout=self._process_settings.get("start_timeout", START_TIMEOUT),
-            on_result=on_result,
-            parts=parts,
-        )
+        environment = self.environment
+        make_agent = fixed_agents(environment.local_world_size, environment, self.start_timeout)
+        return launch(function, make_agent, is_local=environment.num_nodes == 1, on_result=on_result, parts=parts)
 
     # --- in every process --------------------------------------------------------------------------------------------
 

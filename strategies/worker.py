@@ -30,9 +30,12 @@ SHOW_STACKS: Final = signal.SIGUSR2
 NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 """Signals that may be sent to the whole process group of a run."""
 
+NODE_FOLDER: Final = "ECHELON_NODE_FOLDER"
+"""The variable that tells a worker of an elastic run where its agent keeps what outlives it."""
+
 # What torch.distributed.elastic tells each worker; a caller that is a worker itself has variables of the same names.
 _OF_A_WORKER: Final = re.compile(
-    "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_NODE_FOLDER|TORCH_NCCL_ASYNC_ERROR_HANDLING"
 )
 
 
@@ -69,6 +72,8 @@ class Job:
     keeps_all_results: bool
     """Whether every worker's result is wanted, or only the first one's."""
     shows_stacks: bool = False
+    node_folder: Path | None = None
+    """What outlives the worker, where workers are started again."""
     streams: dict[int, Stream] = field(default_factory=_own_streams)
     """Where the caller writes, for standard output and standard error."""
 
@@ -138,6 +143,8 @@ def run(job: Job) -> None:
         if stacks is not None:
             faulthandler.register(SHOW_STACKS, stacks)
         unpack((job.folder / "settings").read_bytes()).apply(is_local=job.is_local)
+        if job.node_folder is not None:
+            os.environ[NODE_FOLDER] = str(job.node_folder)
         result = unpack((job.folder / "function").read_bytes())()
         is_kept = job.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
         _write(job.folder / f"{rank}.result", pack(result if is_kept else None, "result"))

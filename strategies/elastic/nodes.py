@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,7 +27,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from ..environment import DEFAULT_PORT, LOOPBACK, Environment
 from ..errors import ConfigError, ProcessError
 from ..network import address_towards
-from ..rendezvous import Rendezvous
+from ..rendezvous import Rendezvous, listen
+from .shared_store import SharedStore
 from .store_process import CLOSED, LIFE, open_store
 
 _KEEP_ALIVE: Final = 1  # seconds between two signs of life of an agent
@@ -83,8 +84,12 @@ class OneNode(Rendezvous):
 
     def __init__(self, limit: timedelta) -> None:
         super().__init__(Environment("none", 0, 0, 0, 1, 1, 1, LOOPBACK, None), limit)
-        self.shared: Any = HashStore()
+        listener = listen(LOOPBACK, 0)
+        port = listener.getsockname()[1]
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.shared: Any = PrefixStore("echelon", store)
         """Outlives rounds."""
+        self.shared_at = SharedStore(LOOPBACK, port, "echelon")
 
     def num_nodes_lost(self) -> int:
         """Return 0: this one is here."""
@@ -92,6 +97,10 @@ class OneNode(Rendezvous):
 
     def leave(self) -> None:
         """Do nothing; nobody is left behind."""
+
+    def release(self) -> None:
+        """Let go of the stores, and with them of their ports."""
+        self.store = self.shared = None
 
 
 class ManyNodes(DynamicRendezvousHandler):
@@ -102,6 +111,7 @@ class ManyNodes(DynamicRendezvousHandler):
     """Of this node, for the others."""
     shared: Any
     """The agents' own store, under the run's id; it outlives rounds."""
+    shared_at: SharedStore
     node_rank: int
     num_nodes: int
     """Of the last meeting, as is the rank."""
@@ -134,7 +144,8 @@ class ManyNodes(DynamicRendezvousHandler):
         )
         assert isinstance(handler, ManyNodes)
         handler.endpoint, handler.address, handler.link = f"{host}:{port}", address, link
-        handler.shared = PrefixStore(f"echelon/{run_id}", shared)
+        handler.shared_at = SharedStore(host, port, f"echelon/{run_id}")
+        handler.shared = PrefixStore(handler.shared_at.prefix, shared)
         handler.node_rank, handler.num_nodes = 0, 0
         return handler
 
@@ -192,6 +203,10 @@ class ManyNodes(DynamicRendezvousHandler):
     def cancel(self) -> None:
         """End the wait for other nodes, and all later ones; from any thread."""
         self.link.is_cancelled = True
+
+    def release(self) -> None:
+        """Let go of the connections to the store."""
+        self.shared = None
 
     def shutdown(self) -> bool:
         """End the run for all nodes."""

@@ -1,4 +1,4 @@
-"""RoundEnd: how one generation of workers came to its end, kept for those that follow."""
+"""Rounds: what the agent tells a generation of workers at its start, and those that follow of its end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,36 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self, TypeAlias
 
-Kind = Literal["failure", "hang", "membership", "preempted"]
+from .shared_store import SharedStore
+
+Kind: TypeAlias = Literal["failure", "hang", "membership", "preempted"]
 
 _NAME: Final = "rounds.jsonl"
+_CURRENT: Final = "round.json"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One generation of workers, as the agent of a node tells them."""
+
+    number: int
+    num_nodes: int
+    agent: int
+    """The agent's process id."""
+    shared_at: SharedStore
+    """The store of the agents, which outlives rounds."""
+
+    def write(self, folder: Path) -> None:
+        """Leave this in the node folder."""
+        (folder / _CURRENT).write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return what the agent has left in the node folder."""
+        found = json.loads((folder / _CURRENT).read_text())
+        return cls(**{**found, "shared_at": SharedStore(**found["shared_at"])})
 
 
 @dataclass(frozen=True)

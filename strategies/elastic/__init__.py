@@ -1,0 +1,1 @@
+"""A strategy that contains another, and what lets its run outlive workers and nodes."""

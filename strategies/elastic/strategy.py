@@ -1,0 +1,163 @@
+"""ElasticStrategy: another strategy, in workers that are started again after faults and when nodes come or leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Final, TypeVar
+
+from ..ddp import DDPStrategy
+from ..errors import ConfigError, did_you_mean
+from ..fsdp import FSDPStrategy
+from ..hardware import Hardware
+from ..precision import Precision
+from ..strategy import Strategy
+from ..zero import ZeroStrategy
+from .chaos import Chaos
+from .forwarding import ForwardingStrategy
+from .restarts import RestartPolicy
+from .supervisor import ElasticSettings, Supervisor
+from .watch import Limits
+
+T = TypeVar("T")
+
+_INNER: Final[Mapping[str, Callable[[], Strategy]]] = {
+    "ddp": DDPStrategy,
+    "zero": ZeroStrategy,
+    "fsdp": FSDPStrategy,
+    "hsdp": partial(FSDPStrategy, replicate="nodes"),
+}
+
+
+class ElasticStrategy(ForwardingStrategy):
+    """Train as another strategy does, and go on after faults: with the same optimizer steps as an undisturbed run.
+
+    Workers are watched by an agent (torch.distributed.elastic), which starts them again when one dies or hangs, and
+    when nodes come or leave. They go on from a snapshot in memory, else from the newest checkpoint. The global batch
+    stays what it was in the first round. Under torchrun, SLURM or MPI, whose agents know nothing of this, it is its
+    inner strategy and no more; start the program itself, or by ``echelon launch``.
+
+    Args:
+        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, or such a strategy.
+        nodes: how many machines take part, or "MIN:MAX".
+        rdzv: where they meet: "HOST:PORT" of one of them, or of ``echelon rendezvous``. For several nodes.
+        run_id: tells this run from others that meet there.
+        max_restarts: how many failures and hangs a run survives; nodes that come and leave count nothing.
+        snapshot_every: optimizer steps between two snapshots; by default as many as make them cost less than 1% of a
+            step's time; 0 for none.
+        hang_timeout: how long a step may take; by default 20 times the longest recent one, and at least 5 s.
+        grace: how long workers have to end their step when this node is told to leave.
+        last_call: how long nodes that are enough wait for more.
+        chaos: faults that the run is to suffer on purpose, see `Chaos`.
+    """
+
+    name: ClassVar[str] = "elastic"
+    uses_processes: ClassVar[bool] = True
+    uses_many_devices: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        inner: str | Strategy = "ddp",
+        *,
+        nodes: int | str = 1,
+        rdzv: str | None = None,
+        run_id: str = "echelon",
+        max_restarts: int = 10,
+        snapshot_every: int | None = None,
+        hang_timeout: timedelta | None = None,
+        grace: timedelta = timedelta(seconds=30),
+        last_call: timedelta = timedelta(seconds=3),
+        chaos: str | Chaos | None = None,
+    ) -> None:
+        super().__init__(_inner(inner))
+        self.supervisor: Supervisor | None = None
+        """What this worker has of its agent; None where there is none."""
+        self.nodes = parse_nodes(nodes)
+        self._endpoint, self._run_id, self._last_call = rdzv, run_id, last_call
+        RestartPolicy(max_restarts)  # raises for a number that cannot be
+        self._max_restarts = max_restarts
+        self._limits = Limits(None if hang_timeout is None else hang_timeout.total_seconds())
+        self._grace = grace
+        if snapshot_every is not None and snapshot_every < 0:
+            raise ConfigError(f"snapshot_every={snapshot_every} is not possible; give steps, or 0 for no snapshots.")
+        chaos = chaos if isinstance(chaos, Chaos) else Chaos(chaos or "")
+        self._settings = ElasticSettings(snapshot_every, chaos)
+        if self.nodes != (1, 1) and rdzv is None:
+            raise ConfigError(
+                f"nodes={nodes!r} needs rdzv='HOST:PORT': an address of one of the nodes, or of `echelon rendezvous`."
+            )
+
+    def check(self, hardware: Hardware, precision: Precision) -> None:
+        self.inner.check(hardware, precision)
+        self.starts_processes = not hardware.environment.is_external
+
+    def launch(
+        self,
+        function: Callable[[], T],
+        *,
+        on_result: Callable[[T], None] | None = None,
+        parts: Mapping[str, object] | None = None,
+    ) -> T:
+        """Run `function` in the workers of this node, round after round, and return what the first one returned."""
+        from ..launcher import launch
+        from .node_folder import NodeFolder
+
+        with NodeFolder.create() as folder:
+            make_agent = partial(self._make_agent, folder=folder.path)
+            return launch(function, make_agent, is_local=self.nodes == (1, 1), on_result=on_result, parts=parts)
+
+    def _make_agent(self, job: Any, *, folder: Any) -> Any:
+        from .agent import ElasticAgent
+        from .nodes import meeting
+
+        where = meeting(
+            nodes=self.nodes,
+            endpoint=self._endpoint,
+            run_id=self._run_id,
+            start_timeout=self.start_timeout,
+            last_call=self._last_call,
+        )
+        policy = RestartPolicy(self._max_restarts)
+        return ElasticAgent(
+            job,
+            self.environment.local_world_size,
+            where,
+            folder,
+            policy,
+            limits=self._limits,
+            grace=self._grace.total_seconds(),
+        )
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        """Take the device, join the process group of this round, and the agent's node folder."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.supervisor = Supervisor.find(local_rank, self._settings)
+        self.inner.connect(hardware, precision)
+
+
+def parse_nodes(nodes: int | str) -> tuple[int, int]:
+    """Return the least and the largest number of nodes that "MIN:MAX", or one number, means.
+
+    Raises:
+        ConfigError: for what means none.
+    """
+    least, _, most = str(nodes).partition(":")
+    if not all(word.isdecimal() for word in (least, most or least)) or not 1 <= int(least) <= int(most or least):
+        raise ConfigError(f"nodes={nodes!r} is not possible; give a number from 1, or 'MIN:MAX' such as '1:4'.")
+    return int(least), int(most or least)
+
+
+def _inner(inner: str | Strategy) -> Strategy:
+    if isinstance(inner, str):
+        if inner not in _INNER:
+            raise ConfigError(
+                f"ElasticStrategy({inner!r}): it contains {', '.join(_INNER)}.{did_you_mean(inner, _INNER)}"
+            )
+        return _INNER[inner]()
+    if not inner.uses_processes or inner.name not in _INNER:
+        raise ConfigError(
+            f"ElasticStrategy({type(inner).__name__}): it contains {', '.join(_INNER)}, or a strategy of these classes."
+        )
+    return inner
