@@ -72,7 +72,7 @@ class Beat:
             raise ProcessError(f"{folder / _NAME} holds no record of local rank {local_rank}; start it by its agent.")
         self._phase, self._count, self._time = Phase.START, 0, monotonic()
         self._first_step: int | None = None
-        self._longest = [0.0] * len(Phase)
+        self._longest = [-1.0, 0.0, 0.0, 0.0, 0.0]  # so that the first beat is longer, and noted
         self._before = 0.0
         """The longest time inside a step of the window before."""
         self._record[_PID] = os.getpid()
