@@ -24,28 +24,29 @@ def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
     Of one that cannot answer, the text says why, and what the kernel tells of it.
     """
     files = {rank: folder / f"{rank}.stacks" for rank in pids}
-    asked: dict[int, int] = {}
-    texts: dict[int, str] = {}
+    before = {rank: _size(file) for rank, file in files.items()}
+    reasons = {rank: _ask(pid) for rank, pid in pids.items()}
+    sizes = _wait({rank: file for rank, file in files.items() if reasons[rank] is None}, before)
+    texts = {}
     for rank, pid in pids.items():
-        reason = _ask(pid)
-        if reason is None:
-            asked[rank] = 0
+        if sizes.get(rank, 0) > before[rank]:
+            texts[rank] = files[rank].read_bytes()[before[rank] :].decode(errors="replace")
         else:
+            reason = reasons[rank] or f"It did not answer within {_PATIENCE:g} s."
             texts[rank] = f"{reason}\n{_told_by_the_kernel(pid)}"
+    return texts
+
+
+def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int]:
+    """Return the sizes of files once all have grown, and grow no more, or patience is over."""
     end = time.monotonic() + _PATIENCE
-    is_over = not asked
-    while not is_over and time.monotonic() < end:
+    sizes: dict[int, int] = {}
+    while files and time.monotonic() < end:
         time.sleep(_POLL)
-        sizes = {rank: _size(files[rank]) for rank in asked}
-        is_over = all(sizes.values()) and sizes == asked
-        asked = sizes
-    for rank, size in asked.items():
-        pid = pids[rank]
-        if size:
-            texts[rank] = files[rank].read_text(errors="replace")
-        else:
-            texts[rank] = f"It did not answer within {_PATIENCE:g} s.\n{_told_by_the_kernel(pid)}"
-    return {rank: texts[rank] for rank in pids}
+        last, sizes = sizes, {rank: _size(file) for rank, file in files.items()}
+        if sizes == last and all(size > before[rank] for rank, size in sizes.items()):
+            break
+    return sizes
 
 
 def _ask(pid: int) -> str | None:
