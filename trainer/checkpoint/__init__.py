@@ -4,6 +4,7 @@ from .commit import point
 from .exporting import export
 from .finding import list_checkpoints, newest_valid, resolve
 from .loading import load, verify
+from .memory import MemoryWriter
 from .pruning import remove
 from .ranks import Ranks
 from .saving import save
@@ -13,6 +14,7 @@ from .writer import AsyncWriter, SyncWriter, Writer, make_writer
 __all__ = [
     "AsyncWriter",
     "Difference",
+    "MemoryWriter",
     "Ranks",
     "SyncWriter",
     "Writer",

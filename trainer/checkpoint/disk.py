@@ -98,7 +98,8 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 class MappedFile:
     """A file of a checkpoint as memory: private, so that changes of it change nothing on the disk, or to be read only.
 
-    What is read only does not count as memory of this process, however large it is.
+    What is read only does not count as memory of this process, however large it is. Where only the beginning of a file
+    is here, `whole_size` is greater than `size`.
     """
 
     def __init__(self, path: Path, *, is_private: bool = True) -> None:
@@ -110,7 +111,7 @@ class MappedFile:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise CheckpointError(f"{path} is not a regular file; use another checkpoint.")
-            self.size = found.st_size
+            self.size = self.whole_size = found.st_size
             self.data = mmap.mmap(descriptor, 0, access=access) if self.size else mmap.mmap(-1, 1)
         finally:
             os.close(descriptor)

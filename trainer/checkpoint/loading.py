@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ...strategies.elastic.snapshot_index import OUTLINE
 from ...strategies.errors import CheckpointError, did_you_mean
 from .disk import FileRecord, MappedFile, explain
 from .manifest import LARGEST_JSON, Manifest, read_manifest
@@ -111,13 +112,17 @@ def open_files(
 
 
 def _open(path: Path, record: FileRecord, *, is_private: bool) -> MappedFile:
+    outline = path.with_name(path.name + OUTLINE)
+    has_outline = outline.exists() and not path.exists()  # in a snapshot in memory, of what this node does not read
     try:
-        file = MappedFile(path, is_private=is_private)
+        file = MappedFile(outline if has_outline else path, is_private=is_private)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {explain(error)}") from error
-    if file.size != record.size:
+    if has_outline:
+        file.whole_size = record.size
+    if file.whole_size != record.size:
         raise CheckpointError(f"{path.name} has {file.size} bytes, not {record.size}")
     return file
 

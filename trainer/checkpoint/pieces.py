@@ -71,6 +71,16 @@ def writes(tensor: Any, piece: Piece, key: str) -> bool:
     return is_first_shard or piece.tensor.numel() > 0
 
 
+def replicas_of(tensor: Any) -> list[int]:
+    """Return the ranks that hold the same block of a DTensor as this one, itself included."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    at = (slice(None) if place.is_replicate() else c for place, c in zip(tensor.placements, coordinate, strict=True))
+    ranks: list[int] = tensor.device_mesh.mesh[tuple(at)].flatten().tolist()
+    return ranks
+
+
 def layout_of(tensor: Any) -> dict[str, int]:
     """Return the axes of a DTensor's mesh, with their degrees of parallelism."""
     mesh = tensor.device_mesh

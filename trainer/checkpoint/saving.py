@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -39,6 +39,10 @@ class Snapshot:
     entries: Mapping[str, Mapping[str, dict[str, Any]]]
     """Per part that differs between ranks: its `Sharded` mappings by place, which are inside `values`."""
     mesh: Mapping[str, int]
+    own: Mapping[str, Collection[str]]
+    """Per part the keys of those pieces that differ between ranks, or are blocks of what does."""
+    replicas: Collection[int]
+    """The ranks that hold the same blocks as this one, of which each writes some."""
 
     @property
     def is_shared(self) -> bool:
@@ -67,7 +71,12 @@ def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] 
 
 
 def take(
-    state: Mapping[str, Any], mesh: Mapping[str, int] | None = None, *, rank: int = 0, world_size: int = 1
+    state: Mapping[str, Any],
+    mesh: Mapping[str, int] | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    writes_common: bool | None = None,
 ) -> Snapshot:
     """Encode what this rank has to write of `state`; tensors are referred to, not copied.
 
@@ -76,19 +85,23 @@ def take(
         mesh: degrees of parallelism, for the manifest; default: those of the DTensors, and replicas of the rest.
         rank: this process; 0 writes all that is equal on all ranks.
         world_size: the number of processes.
+        writes_common: whether this rank writes what is equal on all; by default, if it is rank 0.
     """
+    is_first = rank == 0 if writes_common is None else writes_common
     encoders: dict[str, Encoder] = {}
     values: dict[str, Any] = {}
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError(f"state has a part {part!r} of type {type(part).__name__}; name parts by strings.")
-        encoders[part] = Encoder(is_first=rank == 0)
+        encoders[part] = Encoder(is_first=is_first)
         values[part] = encoders[part].encode(value, f"state[{part!r}]", "" if part == MODEL else part)
     return Snapshot(
         values=values,
         pieces={part: encoder.pieces for part, encoder in encoders.items()},
         entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_shared},
         mesh=dict(mesh or _layout(encoders.values(), world_size)),
+        own={part: encoder.own for part, encoder in encoders.items()},
+        replicas={rank, *(other for encoder in encoders.values() for other in encoder.replicas)},
     )
 
 
@@ -101,7 +114,7 @@ def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
 
 def write(path: Path, snapshot: Snapshot) -> None:
     """Write a snapshot as the checkpoint folder `path`."""
-    text = _to_json(snapshot.values)
+    text = to_json(snapshot.values)
     with committed(path) as folder:
         finish(folder, snapshot, [write_own(folder, snapshot)], text)
 
@@ -110,11 +123,11 @@ def write_own(folder: Path, snapshot: Snapshot, rank: int = 0, world_size: int =
     """Write the tensors of this rank, a file a part."""
     files: dict[str, FileRecord] = {}
     parts: dict[str, list[str]] = {part: [] for part in snapshot.pieces}
-    stems = _stems(snapshot.pieces)
+    stems = stems_of(snapshot.pieces)
     for part, pieces in snapshot.pieces.items():
         if pieces:
-            ending = f"-{rank + 1:05d}-of-{world_size:05d}" if part in snapshot.entries and world_size > 1 else ""
-            name = f"{stems[part]}{ending}.safetensors"
+            is_share = part in snapshot.entries and world_size > 1
+            name = file_name(stems[part], rank, world_size) if is_share else file_name(stems[part])
             parts[part].append(name)
             files[name] = write_tensors(folder / name, pieces)
     return Written(files, parts)
@@ -123,20 +136,30 @@ def write_own(folder: Path, snapshot: Snapshot, rank: int = 0, world_size: int =
 def finish(folder: Path, snapshot: Snapshot, written: Sequence[Written], text: bytes | None = None) -> None:
     """Write what makes the files of all ranks, in order of rank, one checkpoint: ``state.json`` and the manifest."""
     files = {name: record for one in written for name, record in one.files.items()}
-    files[STATE] = write_bytes(folder / STATE, _to_json(snapshot.values) if text is None else text)
-    manifest = Manifest(
+    files[STATE] = write_bytes(folder / STATE, to_json(snapshot.values) if text is None else text)
+    parts = {part: [name for one in written for name in one.parts[part]] for part in snapshot.values}
+    write_bytes(folder / MANIFEST, manifest_of(snapshot, parts, files).to_bytes())
+
+
+def manifest_of(snapshot: Snapshot, parts: Mapping[str, Sequence[str]], files: Mapping[str, FileRecord]) -> Manifest:
+    """Return the manifest of a snapshot, all of whose files are there; `parts` has the names of those of each part."""
+    return Manifest(
         echelon_version=echelon_version(),
         torch_version=torch.__version__,
         saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
         mesh=snapshot.mesh,
-        parts={part: [name for one in written for name in one.parts[part]] for part in snapshot.values},
+        parts=parts,
         parameters=list(dict.fromkeys(_keys(snapshot.values.get(MODEL)))),
         files=files,
     )
-    write_bytes(folder / MANIFEST, manifest.to_bytes())
 
 
-def _to_json(values: Mapping[str, Any]) -> bytes:
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """Return the text of ``state.json``.
+
+    Raises:
+        CheckpointError: if JSON cannot hold it, or it is too long.
+    """
     try:
         text = json.dumps(values, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -162,7 +185,13 @@ def _keys(value: Any) -> Iterator[str]:
                 yield from _keys(item)
 
 
-def _stems(parts: Iterable[str]) -> dict[str, str]:
+def file_name(stem: str, rank: int | None = None, world_size: int = 1) -> str:
+    """Return the name of a part's file: that of one rank, or of all."""
+    share = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
+    return f"{stem}{share}.safetensors"
+
+
+def stems_of(parts: Iterable[str]) -> dict[str, str]:
     """Return for each part how its files' names begin, made what every file system takes."""
     stems: dict[str, str] = {}
     known: set[str] = set()

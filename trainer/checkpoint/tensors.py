@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -31,30 +32,49 @@ _LONGEST_HEADER: Final = 100_000_000
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
-def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a new safetensors file, tensor by tensor: no second copy of the state is made.
+@dataclass(frozen=True)
+class Layout:
+    """A safetensors file before it has its tensors."""
 
-    Its header carries the metadata that torch's HuggingFaceStorageReader looks for. `notes` are further metadata.
+    header: bytes
+    places: Mapping[str, int]
+    """Where each tensor begins, counted in bytes from the file's beginning; in order."""
+    size: int
+
+
+def lay_out(pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> Layout:
+    """Return the layout of a file; its header has the metadata that torch's HuggingFaceStorageReader looks for.
+
+    `notes` are further metadata.
     """
     # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
     order = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
     sharding = {name: {"saved_offsets": list(pieces[name].offsets)} for name in order}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_KEY: json.dumps(sharding), **(notes or {})}
     header: dict[str, Any] = {"__metadata__": metadata}
+    starts: dict[str, int] = {}
     end = 0
     for name in order:
         tensor = pieces[name].tensor
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        starts[name], end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [starts[name], end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    begin = 8 + len(text)
+    places = {name: begin + start for name, start in starts.items()}
+    return Layout(len(text).to_bytes(8, "little") + text, places, begin + end)
+
+
+def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> FileRecord:
+    """Write a new safetensors file, tensor by tensor: no second copy of the state is made."""
+    layout = lay_out(pieces, notes)
     with HashedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
+        file.write(layout.header)
+        for name in layout.places:
             given = pieces[name].tensor
             # one that is stored is read here, and not kept: no more than one is in memory
             tensor = given.clone() if isinstance(given, StoredTensor) else given.cpu().contiguous()
@@ -80,7 +100,10 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Piece], dict[str, str]]:
         if not all(isinstance(text, str) for text in notes.values()):
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
-        payload = _bytes_of(file)[start:]
+        if file.whole_size == file.size:
+            payload = _bytes_of(file)[start:]
+        else:  # only the outline is here
+            payload = torch.empty(file.whole_size - start, dtype=torch.uint8, device="meta")
         _check_coverage([entry["data_offsets"] for entry in header.values()], len(payload))
         return {name: _piece(entry, payload, sharding.get(name)) for name, entry in header.items()}, notes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:

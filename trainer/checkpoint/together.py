@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,7 @@ def _follow(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
 
 def _add(folder: Path, snapshot: Snapshot, rank: int, content: Any) -> Written:
     """Put what another rank tells into the snapshot, and check that its files are here."""
-    for part, entries in content["entries"].items():
-        for place, theirs in entries.items():
-            own = snapshot.entries[part][place]
-            twice = sorted(own.keys() & theirs.keys())
-            if twice:
-                raise CheckpointError(
-                    f"state[{part!r}] has the entry {twice[0]!r} on rank {rank} and on a lower one; give it one owner."
-                )
-            own.update(theirs)
+    add_entries(snapshot, rank, content["entries"])
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     for name, file in files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
@@ -84,3 +77,20 @@ def _add(folder: Path, snapshot: Snapshot, rank: int, content: Any) -> Written:
                 "save to a folder that all nodes share."
             )
     return Written(files, content["parts"])
+
+
+def add_entries(snapshot: Snapshot, rank: int, entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Put the entries that another rank owns into the snapshot of rank 0.
+
+    Raises:
+        CheckpointError: for one that two ranks own.
+    """
+    for part, places in entries.items():
+        for place, theirs in places.items():
+            own = snapshot.entries[part][place]
+            twice = sorted(own.keys() & theirs.keys())
+            if twice:
+                raise CheckpointError(
+                    f"state[{part!r}] has the entry {twice[0]!r} on rank {rank} and on a lower one; give it one owner."
+                )
+            own.update(theirs)

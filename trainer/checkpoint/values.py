@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...strategies.errors import CheckpointError, MissingDependencyError
 from ...strategies.sharded import Sharded
 from ...strategies.stored import StoredTensor
-from .pieces import Piece, is_sharded, layout_of, own_piece, writes
+from .pieces import Piece, is_sharded, layout_of, own_piece, replicas_of, writes
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -86,12 +86,21 @@ class Encoder:
         """What each `Sharded` became, by its place: the same object as in what `encode` returned."""
         self.is_shared = False
         """Whether ranks differ in what they hold."""
+        self.own: set[str] = set()
+        """The keys of those pieces that other ranks do not have, but for replicas of this one."""
         self.layout: dict[str, int] = {}
         """The degrees of parallelism of the DTensors, by axis of their mesh."""
         self._is_first = self._is_own = is_first
+        self._is_in_sharded = False
+        self._cuts: dict[tuple[object, ...], Any] = {}
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
         self._kept: list[Piece] = []  # what is written elsewhere; or its memory would become another tensor's
+
+    @property
+    def replicas(self) -> set[int]:
+        """The ranks that hold the same blocks of DTensors as this one, of which each writes some."""
+        return {rank for tensor in self._cuts.values() for rank in replicas_of(tensor)}
 
     def encode(self, value: Any, path: str, key: str) -> Any:
         """Return `value` as what JSON can hold; see the function `encode`."""
@@ -124,9 +133,9 @@ class Encoder:
         odd = [name for name in value if type(name) is not str or name.startswith("$")]
         if odd:
             raise CheckpointError(f"{path} is sharded and has the name {odd[0]!r}; use strings without a leading '$'.")
-        self.is_shared = self._is_own = True
+        self.is_shared = self._is_own = self._is_in_sharded = True
         encoded: dict[str, Any] = self._mapping(value, path, key)
-        self._is_own = self._is_first
+        self._is_own, self._is_in_sharded = self._is_first, False
         self.entries[key] = encoded
         return encoded
 
@@ -185,6 +194,10 @@ class Encoder:
         if is_shard:
             self.is_shared = True
             self.layout |= layout_of(tensor)
+            any_tensor: Any = tensor
+            self._cuts[id(any_tensor.device_mesh), any_tensor.placements] = tensor
+        if is_shard or self._is_in_sharded:
+            self.own.add(unique)
         if writes(tensor, piece, key) if is_shard else self._is_own:
             self.pieces[unique] = piece
         else:

@@ -147,7 +147,7 @@ class AsyncWriter:
             for key, piece in pieces.items()
         ]
         later = [(buffer, tensor) for part, buffer, tensor in copies if part in still]
-        _copy([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
+        copy_all([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
         self._settled.clear()
         self.is_copying = True
         self._submit(functools.partial(self._write, Path(path), replace(snapshot, pieces=staged), later, _now(later)))
@@ -199,7 +199,7 @@ class AsyncWriter:
 
     def _write(self, path: Path, snapshot: Snapshot, later: Copies, ready: torch.cuda.Event | None) -> None:
         try:
-            _copy(later, ready)
+            copy_all(later, ready)
             later.clear()
         finally:
             self._settled.set()
@@ -270,7 +270,8 @@ def _now(copies: Copies) -> torch.cuda.Event | None:
     return event
 
 
-def _copy(copies: Copies, ready: torch.cuda.Event | None = None) -> None:
+def copy_all(copies: Copies, ready: torch.cuda.Event | None = None) -> None:
+    """Copy tensors to their buffers, if need be once the device has come to `ready`; return when it is done."""
     if not any(tensor.is_cuda for _, tensor in copies):
         for buffer, tensor in copies:
             buffer.copy_(tensor)

@@ -1,0 +1,93 @@
+"""SnapshotIndex: what a snapshot consists of, on which nodes it was taken, and which of its files a rank needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+INDEX: Final = "index.json"
+OUTLINE: Final = ".outline"
+"""Ends the name of a file of which only the beginning is here, that tells what is in it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What is known of a file of a snapshot."""
+
+    size: int
+    checksum: str
+    writer: int | None = None
+    """The rank that has written it, of which there is a copy on another node; None where each node has its own."""
+    outline: int = 0
+    """How many bytes at its beginning tell what is in it, where they do for ranks that read nothing else; or 0."""
+
+
+@dataclass(frozen=True)
+class SnapshotIndex:
+    """The files of one snapshot, of all ranks; the same text on every node."""
+
+    round: int
+    number: int
+    """Which snapshot of its round it is, from 0."""
+    step: int
+    nodes: Sequence[int]
+    """The node of each rank."""
+    sources: Sequence[Sequence[int]]
+    """For each rank the ranks that have written what it holds: itself, and those of its replicas."""
+    files: Mapping[str, FileEntry]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What orders snapshots: later ones are greater. Not the step, which a run that goes back makes twice."""
+        return self.round, self.number
+
+    @property
+    def slot(self) -> str:
+        """The folder that holds it: each round has two in turn."""
+        return slot_of(self.round, self.number)
+
+    def needed_by(self, node: int, nodes: Sequence[int]) -> set[str]:
+        """Return the files that a node has to have, where the ranks are now on these nodes; of others, the outlines."""
+        if not _are_alike(self.nodes, nodes):
+            return set(self.files)  # shares are others now, and who reads which block is not known
+        writers = {source for rank, at in enumerate(nodes) if at == node for source in self.sources[rank]}
+        return {name for name, file in self.files.items() if not file.outline or file.writer in writers}
+
+    def to_bytes(self) -> bytes:
+        """Return the text of the file; its first line is the hash of the others."""
+        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def slot_of(round_: int, number: int) -> str:
+    """Return the folder of a snapshot."""
+    return f"{round_}-{number % 2}"
+
+
+def read_index(slot: Path) -> SnapshotIndex | None:
+    """Return the index of a snapshot; None where there is no sound one."""
+    try:
+        hash_, _, text = (slot / INDEX).read_bytes().partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() != hash_:
+            return None
+        content: dict[str, Any] = json.loads(text)
+        files = {name: FileEntry(**file) for name, file in content.pop("files").items()}
+        return SnapshotIndex(**content, files=files)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_index(slot: Path, index: SnapshotIndex) -> None:
+    """Write the index of a snapshot, whole or not at all."""
+    temporary = slot / f".{INDEX}"
+    temporary.write_bytes(index.to_bytes())
+    temporary.replace(slot / INDEX)
+
+
+def _are_alike(before: Sequence[int], now: Sequence[int]) -> bool:
+    """Return whether the same ranks share a node, whichever it is."""
+    return [before.index(node) for node in before] == [now.index(node) for node in now]
