@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
+import time
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -18,8 +21,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    RendezvousSettings,
     RendezvousTimeout,
     Token,
+    _BackendRendezvousStateHolder,
     _RendezvousExitOp,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -28,11 +33,14 @@ from ..environment import DEFAULT_PORT, LOOPBACK, Environment
 from ..errors import ConfigError, ProcessError
 from ..network import address_towards
 from ..rendezvous import Rendezvous, listen
+from .quick_steps import QuickSteps
 from .shared_store import SharedStore
-from .store_process import CLOSED, LIFE, open_store
+from .store_process import CLOSED, KEPT, LIFE, check_clock, open_store
 
-_KEEP_ALIVE: Final = 1  # seconds between two signs of life of an agent
+_KEEP_ALIVE: Final = timedelta(seconds=1)  # between two signs of life of an agent
 _MISSED: Final = 3  # as many after which it is dead
+_AFTER_A_RUN: Final = 30.0  # seconds in which the store of the run before has gone
+_OVER: Final = "over"
 
 
 def meeting(
@@ -50,32 +58,63 @@ def meeting(
         endpoint: "HOST[:PORT]" of the store by which they meet; None for one node.
         run_id: what tells runs on one store from each other.
         start_timeout: how long a node waits for the store, and then for others.
-        last_call: how long those that are enough wait for more.
+        last_call: how long those that are enough wait for more, at their first meeting.
 
     Raises:
-        ConfigError: for an endpoint that is none, or leads nowhere.
-        ProcessError: if there is no store.
+        ConfigError: for an endpoint that is none, or leads nowhere, or for clocks that differ.
+        ProcessError: if there is no store, or a run of this id is over.
     """
     if nodes == (1, 1):
         return OneNode(start_timeout)
     if endpoint is None:
         raise ConfigError(f"nodes={nodes[0]}:{nodes[1]} need an endpoint to meet at; give HOST:PORT of one of them.")
+    host, port = _place(endpoint)
+    # else MASTER_PORT would be that of the first round for ever, whoever has left since (torch 2.14)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    shared_at = SharedStore(host, port, f"echelon/{run_id}")
+    _await_end_of_last_run(shared_at, start_timeout)
+    timeout = RendezvousTimeout(join=start_timeout, last_call=last_call)
+    return ManyNodes(shared_at, RendezvousSettings(run_id, *nodes, timeout, _KEEP_ALIVE, _MISSED))
+
+
+def _place(endpoint: str) -> tuple[str, int]:
     try:
         host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
-        address = address_towards(host)
+        address = ipaddress.ip_address(address_towards(host))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The endpoint {endpoint!r} leads nowhere ({error}); give HOST:PORT of a node that all reach."
         ) from error
-    # else MASTER_PORT would be that of the first round for ever, whoever has left since (torch 2.14)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return ManyNodes.open(
-        host,
-        port,
-        address,
-        nodes=nodes,
-        run_id=run_id,
-        timeout=RendezvousTimeout(join=start_timeout, last_call=last_call),
+    if address.is_loopback and host not in ("localhost", str(address)):
+        raise ConfigError(
+            f"The endpoint's name {host!r} stands for {address} on this machine, where no other node could reach it; "
+            "give its address instead."
+        )
+    return host, port
+
+
+def _await_end_of_last_run(place: SharedStore, limit: timedelta) -> None:
+    """Wait for the store of a run before this one to end, as it does soon after its last node has left.
+
+    Raises:
+        ProcessError: if a run of this id is over, and the store stays.
+    """
+    end = time.monotonic() + _AFTER_A_RUN
+    while True:
+        store = open_store(place.host, place.port, limit)
+        check_clock(store)
+        if not store.check([f"{place.prefix}/{_OVER}"]):
+            return
+        if time.monotonic() > end or store.check([KEPT]):
+            raise _over(place)
+        del store  # its end would be an error for who is connected
+        time.sleep(1.0)
+
+
+def _over(place: SharedStore) -> ProcessError:
+    run_id = place.prefix.removeprefix("echelon/")
+    return ProcessError(
+        f"The run {run_id!r} that met at {place.host}:{place.port} is over; give the next one another run id."
     )
 
 
@@ -104,50 +143,27 @@ class OneNode(Rendezvous):
 
 
 class ManyNodes(DynamicRendezvousHandler):
-    """The meetings of a changing number of nodes: torch's, with errors that say what to do, and a way to leave."""
+    """The meetings of a changing number of nodes: torch's, with errors that say what to do, and a way to leave.
 
-    endpoint: str
-    address: str
-    """Of this node, for the others."""
-    shared: Any
-    """The agents' own store, under the run's id; it outlives rounds."""
-    shared_at: SharedStore
-    node_rank: int
-    num_nodes: int
-    """Of the last meeting, as is the rank."""
-    link: Link
+    Ranks of nodes go by their addresses, each time anew: a node that has just come may be the first.
+    """
 
-    @classmethod
-    def open(
-        cls,
-        host: str,
-        port: int,
-        address: str,
-        *,
-        nodes: tuple[int, int],
-        run_id: str,
-        timeout: RendezvousTimeout,
-    ) -> ManyNodes:
-        """Connect to the store, starting it where nobody has and this node is its host."""
-        # one connection for each use: a call that waits, for a key or an answer, holds up all others on its connection
-        state, rounds, shared = (open_store(host, port, timeout.join) for _ in range(3))
-        link = Link(state, run_id)
-        handler = cls.from_backend(
-            run_id,
-            rounds,
-            link,
-            *nodes,
-            address,
-            timeout,
-            keep_alive_interval=_KEEP_ALIVE,
-            keep_alive_max_attempt=_MISSED,
-        )
-        assert isinstance(handler, ManyNodes)
-        handler.endpoint, handler.address, handler.link = f"{host}:{port}", address, link
-        handler.shared_at = SharedStore(host, port, f"echelon/{run_id}")
-        handler.shared = PrefixStore(handler.shared_at.prefix, shared)
-        handler.node_rank, handler.num_nodes = 0, 0
-        return handler
+    def __init__(self, shared_at: SharedStore, settings: RendezvousSettings) -> None:
+        host, port, limit = shared_at.host, shared_at.port, settings.timeout.join
+        # a connection for each use: a call that waits, for a key or an answer, holds up all others on its connection
+        state, rounds, shared = (open_store(host, port, limit) for _ in range(3))
+        self.address = address_towards(host)
+        """Of this node, for the others."""
+        self.shared_at = shared_at
+        self.shared: Any = PrefixStore(shared_at.prefix, shared)
+        """The store of the run's agents; it outlives rounds."""
+        self.node_rank = self.num_nodes = 0
+        """Of the last meeting."""
+        node = self._node_desc_generator.generate(self.address)
+        self._link = _Link(state, settings.run_id)
+        holder = _BackendRendezvousStateHolder(self._link, settings, cache_duration=0)
+        super().__init__(node, settings, "c10d", rounds, holder)
+        self._op_executor = self._steps = QuickSteps(node, holder, settings)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Leave the round, if there is one, and meet for the next.
@@ -156,20 +172,19 @@ class ManyNodes(DynamicRendezvousHandler):
             ProcessError: if the store is gone, the run is over, or too few nodes came in time.
             RendezvousGracefulExitError: if the run ended while this node stood by.
         """
-        self.link.is_waited_for = True
+        self._link.is_waited_for = True
         try:
             info = super().next_rendezvous()
         except RendezvousClosedError as error:
-            raise ProcessError(
-                f"The run {self.get_run_id()!r} that met at {self.endpoint} is over; give another one another id."
-            ) from error
+            raise _over(self.shared_at) from error
         except RendezvousTimeoutError as error:
             raise self._too_few() from error
         except (RendezvousConnectionError, RendezvousStateError) as error:
             raise self._lost(error) from error
         finally:
-            self.link.is_waited_for = False
+            self._link.is_waited_for = False
         self.node_rank, self.num_nodes = info.rank, info.world_size
+        self._steps.has_met = True
         return info
 
     def num_nodes_waiting(self) -> int:
@@ -193,7 +208,11 @@ class ManyNodes(DynamicRendezvousHandler):
         return self.num_nodes - len(self._state_holder.state.participants)
 
     def leave(self) -> None:
-        """Leave the run for good; the others see it at once, and need not wait until this node counts as dead."""
+        """Leave the run for good; the others see it at once, and need not wait until this node counts as dead.
+
+        Raises:
+            ProcessError: if the store is gone.
+        """
         self._stop_heartbeats()
         try:
             self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.close))
@@ -202,37 +221,52 @@ class ManyNodes(DynamicRendezvousHandler):
 
     def cancel(self) -> None:
         """End the wait for other nodes, and all later ones; from any thread."""
-        self.link.is_cancelled = True
+        self._link.is_cancelled = True
 
-    def release(self) -> None:
-        """Let go of the connections to the store."""
-        self.shared = None
+    def set_closed(self) -> None:
+        """End the run for all nodes, and for those that come too late."""
+        super().set_closed()
+        self._tell_of_end()
 
     def shutdown(self) -> bool:
-        """End the run for all nodes."""
+        """End the run for all nodes, and give no more signs of life; return whether the store heard of it."""
         is_closed: bool = super().shutdown()
         if is_closed:
-            self.link.tell_of_end()
+            self._tell_of_end()
         return is_closed
+
+    def release(self) -> None:
+        """Leave, if that has not been done, and let go of the store; whether or not it is still there."""
+        with contextlib.suppress(ProcessError):
+            self.leave()
+        self.shared = None
+
+    def _tell_of_end(self) -> None:
+        self.shared.set(_OVER, "")
+        self._link.store.set(CLOSED, "")
 
     def _too_few(self) -> ProcessError:
         came = len(self._state_holder.state.participants) + 1  # this one has left again
         least, limit = self.settings.min_nodes, self.settings.timeout.join.total_seconds()
         return ProcessError(
-            f"{came} of at least {least} nodes came to {self.endpoint} within start_timeout={limit:g} s; start the "
+            f"{came} of at least {least} nodes came to {self._endpoint} within start_timeout={limit:g} s; start the "
             f"program on {least - came} more with the same endpoint and run id {self.get_run_id()!r}, or wait longer."
         )
 
     def _lost(self, error: RendezvousError) -> ProcessError:
-        if self.link.is_cancelled:
-            return ProcessError(f"The wait for other nodes at {self.endpoint} was ended; start the program again.")
+        if self._link.is_cancelled and self._link.is_waited_for:
+            return ProcessError(f"The wait for other nodes at {self._endpoint} was ended; start the program again.")
         return ProcessError(
-            f"The store at {self.endpoint} does not answer any more ({error.__cause__ or error}), and without it nodes "
-            "cannot meet; start the run again, with `echelon rendezvous` on a machine that stays."
+            f"The store at {self._endpoint} does not answer any more ({error.__cause__ or error}), and without it "
+            "nodes cannot meet; start the run again, with `echelon rendezvous` on a machine that stays."
         )
 
+    @property
+    def _endpoint(self) -> str:
+        return f"{self.shared_at.host}:{self.shared_at.port}"
 
-class Link(C10dRendezvousBackend):
+
+class _Link(C10dRendezvousBackend):
     """The state of the rendezvous in the store, and a sign of life with each word to it."""
 
     def __init__(self, store: Any, run_id: str) -> None:
@@ -248,10 +282,6 @@ class Link(C10dRendezvousBackend):
         self._check()
         self._call_store("add", LIFE, 1)
         return super().set_state(state, token)
-
-    def tell_of_end(self) -> None:
-        """Let the store's process know that a run has ended."""
-        self._call_store("set", CLOSED, "")
 
     def _check(self) -> None:
         if self.is_cancelled and self.is_waited_for:

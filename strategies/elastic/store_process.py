@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
-from ..errors import ProcessError
+from ..errors import ConfigError, ProcessError
 from ..network import is_this_machine
 from ..rendezvous import listen
 
@@ -21,12 +23,16 @@ LIFE: Final = "echelon/life"
 CLOSED: Final = "echelon/closed"
 """Is there once a run has ended."""
 KEPT: Final = "echelon/kept"
-"""Is there if the store serves until somebody ends it, run after run."""
+"""Is there if the store serves run after run, until somebody ends it."""
+CLOCK: Final = "echelon/clock"
+"""The time of day where the store is."""
 
 _IDLE: Final = 60.0  # seconds without a sign of life after which nobody comes back, as a scheduler might have it
 _LINGER: Final = 3.0  # the same, once a run has ended
 _LOOK: Final = 0.25
 _TRY: Final = timedelta(seconds=10)  # the process that was just started has to import torch
+_SILENCE: Final = 10  # seconds after which a machine that answers nothing is gone
+_SKEW: Final = 1.5  # seconds; a node that was not heard of for 3 is dead, by the clocks of the others
 _PROGRAM: Final = """\
 import os
 if os.fork():
@@ -43,14 +49,13 @@ def open_store(host: str, port: int, limit: timedelta) -> Any:
         ProcessError: if there is no store within `limit`.
     """
     end = time.monotonic() + limit.total_seconds()
-    is_here = is_this_machine(host)
+    is_to_start = is_this_machine(host)
     while True:
-        if is_here:
-            _start(host, port)
+        is_to_start = is_to_start and not _start(host, port)
         try:
-            # a store that is not there yet would have torch write warnings, again and again
+            # torch warns of each attempt that fails
             socket.create_connection((host, port), timeout=_TRY.total_seconds()).close()
-            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TRY)
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TRY)
         except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
             if time.monotonic() > end:
                 raise ProcessError(
@@ -58,11 +63,33 @@ def open_store(host: str, port: int, limit: timedelta) -> Any:
                     f"{limit.total_seconds():g} s ({error}); start the program on the machine with that address, or "
                     f"`echelon rendezvous --listen {host}:{port}` there, and let nodes reach that port."
                 ) from error
+        else:
+            _hang_up_on_silence(port)
+            return store
         time.sleep(_LOOK)
 
 
-def _start(address: str, port: int) -> None:
-    """Start the store's process, unless somebody listens there already.
+def check_clock(store: Any) -> None:
+    """Compare this machine's clock with that of the store's.
+
+    Raises:
+        ConfigError: if they differ by so much that nodes would take each other for dead.
+    """
+    end = time.monotonic() + _TRY.total_seconds()
+    while store.check([CLOCK]):  # else it is another program's
+        skew = time.time() - float(store.get(CLOCK))
+        if abs(skew) < _SKEW:
+            return
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"The clock of this machine is {skew:+.1f} s from that of the rendezvous; nodes tell by their clocks "
+                "who is alive: set them by NTP."
+            )
+        time.sleep(_LOOK)  # a process that gets no time to run tells it late
+
+
+def _start(address: str, port: int) -> bool:
+    """Start the store's process, unless somebody listens there already; return whether it was started.
 
     The socket listens before the process runs: of several agents that start at once one has it, and the others' calls
     wait until the store answers.
@@ -70,7 +97,7 @@ def _start(address: str, port: int) -> None:
     try:
         listener = listen(address, port)
     except OSError:  # taken: by the store, as will be seen
-        return
+        return False
     with listener:
         file = listener.fileno()
         program = _PROGRAM.format(module=__name__, address=address, port=port, file=file)
@@ -81,18 +108,41 @@ def _start(address: str, port: int) -> None:
             # else who reads the agent's output to its end would wait for this process, too
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the agent
             check=True,
         )
+    return True
 
 
-def serve(address: str, port: int, file: int) -> None:
-    """Keep the store until no agent has given a sign of life for a while."""
+def serve(address: str, port: int, file: int, *, is_kept: bool = False) -> None:
+    """Keep the store that listens at a file; for ever, or until no agent has given a sign of life for a while."""
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+    if is_kept:
+        store.set(KEPT, "")
     life, last = 0, time.monotonic()
-    while time.monotonic() - last < (_LINGER if store.check([CLOSED]) else _IDLE):
+    while is_kept or time.monotonic() - last < (_LINGER if store.check([CLOSED]) else _IDLE):
+        store.set(CLOCK, str(time.time()))
         time.sleep(_LOOK)
         before, life = life, store.add(LIFE, 0)
         if life != before:
             last = time.monotonic()
+
+
+def _hang_up_on_silence(port: int) -> None:
+    """Have the kernel end connections to a machine that has vanished, where a store's client would wait for ever."""
+    if sys.platform != "linux":
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    _hang_up(one, port)
+
+
+def _hang_up(one: socket.socket, port: int) -> None:
+    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
