@@ -65,6 +65,10 @@ class Heartbeat(Callback):
         """Tell that a validation is over; before the first step that of the sanity check."""
         self._beat.beat(Phase.BETWEEN, trainer.global_step)
 
+    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+        """Tell that training is over."""
+        self._beat.beat(Phase.END, trainer.global_step)
+
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
         """Tell that the run is over."""
         self._beat.beat(Phase.END, trainer.global_step)

@@ -35,7 +35,7 @@ class Phase(enum.IntEnum):
     """Between optimizer steps: data, hooks, checkpoints."""
     EVALUATE = 3
     END = 4
-    """After the run."""
+    """After training."""
 
 
 class Record(NamedTuple):

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
-State = Literal["runs", "stopped", "ended", "unknown"]
+_LEAST: Final = 0.1  # seconds of a processor
+_SHARE: Final = 0.01  # of one processor; the threads of an idle worker that wake up now and then take less
 
 
-def state_of(pid: int) -> State:
-    """Return whether a process runs, is stopped by a signal (not by a debugger), or has ended."""
+class Process(NamedTuple):
+    """The state of a process, and the processor time that it has used, in seconds."""
+
+    state: Literal["runs", "stopped", "ended", "unknown"]
+    """Stopped is one that a signal has stopped, not a debugger."""
+    used: float = 0.0
+
+
+def look_at(pid: int) -> Process:
+    """Return what a process does."""
     if not Path("/proc/self/stat").exists():
-        return "unknown"
+        return Process("unknown")
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return "ended"
-    letter = text[text.rindex(")") + 2]  # the name before it may hold anything
-    return "stopped" if letter == "T" else "ended" if letter in "ZXx" else "runs"
+        return Process("ended")
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Process({"T": "stopped", "Z": "ended", "X": "ended"}.get(fields[0], "runs"), used)  # type: ignore[arg-type]
 
 
 def is_traced(pid: int) -> bool:
@@ -37,3 +48,17 @@ def status_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+class Activity:
+    """Since when a process has been as good as idle, told from the processor time that it uses."""
+
+    def __init__(self, now: float, used: float) -> None:
+        self.newest = now
+        """When it was last seen to do something."""
+        self._used = used
+
+    def note(self, now: float, used: float) -> None:
+        """Take in how much it has used by now."""
+        if used - self._used >= max(_LEAST, _SHARE * (now - self.newest)):
+            self.newest, self._used = now, used

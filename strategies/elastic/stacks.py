@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ..worker import SHOW_STACKS
-from .processes import catches, state_of, status_of
+from .processes import catches, look_at, status_of
 
 _PATIENCE: Final = 2.0
 _POLL: Final = 0.05
@@ -51,7 +51,7 @@ def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int
 
 def _ask(pid: int) -> str | None:
     """Send the signal; or return why the process cannot answer."""
-    state = state_of(pid)
+    state = look_at(pid).state
     if state == "stopped":
         return "It is stopped, and cannot answer: `kill -CONT` lets it go on."
     if state == "ended":

@@ -10,9 +10,10 @@ from typing import Final
 
 from ..errors import ConfigError
 from .heartbeat import WARM_UP, Phase, Record, make_records, read_record
-from .processes import is_traced, state_of
+from .processes import Activity, Process, is_traced, look_at
 
 _ASLEEP: Final = 1.0  # seconds of a suspend that are more than the clocks' imprecision
+_PAUSES: Final = (Phase.BETWEEN, Phase.EVALUATE)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Limits:
     factor: float = 20.0
     """How many times the longest recent step a step may take, and likewise elsewhere."""
     pause: float = 60.0
-    """What is allowed at least between steps and in an evaluation."""
+    """What is allowed at least between steps and in an evaluation; as long as `start` if the processor is in use."""
     start: float = 1800.0
     """What is allowed before a round has done its first steps, while torch compiles, and at the end; the most ever."""
 
@@ -114,7 +115,11 @@ class _Worker:
     local_rank: int
     record: Record
     silent: float
+    idle: float
+    """For how long it is silent and, where anything may take long, does next to nothing."""
     limit: float
+    longest: float
+    """For how long it may be silent whatever it does."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -125,7 +130,7 @@ class _Worker:
     @property
     def is_overdue(self) -> bool:
         """Whether it is silent for too long."""
-        return self.silent > self.limit
+        return self.idle > self.limit or self.silent > self.longest
 
 
 class Watch:
@@ -133,6 +138,8 @@ class Watch:
 
     Workers wait for each other, so that one which saves, or compiles, silences all. A hang is therefore only what the
     rearmost workers do: those that no other is behind. All of them have to be silent for longer than each is allowed.
+    Hooks, checkpoints and evaluations may take any time, so there one that uses the processor does not hang; inside a
+    step it may, as NCCL waits by spinning.
 
     When this process itself, or the machine, did not run for a while, silence is counted anew from there; and while a
     debugger is attached to any worker, nothing is a hang.
@@ -155,6 +162,7 @@ class Watch:
         self._since: float | None = None
         self._last = self._suspended = 0.0
         self._stopped: dict[int, float] = {}
+        self._active: dict[int, Activity] = {}
 
     def follow(self, pids: Mapping[int, int]) -> None:
         """Say the rank and the process of each worker, in the order of local ranks; else ranks are local ones."""
@@ -209,17 +217,22 @@ class Watch:
         """Return the workers that have not ended, and keep in mind since when which are stopped."""
         records = [read_record(self._records, index) for index in range(self._size)]
         longest = tuple(map(max, *(record.longest for record in records))) if self._size > 1 else records[0].longest
+        since = now if self._since is None else self._since
         workers = []
         for index, record in enumerate(records):
             pid = self._pids[index] or record.pid
-            state = "unknown" if pid is None else state_of(pid)
-            if state == "stopped":
+            process = Process("unknown") if pid is None else look_at(pid)
+            if process.state == "stopped":
                 self._stopped.setdefault(index, now)
             else:
                 self._stopped.pop(index, None)
-            if state != "ended":
-                silent = now - max(record.time, now if self._since is None else self._since)
-                workers.append(_Worker(index, record, silent, self.limits.of(record, longest)))
+            activity = self._active.setdefault(index, Activity(now, process.used))
+            activity.note(now, process.used)
+            if process.state != "ended":
+                newest = max(record.time, since)
+                idle = now - max(newest, activity.newest if record.phase in _PAUSES else 0.0)
+                limit = self.limits.of(record, longest)
+                workers.append(_Worker(index, record, now - newest, idle, limit, self.limits.longest))
         return workers
 
     def _stop_of(self, workers: list[_Worker], now: float) -> Hang | None:

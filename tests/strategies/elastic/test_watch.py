@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
 
 from echelon.strategies.elastic import heartbeat
 from echelon.strategies.elastic.heartbeat import WARM_UP, Phase
-from echelon.strategies.elastic.processes import state_of
+from echelon.strategies.elastic.processes import Activity, look_at
 from echelon.strategies.elastic.watch import Hang, Limits, Standing, Watch, clocks
 from echelon.strategies.errors import ConfigError
 
@@ -166,6 +167,44 @@ def test_the_clocks_are_those_of_beats(tmp_path):
     assert suspended >= -0.1
 
 
+# --- what uses the processor ---
+
+
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        sum(range(1000))
+
+
+@pytest.mark.parametrize(("phase", "seconds"), [(Phase.BETWEEN, 60.0), (Phase.EVALUATE, 60.0), (Phase.TRAIN, 5.0)])
+def test_who_works_between_steps_does_not_hang_before_it_is_idle(tmp_path, phase, seconds):
+    watch = one(tmp_path, phase, EVALUATE=0.1)
+    watch.follow({0: os.getpid()})
+    assert first_hang(watch, 100.0, 104.0) is None
+    work(0.2)
+    when, hang = first_hang(watch, 105.0, 200.0)
+    assert when == (105.0 if phase in (Phase.BETWEEN, Phase.EVALUATE) else 100.0) + seconds + 1.0
+    assert hang.silent == when - 100.0
+
+
+def test_a_processor_that_is_hardly_used_is_idle():
+    activity = Activity(100.0, 7.0)
+    for second in range(101, 200):
+        activity.note(float(second), 7.0 + 0.005 * (second - 100))
+    assert activity.newest == 100.0
+    activity.note(200.0, 8.1)
+    assert activity.newest == 200.0
+
+
+def test_work_without_end_is_a_hang_too(tmp_path):
+    watch = one(tmp_path, Phase.BETWEEN, limits=Limits(start=62.0))
+    watch.follow({0: os.getpid()})
+    assert first_hang(watch, 100.0, 130.0) is None
+    work(0.4)
+    when, _ = first_hang(watch, 131.0, 300.0)
+    assert when == 163.0
+
+
 # --- several nodes ---
 
 
@@ -260,9 +299,9 @@ def test_one_that_has_ended_is_not_waited_for(tmp_path):
         tell(watch, 1, Phase.TRAIN, 49, 100.0)
         os.kill(other, signal.SIGKILL)
         os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
-        assert state_of(other) == "ended"
+        assert look_at(other).state == "ended"
         assert first_hang(watch, 100.0, 110.0)[1].ranks == (0,)
-    assert state_of(other) == "ended"
+    assert look_at(other).state == "ended"
     assert watch.standing(110.0) is None
     assert watch.look(110.0) is None
 
@@ -280,7 +319,7 @@ def test_one_that_is_debugged_is_no_hang_and_silence_counts_anew_after_it(tmp_pa
         if ptrace(PTRACE_ATTACH, debugged, None, None) != 0:
             pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
         os.waitpid(debugged, 0)
-        assert state_of(debugged) == "runs"  # by a debugger, not by a signal
+        assert look_at(debugged).state == "runs"  # by a debugger, not by a signal
         assert first_hang(watch, 100.0, 200.0) is None
         assert ptrace(PTRACE_DETACH, debugged, None, None) == 0
         when, hang = first_hang(watch, 201.0, 220.0)
