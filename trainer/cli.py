@@ -40,6 +40,8 @@ examples:
   echelon test config.yaml ckpt_path=echelon_logs/version_0/checkpoints/last.ckpt
   echelon launch --nproc 2 train.py
   echelon ckpt ls echelon_logs/version_0/checkpoints
+  echelon samples echelon_logs/version_0
+  echelon goodput echelon_logs/version_0
 
 exit codes:
   0 done   1 the run failed   2 wrong command or config   130 interrupted (Ctrl-C)
@@ -58,6 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .launch_command import main as launch
 
         return launch(words[1:])
+    if words[:1] == ["rendezvous"]:
+        from .rendezvous_command import main as rendezvous
+
+        return rendezvous(words[1:])
+    if words[:1] == ["samples"]:
+        from .samples_command import main as samples
+
+        return samples(words[1:])
+    if words[:1] == ["goodput"]:
+        from .goodput_command import main as goodput
+
+        return goodput(words[1:])
     parser = _parser()
     options, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
@@ -96,7 +110,10 @@ def _parser() -> argparse.ArgumentParser:
             "--traceback", action="store_true", help="where Echelon reports an error, show where it arose"
         )
     commands.add_parser("launch", help="start several processes of a program on this node", add_help=False)
+    commands.add_parser("samples", help="show whether every sample of every epoch came exactly once", add_help=False)
+    commands.add_parser("rendezvous", help="keep the store where nodes of elastic runs meet", add_help=False)
     commands.add_parser("ckpt", help="list, show, verify, compare and export checkpoints", add_help=False)
+    commands.add_parser("goodput", help="show what the time of a run went into", add_help=False)
     return parser
 
 
