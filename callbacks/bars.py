@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from ..strategies.errors import MissingDependencyError
-from .console import Console, say
+from .console import Console, lock_threads_only, say
 
 _FREE_LINES: Final = 10
 """So many finished epochs get their line however short they are; the later ones at most one a second."""
@@ -188,6 +188,7 @@ def _tqdm_class(console: Console) -> type[Any]:
             "or set enable_progress_bar=False."
         ) from error
     # its monitor thread would only wake bars that skip updates; ours skip none
+    lock_threads_only(module.tqdm)
     return type("Bar", (module.tqdm,), {"monitor_interval": 0})
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from importlib.util import find_spec
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Console = Literal["terminal", "notebook", "plain_notebook", "file"]
 
@@ -26,7 +27,17 @@ def say(text: str) -> None:
         return
     from tqdm import tqdm
 
+    lock_threads_only(tqdm)
     tqdm.write(text)
+
+
+def lock_threads_only(bar: Any) -> None:
+    """Give a class of tqdm's a lock of threads, unless it has one: only rank 0 draws.
+
+    Its own is also one of processes, a semaphore with a name, which stays behind when the process is killed.
+    """
+    if not hasattr(bar, "_lock"):
+        bar.set_lock(threading.RLock())
 
 
 def _encodable(text: str, encoding: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..strategies import Strategy
+from .sample_file import Reading, Source
 
 Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
 
@@ -66,6 +67,16 @@ class SchedulerConfig(Protocol):
     frequency: int
     monitor: str | None
     name: str | None
+
+
+class SampleTrail(Protocol):
+    """Which samples this rank's micro-batches hold. Nobody pays for it who does not ask."""
+
+    sources: Callable[[], Sequence[Source]]
+    """Returns what is known of each loader in the epoch that runs."""
+
+    def pop(self) -> Sequence[Reading]:
+        """Return what the oldest micro-batch holds, and forget it: to be called once for each that was trained on."""
 
 
 class Run(Protocol):
@@ -194,6 +205,12 @@ class Run(Protocol):
     def default_root_dir(self) -> str:
         """Where everything goes that has no other place."""
 
+    def follow_samples(self) -> SampleTrail:
+        """Return what tells from now on which samples each micro-batch holds that this rank trains on.
+
+        To be called in ``setup``. A micro-batch can be asked about from its ``on_train_batch_end`` on.
+        """
+
     # --- parts ---
 
     @property
@@ -234,6 +251,12 @@ class Run(Protocol):
 
         With ``wait=False`` this returns when the state is copied; it is written while training goes on, and an error
         in that is raised at the next step boundary.
+        """
+
+    def take_snapshot(self) -> None:
+        """Copy the state into memory that outlives this process, in an elastic run; else do nothing.
+
+        To be called in `on_train_step_end` or `on_train_last_step` only. Collective: every rank calls it.
         """
 
     def roll_back(self) -> Path | None:

@@ -15,6 +15,8 @@ Launcher = Literal["none", "torchrun", "slurm", "mpi", "ray", "kubeflow"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's
+NODE_FOLDER = "ECHELON_NODE_FOLDER"
+"""The variable that tells a worker of an elastic run where its agent keeps what outlives it."""
 
 _STARTED_BY: dict[Launcher, str] = {
     "none": "Echelon",

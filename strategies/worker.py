@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from .environment import NODE_FOLDER
 from .failures import Failure
 from .network import loopback_variables
 from .travel import pack, unpack
@@ -30,12 +31,10 @@ SHOW_STACKS: Final = signal.SIGUSR2
 NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 """Signals that may be sent to the whole process group of a run."""
 
-NODE_FOLDER: Final = "ECHELON_NODE_FOLDER"
-"""The variable that tells a worker of an elastic run where its agent keeps what outlives it."""
-
 # What torch.distributed.elastic tells each worker; a caller that is a worker itself has variables of the same names.
 _OF_A_WORKER: Final = re.compile(
-    "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_NODE_FOLDER|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    f"|TORCH_NCCL_ASYNC_ERROR_HANDLING|{NODE_FOLDER}"
 )
 
 

@@ -34,10 +34,10 @@ def fit(session: Session, request: Request) -> None:
         build_optimizers(session)
         if saved is not None:
             load_weights(session, saved)
-            load_training(session, saved, request.optimizer_settings)
+            load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
             session.last_checkpoint = session.resumed_from
         # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
-        introduce(session, is_resumed=request.ckpt_path is not None)
+        introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
         session.hooks.call("on_fit_start")
         with session.interruption.listening():
@@ -72,7 +72,8 @@ def _read(session: Session, request: Request) -> dict[str, Any] | None:
     """Return the content of the checkpoint, if there is one."""
     if session.resumed_from is None:
         return None
-    verify = request.ckpt_path != "last"  # that one was verified when it was found
+    # those were verified when they were found
+    verify = request.ckpt_path != "last" and not session.is_restarted
     return read_checkpoint(session.resumed_from, session.strategy, verify=verify)
 
 

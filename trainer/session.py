@@ -19,7 +19,7 @@ from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
 from .accumulator import to_numbers
 from .batches import make_transfer, moves_own_types
-from .checkpoint import SyncWriter, Writer
+from .checkpoint import MemoryWriter, SyncWriter, Writer
 from .data import DataModule
 from .interruption import Interruption
 from .loading import EvaluationData, TrainData
@@ -28,6 +28,7 @@ from .metrics import Metrics
 from .module import TrainModule
 from .optimizers import LRSchedulerConfig, ManagedOptimizer
 from .profiler import Profiler
+from .sample_trail import SampleTrail
 from .settings import Settings
 from .state import TrainState
 
@@ -95,6 +96,8 @@ class Session:
     # where the run is
     stage: Stage | None = None
     train_data: TrainData | None = None
+    trail: SampleTrail | None = None
+    """Of the training data, if someone follows its samples."""
     evaluation_data: EvaluationData | None = None
     managed_optimizers: Sequence[ManagedOptimizer] = ()
     last_step: float = field(init=False)
@@ -117,6 +120,10 @@ class Session:
     """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
     resumed_from: Path | None = None
     """The checkpoint that this run begins with."""
+    snapshots: MemoryWriter | None = None
+    """Takes snapshots into memory, in an elastic run."""
+    is_restarted: bool = False
+    """Whether the run has had other workers before."""
     last_checkpoint: Path | None = None
     """The newest one of this run from which it can be resumed."""
     checkpoint_seconds: float = 0.0

@@ -35,12 +35,14 @@ from .first_rank import on_first_rank
 from .interruption import Interruption
 from .loggers import silence
 from .loop import Results
+from .memory_writer import end_snapshots
 from .metrics import Metrics
 from .module import TrainModule
 from .module_hooks import ModuleHooks
 from .numerics import numerics
 from .outcome import Outcome, continue_loggers, outcome_of, take_over
 from .profiler import profiler_by_name
+from .recovery import go_on, note_checkpoint, note_run
 from .request import Request
 from .restoring import find_checkpoint
 from .resumed_settings import Winner
@@ -51,6 +53,7 @@ from .session import Session, Task
 from .settings import Settings, accepting
 from .snapshot import still_parts, take_state
 from .state import TrainState
+from .supervision import supervising
 from .view import RunView
 
 Work = Callable[[Session, Request], Any]
@@ -185,6 +188,7 @@ class Trainer(RunView):
         session.checkpoint_seconds += monotonic() - began
         if "loop" in state:
             session.last_checkpoint = Path(path)
+            note_checkpoint(session, Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything that is none is left alone."""
@@ -317,7 +321,7 @@ class Trainer(RunView):
         strategy, environment = self.strategy, self._hardware.environment
         session.resumed_from = request.checkpoint
         if strategy.world_size > 1:
-            if self.is_global_zero and not self._is_introduced:
+            if self.is_global_zero and not self._is_introduced and not session.is_restarted:
                 say(environment.describe())
             self._is_introduced = True
             if environment.is_external:
@@ -326,13 +330,17 @@ class Trainer(RunView):
         if not self.is_global_zero:
             silence(self.loggers)
         if request.task == "fit":
-            versions = on_first_rank(strategy, partial(open_loggers, self.loggers, session.resumed_from))
+            go_on(session)
+            continued = None if session.is_restarted else session.resumed_from
+            versions = on_first_rank(strategy, partial(open_loggers, self.loggers, continued))
+            note_run(session, versions)
             if not self.is_global_zero:
                 continue_loggers(self.loggers, versions)
 
     def _open_session(self, request: Request) -> Session:
         module, settings = request.module, self.settings
         callbacks = with_module_callbacks(self._callbacks, module)
+        callbacks += supervising(self.strategy, callbacks, logs=not settings.barebones)
         check_state_keys(callbacks)
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())
@@ -368,6 +376,7 @@ class Trainer(RunView):
         session.stage = None
         if status == "failed":
             session.writer.abandon()
+        end_snapshots(session, has_failed=status == "failed")
         with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
             session.writer.close()
         if session.train_data is not None:

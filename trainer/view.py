@@ -17,9 +17,11 @@ from ..callbacks.run import Logger, Stage
 from ..strategies import Strategy
 from ..strategies.errors import RunError
 from .data import DataModule
+from .memory_writer import take_snapshot
 from .module import TrainModule
 from .optimizers import LRSchedulerConfig
 from .profiler import Profiler
+from .sample_trail import SampleTrail
 from .session import Session
 from .settings import Settings
 from .state import TrainState
@@ -239,6 +241,15 @@ class RunView:
     def default_root_dir(self) -> str:
         """Where everything goes that has no other place."""
         return str(self.settings.default_root_dir or ".")
+
+    def follow_samples(self) -> SampleTrail:
+        """Return what tells from now on which samples each micro-batch holds; to be called in ``setup``."""
+        self.session.trail = self.session.trail or SampleTrail()
+        return self.session.trail
+
+    def take_snapshot(self) -> None:
+        """Copy the state into memory that outlives this process, in an elastic run. Collective: every rank calls it."""
+        take_snapshot(self.session)
 
     # --- parts ---
 

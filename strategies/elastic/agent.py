@@ -102,6 +102,7 @@ class ElasticAgent(Agent):
         self._watch = Watch(self._node_folder, self._num_processes, self._limits)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.failed = []
         pids = super()._start_workers(worker_group)
         self._watch.follow(self._running)
         return pids
@@ -180,8 +181,8 @@ class ElasticAgent(Agent):
     def _keep(self, stacks: Mapping[int, str]) -> Path:
         """Write where ranks stood to the run's folder, or to the node folder if there is none yet; return where."""
         shared = self._meeting.shared
-        known = shared.check(["run_folder"])
-        folder = (Path(shared.get("run_folder").decode()) if known else self._node_folder) / "stacks"
+        known = shared.check(["run"])
+        folder = (Path(json.loads(shared.get("run"))["folder"]) if known else self._node_folder) / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"round_{self._round.number}_rank_{rank}.txt").write_text(text)

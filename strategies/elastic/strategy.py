@@ -56,6 +56,9 @@ class ElasticStrategy(ForwardingStrategy):
     name: ClassVar[str] = "elastic"
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
+    # this strategy's own, not the inner one's
+    supervisor: Supervisor | None = None
+    starts_processes: bool = False
 
     def __init__(
         self,
@@ -72,8 +75,6 @@ class ElasticStrategy(ForwardingStrategy):
         chaos: str | Chaos | None = None,
     ) -> None:
         super().__init__(_inner(inner))
-        self.supervisor: Supervisor | None = None
-        """What this worker has of its agent; None where there is none."""
         self.nodes = parse_nodes(nodes)
         self._endpoint, self._run_id, self._last_call = rdzv, run_id, last_call
         RestartPolicy(max_restarts)  # raises for a number that cannot be
@@ -135,6 +136,8 @@ class ElasticStrategy(ForwardingStrategy):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.supervisor = Supervisor.find(local_rank, self._settings)
         self.inner.connect(hardware, precision)
+        if self.supervisor is not None:
+            self.supervisor.join(self.group)
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:

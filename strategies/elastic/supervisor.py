@@ -11,10 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from ..worker import NODE_FOLDER
+from ..environment import NODE_FOLDER
+from ..process_group import ProcessGroup
 from .chaos import Chaos
 from .chaos_marks import FileMarks, Marks, StoreMarks
 from .heartbeat import Beat
+from .memory_snapshots import MemorySnapshots
 from .node_folder import check_owner
 from .rounds import Round, RoundEnd, read_rounds
 
@@ -29,6 +31,9 @@ class ElasticSettings:
 
 class Supervisor:
     """The agent's side, as one worker sees it: the node folder, and a store that outlives rounds."""
+
+    snapshots: MemorySnapshots
+    """Those of this round; from `join` on."""
 
     def __init__(self, folder: Path, local_rank: int, settings: ElasticSettings) -> None:
         self.folder = folder
@@ -49,6 +54,10 @@ class Supervisor:
             return None
         check_owner(Path(name))
         return cls(Path(name), local_rank, settings)
+
+    def join(self, group: ProcessGroup | None) -> None:
+        """Take part with the other ranks of this round. Collective: every rank calls it."""
+        self.snapshots = MemorySnapshots(self.folder, self.round.number, group)
 
     @property
     def is_restarted(self) -> bool:

@@ -1,0 +1,77 @@
+"""Where a run goes on whose workers were started again: the newest state that is left, in the same folders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from ..strategies.elastic.supervisor import Supervisor
+from ..strategies.errors import CheckpointError
+from . import checkpoint
+from .checkpoint import MemoryWriter
+from .first_rank import on_first_rank
+from .outcome import continue_loggers
+from .session import Session
+
+_KEPT: Final = 10
+"""Checkpoints that are kept in mind; all but the newest few are deleted by and by."""
+
+_log = logging.getLogger("echelon")
+
+
+def go_on(session: Session) -> None:
+    """Have a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
+
+    Of a run that had saved nothing yet, the folders are left; it begins anew. Collective: every rank calls it, before
+    loggers are opened.
+    """
+    strategy, supervisor = session.strategy, session.strategy.supervisor
+    if supervisor is None:
+        return
+    in_memory = supervisor.snapshots.agree()
+    session.snapshots = MemoryWriter(supervisor.snapshots)
+    if not supervisor.is_restarted:
+        return
+    known = on_first_rank(strategy, partial(supervisor.noted, "run"))
+    if known is None:
+        return
+    session.is_restarted = True
+    continue_loggers(session.loggers, known["versions"])
+    step, path = on_first_rank(strategy, partial(_newest, supervisor))
+    if in_memory is not None and in_memory.step >= step:
+        step, path = in_memory.step, in_memory.path
+    if path is not None:
+        session.resumed_from = path
+    if strategy.rank == 0:
+        where = "the beginning" if session.resumed_from is None else f"step {step}, {session.resumed_from}"
+        _log.warning("Round %d of the run goes on from %s", supervisor.round.number, where)
+
+
+def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
+    """Keep for later rounds where this run logs."""
+    supervisor = session.strategy.supervisor
+    if supervisor is not None and session.strategy.rank == 0:
+        supervisor.note("run", {"versions": list(versions), "folder": str(Path(session.run.log_dir).absolute())})
+
+
+def note_checkpoint(session: Session, path: Path) -> None:
+    """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
+    supervisor = session.strategy.supervisor
+    if supervisor is not None and session.strategy.rank == 0:
+        known = [one for one in supervisor.noted("checkpoints") or [] if one != str(path.absolute())]
+        supervisor.note("checkpoints", [*known, str(path.absolute())][-_KEPT:])
+
+
+def _newest(supervisor: Supervisor) -> tuple[int, Path | None]:
+    """Return the newest sound checkpoint that this run has written, and its step; (-1, None) if there is none."""
+    for name in reversed(supervisor.noted("checkpoints") or []):
+        path = Path(name)
+        try:
+            checkpoint.verify(path)
+            return checkpoint.load(path, parts=("loop",), verify=False)["loop"]["global_step"], path
+        except CheckpointError as error:  # deleted since, as there are better ones; or being written when its rank died
+            _log.info("%s", error)
+    return -1, None

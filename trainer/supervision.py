@@ -1,0 +1,37 @@
+"""The callbacks of an elastic run, beside the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..callbacks.callback import Callback
+from ..callbacks.chaos_monkey import ChaosMonkey
+from ..callbacks.goodput_monitor import GoodputMonitor
+from ..callbacks.heartbeat import Heartbeat
+from ..callbacks.memory_snapshots import SnapshotInMemory
+from ..callbacks.straggler_monitor import StragglerMonitor
+from ..strategies import Strategy
+
+
+def supervising(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
+    """Return what supervises the workers, called after the user's; where the user has one of a kind, not another.
+
+    Args:
+        strategy: that of the run.
+        callbacks: the user's.
+        logs: whether the run has a folder, for what reports.
+    """
+    supervisor = strategy.supervisor
+    if supervisor is None:
+        return []
+    number, settings = supervisor.round.number, supervisor.settings
+    own: list[Callback] = [
+        Heartbeat(supervisor.beat),
+        SnapshotInMemory(supervisor.snapshots, settings.snapshot_every),
+    ]
+    if logs:
+        own += [StragglerMonitor(), GoodputMonitor(round_of=lambda: (number, supervisor.history))]
+    chaos = settings.chaos
+    if chaos:
+        own.append(ChaosMonkey(chaos, supervisor.marks, round=number, leave=supervisor.leave, lose=supervisor.lose))
+    return [one for one in own if not any(type(one) is type(theirs) for theirs in callbacks)]
