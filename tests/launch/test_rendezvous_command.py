@@ -1,0 +1,69 @@
+"""`echelon rendezvous` keeps a store for runs that come and go, on one address, until it is told to end."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+from echelon.strategies.elastic.nodes import meeting
+from echelon.strategies.errors import ProcessError
+from echelon.trainer.rendezvous_command import main
+
+COMMAND = [sys.executable, "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())", "rendezvous"]
+LIMIT = timedelta(seconds=30)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def rendezvous(endpoint):
+    with subprocess.Popen([*COMMAND, "--listen", endpoint], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == f"echelon: nodes meet at {endpoint}\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def meet(endpoint, run_id):
+    where = meeting(
+        nodes=(1, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT, last_call=timedelta(seconds=0.2)
+    )
+    where.next_rendezvous()
+    return where
+
+
+def test_it_keeps_runs_apart_knows_which_are_over_and_ends_when_it_is_told_to():
+    endpoint = f"127.0.0.1:{free_port()}"
+    with rendezvous(endpoint) as process:
+        first, second = meet(endpoint, "first"), meet(endpoint, "second")
+        assert (first.num_nodes, second.num_nodes) == (1, 1)
+        assert first.shutdown()
+        with pytest.raises(ProcessError, match=f"The run 'first' that met at {endpoint} is over; give .* another run"):
+            meet(endpoint, "first")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        with pytest.raises(
+            ProcessError, match=f"The store at {endpoint} does not answer any more .*echelon rendezvous"
+        ):
+            second.num_nodes_waiting()
+        first.release()
+        second.release()
+
+
+def test_addresses_that_cannot_be(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["--listen", endpoint]) == 1
+    assert f"cannot listen on {endpoint} (Address already in use); give an address of this" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--listen", "10.0.0.1:port"])
+    assert "--listen 10.0.0.1:port is no address" in capsys.readouterr().err
