@@ -14,7 +14,7 @@ from ..errors import CheckpointError, EchelonError
 from ..process_group import ProcessGroup
 from .memory_exchange import MemoryExchange, Transfer
 from .memory_file import MemoryFile
-from .snapshot_index import INDEX, FileEntry, SnapshotIndex, slot_of, write_index
+from .snapshot_index import INDEX, FileEntry, SnapshotIndex, write_index
 from .snapshot_recovery import Recovery
 
 _FOLDER: Final = "snapshots"
@@ -86,7 +86,9 @@ class MemorySnapshots:
         self.is_broken = False
         """Whether ranks have lost touch, so that there can be no more snapshots in this round."""
         self._beside: MemoryExchange | None = None
-        self._number = -1
+        self._number = 0
+        # the newest complete snapshot is in the other one
+        self._slot, self._other_slot = f"{round}-0", f"{round}-1"
         self._files: dict[Path, MemoryFile] = {}
 
     # --- recovery ----------------------------------------------------------------------------------------------------
@@ -114,14 +116,14 @@ class MemorySnapshots:
     # --- one snapshot after another ----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Draft:
-        """Begin the next snapshot, over the last but one. Collective: every rank calls it, in its main thread."""
+        """Begin a snapshot, over the last but one. Collective: every rank calls it, in its main thread."""
         if self._beside is None:
             self._beside = MemoryExchange(self._group, is_apart=True)
-        self._number += 1
-        path = self.folder / slot_of(self.round, self._number)
+        path = self.folder / self._slot
         path.mkdir(parents=True, exist_ok=True)
         (path / INDEX).unlink(missing_ok=True)
         self.cost = None
+        self._number += 1
         return Draft(self._number, step, path)
 
     def file(self, draft: Draft, name: str, size: int) -> MemoryFile:
@@ -178,7 +180,8 @@ class MemorySnapshots:
         described = Share({**shares[0].files, **own}, (), None)
         files, transfers = _place([described, *shares[1:]], self.nodes)
         sources = [list(share.sources) for share in shares]
-        return SnapshotIndex(self.round, draft.number, draft.step, self.nodes, sources, files), transfers
+        index = SnapshotIndex(self.round, draft.number, draft.path.name, draft.step, self.nodes, sources, files)
+        return index, transfers
 
     def _finish(self, draft: Draft, index: SnapshotIndex, transfers: Sequence[Transfer]) -> None:
         assert self._beside is not None
@@ -195,6 +198,7 @@ class MemorySnapshots:
         if pairs:
             self._beside.send(pairs)
             self._beside.holds_everywhere(True)  # nobody begins the next before all have got theirs
+        self._slot, self._other_slot = self._other_slot, self._slot
         self._forget(draft, index)
 
     def _end_of(self, draft: Draft, transfer: Transfer) -> Any:
@@ -211,7 +215,7 @@ class MemorySnapshots:
             del self._files[path]
             path.unlink(missing_ok=True)
         if self.is_first:
-            _keep_only(self.folder, (slot_of(self.round, 0), slot_of(self.round, 1)))
+            _keep_only(self.folder, (self._slot, self._other_slot))
 
 
 def _place(shares: Sequence[Share], nodes: Sequence[int]) -> tuple[dict[str, FileEntry], list[Transfer]]:

@@ -33,6 +33,8 @@ class SnapshotIndex:
     round: int
     number: int
     """Which snapshot of its round it is, from 0."""
+    slot: str
+    """The folder that holds it: each round has two, which take turns."""
     step: int
     nodes: Sequence[int]
     """The node of each rank."""
@@ -45,11 +47,6 @@ class SnapshotIndex:
         """What orders snapshots: later ones are greater. Not the step, which a run that goes back makes twice."""
         return self.round, self.number
 
-    @property
-    def slot(self) -> str:
-        """The folder that holds it: each round has two in turn."""
-        return slot_of(self.round, self.number)
-
     def needed_by(self, node: int, nodes: Sequence[int]) -> set[str]:
         """Return the files that a node has to have, where the ranks are now on these nodes; of others, the outlines."""
         if not _are_alike(self.nodes, nodes):
@@ -61,11 +58,6 @@ class SnapshotIndex:
         """Return the text of the file; its first line is the hash of the others."""
         text = json.dumps(asdict(self), separators=(",", ":")).encode()
         return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
-
-
-def slot_of(round_: int, number: int) -> str:
-    """Return the folder of a snapshot."""
-    return f"{round_}-{number % 2}"
 
 
 def read_index(slot: Path) -> SnapshotIndex | None:

@@ -104,6 +104,9 @@ class Recovery:
 
     def _end_of(self, slot: Path, transfer: Transfer) -> Any:
         if transfer.target == self._rank:
+            whole = transfer.name.removesuffix(OUTLINE)
+            for name in (whole, whole + OUTLINE):  # damaged, or of an earlier recovery
+                (slot / name).unlink(missing_ok=True)
             return MemoryFile(slot / transfer.name, transfer.size).bytes
         if transfer.source == self._rank:
             return MemoryFile(slot / transfer.name.removesuffix(OUTLINE)).bytes

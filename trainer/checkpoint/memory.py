@@ -57,6 +57,7 @@ class MemoryWriter:
         self._snapshots = snapshots
         self._thread: threading.Thread | None = None
         self._is_over = False
+        self._is_failing = False  # what goes wrong again and again is logged once
 
     def save(self, state: Mapping[str, Any], step: int, *, spent: float = 0.0) -> None:
         """Copy `state`, wait for the snapshot before that if it is not complete, and return.
@@ -133,10 +134,13 @@ class MemoryWriter:
             self._snapshots.commit(draft, share, functools.partial(_describe, draft.path, snapshot))
         except Exception as error:  # noqa: BLE001 - a thread has nobody to tell
             self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the others are where we are not
-            if self._snapshots.rank == 0 and not self._is_over:
+            if self._snapshots.rank == 0 and not self._is_over and not self._is_failing:
                 _log.warning("%s", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
         finally:
-            self._snapshots.cost = spent + time.thread_time()
+            self._snapshots.cost = None if self._snapshots.is_broken else spent + time.thread_time()
 
 
 def _groups(snapshot: Snapshot) -> Iterator[tuple[str, bool, dict[str, Piece]]]:
