@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
 from statistics import median
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from ..strategies.errors import ConfigError
 from .callback import Callback
 from .run import Run
 from .step_clock import StepClock, StepTimes
+from .stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
 
 _MOST_RANKS: Final = 16  # so many get curves of their own
 _PARTS: Final = ("compute", "communication_wait", "data_wait")
@@ -63,9 +63,7 @@ class StragglerMonitor(Callback):
         self._places: list[str] = []
         self._has_begun = False
         self._reported_at = -1
-        self._streak = 0
-        self._suspect: int | None = None
-        self._named: tuple[int, str] | None = None
+        self._suspicion = Suspicion(threshold, patience)
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
@@ -82,7 +80,7 @@ class StragglerMonitor(Callback):
         self._clock = StepClock(strategy.device, meets=strategy.world_size > 1, meets_in_forward=meets_in_forward)
         self._has_begun = False
         self._reported_at = trainer.global_step
-        self._streak, self._suspect, self._named = 0, None, None
+        self._suspicion = Suspicion(self._threshold, self._patience)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
         """Wait for the data of the epoch."""
@@ -148,20 +146,10 @@ class StragglerMonitor(Callback):
         found = find_straggler(ranks)
         if found is not None:
             metrics |= {"stragglers/slowest_rank": float(found.rank), "stragglers/slowdown": found.slowdown}
-            self._judge(found, ranks)
+            if self._suspicion.is_to_be_told(found):
+                _log.warning(self._describe(found, ranks))
         if metrics:
             trainer.log_metrics(metrics)
-
-    def _judge(self, found: Straggler, ranks: dict[int, StepTimes]) -> None:
-        """Warn of a rank that has been slow for long enough, once for each reason."""
-        if found.slowdown <= self._threshold:
-            self._streak, self._suspect, self._named = 0, None, None
-            return
-        self._streak = self._streak + 1 if found.rank == self._suspect else 1
-        self._suspect = found.rank
-        if self._streak >= self._patience and self._named != (found.rank, found.cause):
-            self._named = found.rank, found.cause
-            _log.warning(self._describe(found, ranks))
 
     def _describe(self, found: Straggler, ranks: dict[int, StepTimes]) -> str:
         parts = []
@@ -175,54 +163,9 @@ class StragglerMonitor(Callback):
         }
         return (
             f"Rank {found.rank} ({self._places[found.rank]}) is {found.slowdown:.2f}x slower than the others, "
-            f"in {self._streak} reports in a row. Its mean step: {', '.join(parts)}; {advice[found.cause]}."
+            f"in {self._suspicion.num_in_a_row} reports in a row. Its mean step: "
+            f"{', '.join(parts)}; {advice[found.cause]}."
         )
-
-
-class Straggler(NamedTuple):
-    """The slowest of several ranks."""
-
-    rank: int
-    slowdown: float
-    """Its own time, compute and waiting for data, over the median of the others'."""
-    cause: Literal["compute", "data_wait"]
-    """Which part is further above the others'."""
-
-
-def mean_steps(sums: Sequence[StepTimes]) -> dict[int, StepTimes]:
-    """Return the mean step of each rank, by rank; those that have had none are left out."""
-    return {
-        rank: StepTimes(compute / num, communication / num, data / num, num)
-        for rank, (compute, communication, data, num) in enumerate(sums)
-        if num
-    }
-
-
-def share_out(ranks: dict[int, StepTimes]) -> dict[int, StepTimes]:
-    """Tell compute from communication wait, where a rank by itself cannot: who waits least is the one waited for.
-
-    What the others have above its time is waiting; so much as it has, all of them compute.
-    """
-    least = min((times.communication_wait for times in ranks.values()), default=0.0)
-    return {
-        rank: times._replace(compute=times.compute + least, communication_wait=times.communication_wait - least)
-        for rank, times in ranks.items()
-    }
-
-
-def find_straggler(ranks: dict[int, StepTimes]) -> Straggler | None:
-    """Return the slowest of several ranks; None if there are no others."""
-    if len(ranks) < 2:
-        return None
-    own = {rank: times.compute + times.data_wait for rank, times in ranks.items()}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = [times for rank, times in ranks.items() if rank != slowest]
-    usual = median(own[rank] for rank in own if rank != slowest)
-    mine = ranks[slowest]
-    more_compute = mine.compute - median(times.compute for times in others)
-    more_waiting = mine.data_wait - median(times.data_wait for times in others)
-    cause: Literal["compute", "data_wait"] = "compute" if more_compute >= more_waiting else "data_wait"
-    return Straggler(slowest, own[slowest] / max(usual, 1e-9), cause)
 
 
 def series(ranks: dict[int, StepTimes]) -> dict[str, float]:

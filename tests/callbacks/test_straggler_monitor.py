@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from echelon import CSVLogger, Trainer, TrainModule
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.step_clock import StepClock, StepTimes
-from echelon.callbacks.straggler_monitor import StragglerMonitor, find_straggler, mean_steps, series, share_out
+from echelon.callbacks.straggler_monitor import StragglerMonitor, series
+from echelon.callbacks.stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
 from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
 
@@ -103,7 +104,7 @@ def train_three_ranks(folder: Path) -> list[str]:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=[StragglerMonitor(patience=2, threshold=5)],
+        callbacks=[StragglerMonitor(patience=2)],
     ).fit(Slow(range(2, 5), range(9, 12)), DataLoader(Samples(3, 12, range(5, 9)), batch_size=1))
     logger.removeHandler(kept)
     return kept.messages
@@ -236,6 +237,30 @@ def test_the_slowest_rank_is_compared_with_the_median_of_the_others() -> None:
     assert find_straggler(ranks | {0: StepTimes(1, 0, 9, 2)}) == (0, 10 / 4.5, "data_wait")
     assert find_straggler({0: ranks[0]}) is None
     assert find_straggler({}) is None
+
+
+@pytest.mark.parametrize(
+    ("reports", "told"),
+    [
+        ("1c 1c 1c 1c 1c", "2"),  # once
+        ("1c 1c -- 1c 1c 1c", "5"),  # in a row
+        ("1c 1c 2c 1c 1c 1c", "5"),
+        ("1c 1c 1c 2c 2c 2c 1c 1c 1c", "2 5 8"),  # another rank
+        ("1c 1c 1c 1d 1c 1d 1d 1d 1d", "2 7"),  # another reason, that lasts
+        ("1c 1d 1c 1d 1c 1d", "2"),  # one that does not
+        ("1c 1c 1c -- 1c 1c 1c", "2"),  # it was hardly over
+        ("1c 1c 1c -- -- -- 1c 1c 1c", "2 8"),
+    ],
+)
+def test_a_rank_is_named_after_some_reports_and_again_when_it_changes(reports: str, told: str) -> None:
+    suspicion = Suspicion(threshold=1.25, patience=3)
+    found = [
+        Straggler(0, 1.2, "compute")
+        if report == "--"
+        else Straggler(int(report[0]), 1.3, "compute" if report[1] == "c" else "data_wait")
+        for report in reports.split()
+    ]
+    assert [index for index, one in enumerate(found) if suspicion.is_to_be_told(one)] == [int(i) for i in told.split()]
 
 
 def test_the_rank_that_waits_least_is_the_one_that_is_waited_for() -> None:
