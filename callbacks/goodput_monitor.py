@@ -155,6 +155,10 @@ class GoodputMonitor(Callback):
             self._roll_back(trainer, step - 1)
         self._last = step
         self._idle_since = self._step_ended_at = now
+        if self._has_saved:  # by a callback that comes before this one
+            self._note_saves(trainer)
+            if self._is_long_enough(now):
+                self._flush(now)
         if now >= self._due_at:
             self._due_at = now + self._every_seconds
             self._flush(now)
@@ -173,10 +177,13 @@ class GoodputMonitor(Callback):
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Write down the steps that the checkpoint holds, before there is one."""
         self._has_saved = True
-        # snapshots in memory may come more often than is worth a line
-        written_ago = micros(self._idle_since + self._offset) - self._written_at
-        if self._file is not None and self._idle_since and written_ago > micros(self._every_seconds / 10):
+        if self._idle_since and self._is_long_enough(self._idle_since):
             self._flush(self._idle_since)
+
+    def _is_long_enough(self, now: float) -> bool:
+        """Whether there is a period to write: snapshots in memory may come more often than is worth a line."""
+        is_open = self._file is not None
+        return is_open and micros(now + self._offset) - self._written_at > micros(self._every_seconds / 10)
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin a validation; the sanity check is part of the start-up."""

@@ -244,7 +244,7 @@ class Run(Protocol):
 
     @property
     def checkpoint_seconds(self) -> float:
-        """For how many seconds of this run training has waited for `save_checkpoint`."""
+        """For how many seconds of this run training has waited for `save_checkpoint` and `take_snapshot`."""
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
         """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it.

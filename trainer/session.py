@@ -127,7 +127,7 @@ class Session:
     last_checkpoint: Path | None = None
     """The newest one of this run from which it can be resumed."""
     checkpoint_seconds: float = 0.0
-    """For how long training has waited for checkpoints to be saved."""
+    """For how long training has waited for checkpoints to be saved, and for snapshots to be taken."""
     accumulate_grad_batches: int = 1
     """Micro-batches of a step, from the next epoch on."""
     reload: Callable[[], None] | None = None

@@ -153,7 +153,7 @@ class RunView:
 
     @property
     def checkpoint_seconds(self) -> float:
-        """For how many seconds of this run training has waited for `save_checkpoint`."""
+        """For how many seconds of this run training has waited for `save_checkpoint` and `take_snapshot`."""
         return self.session.checkpoint_seconds
 
     def _num_batches(self, *tasks: str) -> Sequence[int | float]:
