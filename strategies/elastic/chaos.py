@@ -185,7 +185,7 @@ def _random_faults(piece: str) -> RandomFaults:
     for name in texts:
         _one_of(name, ("seed", "actions"), "option", piece, _RANDOM)
     if "seed" not in texts:
-        raise ConfigError(f"chaos: {piece!r} has no seed; it is written {_RANDOM}.")
+        raise ConfigError(f"chaos: {piece!r} has no seed; write {_RANDOM}.")
     shortest, _, longest = seconds.partition("-")
     faults = RandomFaults(
         _whole(texts["seed"], "seed", piece),
@@ -204,7 +204,7 @@ def _pair(text: str, what: str, piece: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         found = f"{text!r} in {piece!r} is no {what}" if text else f"{piece!r} has no {what}"
-        raise ConfigError(f"chaos: {found}; an event is written {form}.")
+        raise ConfigError(f"chaos: {found}; write {form}.")
     return name, value
 
 
@@ -212,9 +212,7 @@ def _one_of(word: str, known: tuple[Name, ...], what: str, piece: str, form: str
     for name in known:
         if name == word:
             return name
-    raise ConfigError(
-        f"chaos: {word!r} in {piece!r} is no {what}; an event is written {form}.{did_you_mean(word, known)}"
-    )
+    raise ConfigError(f"chaos: {word!r} in {piece!r} is no {what}; write {form}.{did_you_mean(word, known)}")
 
 
 def _whole(text: str, name: str, piece: str, *, least: int = 0, most: float = float("inf")) -> int:

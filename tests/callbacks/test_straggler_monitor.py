@@ -199,6 +199,15 @@ def test_the_micro_batches_of_a_step_add_up(tmp_path: Path) -> None:
     assert [seconds >= 2 * 0.02 for _, seconds in logger.series("time/compute/rank_0")] == [True]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_one_step_in_some_is_measured(tmp_path: Path) -> None:
+    logger = RecordingLogger(str(tmp_path))
+    monitor = StragglerMonitor(1, sample_every=2)
+    trainer_in(tmp_path, monitor, logger=logger, max_epochs=2, accelerator="gpu").fit(Scripted(), batches())
+    assert [step for step, seconds in logger.series("time/compute/rank_0") if seconds > 0] == [3, 5, 7]
+    assert [seconds for _, seconds in logger.series("time/communication_wait/rank_0")] == [0.0] * 3
+
+
 # --- the arithmetic --------------------------------------------------------------------------------------------------
 
 
