@@ -55,16 +55,12 @@ class SnapshotInMemory(Callback):
             raise ConfigError(f"snapshot_every={every} is not possible; give a number of steps, 0 for never, or None.")
         self.every = every
         self._snapshots = snapshots
+        self._has_taken = False
         self._taken_at = 0
         self._next_look = _FIRST
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._last = 0.0
         self._costs: deque[float] = deque(maxlen=_COSTS)
-
-    @property
-    def interval(self) -> int | None:
-        """Steps from the newest snapshot to the next, as far as it is known."""
-        return self.every
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin to count."""
@@ -86,7 +82,7 @@ class SnapshotInMemory(Callback):
             self._last = now
         if step < self._next_look:
             return
-        if self.every is None and step < (due := self._look(trainer)):
+        if self.every is None and self._has_taken and step < (due := self._look(trainer)):
             self._next_look = min(due, 2 * step - self._taken_at)
             return
         self._take(trainer)
@@ -97,10 +93,10 @@ class SnapshotInMemory(Callback):
             self._take(trainer)
 
     def _take(self, trainer: Run) -> None:
-        if self._snapshots.cost:  # none before the first
+        if self._has_taken and self._snapshots.cost is not None:
             self._costs.append(self._snapshots.cost)
         trainer.take_snapshot()
-        self._taken_at = trainer.global_step
+        self._has_taken, self._taken_at = True, trainer.global_step
         self._next_look = self._taken_at + (self.every or 1)
         self._last = time.perf_counter()  # what it took is no part of a step
 
@@ -111,4 +107,5 @@ class SnapshotInMemory(Callback):
         found, seconds = trainer.strategy.all_reduce(own, "max")
         if math.isinf(found):  # the newest is under way on some rank
             return sys.maxsize
-        return self._taken_at + max(1, math.ceil(found / (_SHARE * -seconds)))
+        steps: int = math.ceil(found / (_SHARE * -seconds))
+        return self._taken_at + max(1, steps)

@@ -101,6 +101,9 @@ class MemorySnapshots:
         """
         recovery = Recovery(self.folder, self._exchange, self.nodes, is_first=self.is_first)
         index = recovery.run()
+        self._files.clear()
+        if index is not None and index.slot == self._slot:  # an earlier fit of this round
+            self._slot, self._other_slot = self._other_slot, self._slot
         if self.is_first:
             _keep_only(self.folder, () if index is None else (index.slot,))
             self.folder.mkdir(parents=True, exist_ok=True)
