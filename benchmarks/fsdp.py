@@ -1,10 +1,10 @@
 """What a Trainer costs a step of FSDP, and what a rank holds: a GPT in four processes, against a hand-written script.
 
 Run ``python benchmarks/fsdp.py``. Four processes of one thread each train the GPT of examples/gpt.py with AdamW. The
-contenders take turns within one launch, in an order that rotates, as in benchmarks/ddp.py, so that a slow moment of the
-machine meets everyone. "speed" is the median over rounds of the time of a step by hand, with torch's ``fully_shard``,
-to the contender's: 1 is as fast, 0.5 half as fast. "memory" is what the rank with the most holds of parameters,
-gradients and optimizer state, to its quarter of the whole: the bytes of its local tensors after the first update.
+contenders take turns (turns.py), as in benchmarks/ddp.py. "speed" is the time of a step by hand, with torch's
+``fully_shard``, to the contender's: 1 is as fast, 0.5 half as fast; "+-" is its standard error. "memory" is what the
+rank with the most holds of parameters, gradients and optimizer state, to its quarter of the whole: the bytes of its
+local tensors after the first update.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from ddp import BY_HAND, Batch, Case, Round, Times, gpt, summarise
+from ddp import BY_HAND, Batch, Case, Entry, gpt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from turns import Size, Times, Turns, compete, print_rows, summarise, times_of
 
 from echelon import Trainer, TrainModule
 from echelon.testing import run_ranks
 
 NUM_RANKS = 4
-CONTENDERS = (BY_HAND, "echelon", "echelon barebones")
 
 
 def larger_gpt() -> nn.Module:
@@ -49,23 +50,23 @@ class Text(Case):
         return TensorDataset(tokens, tokens.roll(-1, 1))
 
 
-CASE = Text(larger_gpt, (64,), 2, 10)
+CASE = Text(larger_gpt, (64,), 2, 2)
 
 
-def train_by_hand(turn: Round) -> None:
+def train_by_hand(entry: Entry) -> None:
     """Train as torch's tutorial of ``fully_shard`` does."""
     from torch.distributed.fsdp import fully_shard
 
-    sampler: DistributedSampler[Any] = DistributedSampler(turn.dataset, shuffle=True)
-    model: Any = turn.model()
+    sampler: DistributedSampler[Any] = DistributedSampler(entry.dataset, shuffle=True)
+    model: Any = entry.model()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler.set_epoch(0)
-    for batch in DataLoader(turn.dataset, turn.case.batch_size, sampler=sampler):
+    for batch in DataLoader(entry.dataset, entry.case.batch_size, sampler=sampler):
         optimizer.zero_grad()
-        loss = turn.loss(model, batch)
+        loss = entry.loss(model, batch)
         loss.backward()
         optimizer.step()
 
@@ -73,13 +74,13 @@ def train_by_hand(turn: Round) -> None:
 class Module(TrainModule):
     """The same by Echelon; it logs its loss at every step, and counts what its rank holds."""
 
-    def __init__(self, turn: Round) -> None:
+    def __init__(self, entry: Entry) -> None:
         super().__init__()
-        self.net, self.turn = turn.model(), turn
+        self.net, self.entry = entry.model(), entry
         self.bytes_held = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.turn.loss(self.net, batch)
+        loss = self.entry.loss(self.net, batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -103,53 +104,54 @@ def bytes_held(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     return sum(storages.values())
 
 
-def train_by_echelon(turn: Round, *, barebones: bool) -> int:
+def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
     """Train by a Trainer; return the bytes that this rank held."""
-    data = DataLoader(turn.dataset, turn.case.batch_size, shuffle=True)
+    data = DataLoader(entry.dataset, entry.case.batch_size, shuffle=True)
     trainer = Trainer(
-        max_epochs=1, accelerator="cpu", strategy="fsdp", default_root_dir=turn.folder, barebones=barebones
+        max_epochs=1, accelerator="cpu", strategy="fsdp", default_root_dir=entry.folder, barebones=barebones
     )
-    module = Module(turn)
+    module = Module(entry)
     trainer.fit(module, data)
     return module.bytes_held
 
 
-def measure(steps: int, warmup: int, rounds: int) -> tuple[Times, int]:
-    """Return the microseconds of a step of each contender in each round, and the bytes held by this rank."""
+def measure(size: Size) -> tuple[Times, int]:
+    """Return the microseconds of a step of each contender, by contest and turn, and the bytes held by this rank."""
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    times: Times = {name: [] for name in CONTENDERS}
-    held = 0
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    dataset = CASE.data(size.num_steps * CASE.batch_size * dist.get_world_size())
+    trained = {
+        BY_HAND: train_by_hand,
+        "echelon": partial(train_by_echelon, barebones=False),
+        "echelon barebones": partial(train_by_echelon, barebones=True),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(rounds):
-            first = turn % len(CONTENDERS)
-            for name in CONTENDERS[first:] + CONTENDERS[:first]:
-                dist.barrier()
-                current = Round(CASE, steps, warmup, folder)
-                if name == BY_HAND:
-                    train_by_hand(current)
-                else:
-                    held = max(held, train_by_echelon(current, barebones=name.endswith("barebones")))
-                times[name].append(current.microseconds)
+
+        def enter(train: Callable[[Entry], Any]) -> Callable[[Turns], Any]:
+            return lambda turns: train(Entry(CASE, dataset, turns, folder))
+
+        found = compete({name: enter(train) for name, train in trained.items()}, size)
         dist.barrier()
-    return times, held
+    return times_of(found), max(turns.result or 0 for contests in found.values() for turns in contests)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a round")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--rounds", type=int, default=15, help="short and many: other load meets everyone")
+    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a turn")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them in each turn")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
+    parser.add_argument("--contests", type=int, default=8, help="how often all begin anew")
     parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     options = parser.parse_args(argv)
-    ranks = run_ranks(measure, NUM_RANKS, options.steps, options.warmup, options.rounds, timeout=3600)
-    times = ranks[0][0]  # ranks wait for each other: one clock is enough
-    rows = summarise(times)
+    size = Size(options.contests, options.rounds, options.steps, options.warmup)
+    ranks = run_ranks(measure, NUM_RANKS, size, timeout=3600)
+    times = ranks[0][0]  # the ranks wait for each other
+    rows = summarise(times, BY_HAND)
     parameters = sum(parameter.numel() for parameter in larger_gpt().parameters())
     held, quarter = max(rank[1] for rank in ranks), 16 * parameters / NUM_RANKS
     if options.json:
@@ -158,11 +160,7 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps({"torch": torch.__version__, "contenders": rounds, "memory": memory}, indent=2))
         return
     print(f"{parameters / 1e6:.1f} million parameters, {NUM_RANKS} processes")
-    print(f"{'':22}{'us/step':>10}{'speed':>9}{'excess':>10}{'cpu':>10}")
-    for name, row in rows.items():
-        print(
-            f"{name:22}{row['us_per_step']:10.1f}{row['speed']:9.3f}{row['excess_us']:10.1f}{row['cpu_excess_us']:10.1f}"
-        )
+    print_rows("", rows)
     print(f"memory: {held / 1e6:.2f} MB a rank at most, {held / quarter:.3f} of a quarter of the whole")
 
 

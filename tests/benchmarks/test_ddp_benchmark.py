@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ddp.py"
 
 
 def test_ddp_trains_every_model_by_hand_and_by_echelon(tmp_path):
-    words = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--no-lightning", "--json")
+    words = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--contests", "1", "--no-lightning", "--json")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
     )
@@ -21,6 +21,6 @@ def test_ddp_trains_every_model_by_hand_and_by_echelon(tmp_path):
     for rows in models.values():
         assert list(rows) == ["by hand", "echelon", "echelon barebones"]
         for row in rows.values():
-            [[clock, _]] = row["rounds"]
+            [[[clock, _]]] = row["rounds"]
             assert row["us_per_step"] == pytest.approx(clock) and clock > 0
     assert list(tmp_path.iterdir()) == []

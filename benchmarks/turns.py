@@ -1,0 +1,157 @@
+"""Contenders that train side by side, one at a time, a few steps each: what slows the machine meets all of them alike.
+
+Each contender trains in a thread of its own, and all but one wait inside a forward. What is timed are the steps of a
+turn after its first few, from forward to forward: not the start, not the end of the epoch. On several ranks the turns
+change at the same steps, so that collectives meet. Where its tensors happen to lie in memory makes a contender some
+percent faster or slower for as long as it lives; so there are several contests, in each of which all begin anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+Microseconds = tuple[float, float]
+"""Of a step: on the clock, and of this process's CPU."""
+Times = dict[str, list[list[Microseconds]]]
+"""For each contender by contest, turn after turn."""
+Rows = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long contests are: so many turns of each contender, of so many timed steps after `warmup` others."""
+
+    contests: int
+    rounds: int
+    steps: int
+    warmup: int
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of each contender in a contest, the one included at whose beginning its last turn ends."""
+        return self.rounds * (self.warmup + self.steps) + 1
+
+
+class Turns:
+    """The turns of one contender, which calls `mark` at the beginning of each forward."""
+
+    def __init__(self, size: Size) -> None:
+        self.times: list[Microseconds] = []
+        self.is_over = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._mine, self._others = threading.Semaphore(0), threading.Semaphore(0)
+        self._course = self._run(size)
+
+    def begin(self, train: Callable[[Turns], Any]) -> None:
+        """Let the contender train until its first forward."""
+
+        def run() -> None:
+            try:
+                self.result = train(self)
+            except BaseException as error:  # noqa: BLE001 - raised where the turns are given
+                self.error = error
+            self.is_over = True
+            self._others.release()
+
+        threading.Thread(target=run, daemon=True).start()
+        self._wait()
+
+    def go_on(self) -> None:
+        """Give the contender a turn; after the last one, let it come to its end."""
+        self._mine.release()
+        self._wait()
+
+    def mark(self) -> None:
+        """Look at the clock where timed steps begin and end, and let the others have their turns."""
+        next(self._course, None)
+
+    def _wait(self) -> None:
+        self._others.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, size: Size) -> Generator[None, None, None]:
+        for _ in range(size.rounds):
+            self._pause()
+            for _ in range(size.warmup):
+                yield
+            clock, cpu = time.perf_counter(), time.process_time()
+            for _ in range(size.steps):
+                yield
+            passed = time.perf_counter() - clock, time.process_time() - cpu
+            self.times.append((passed[0] / size.steps * 1e6, passed[1] / size.steps * 1e6))
+        self._pause()
+
+    def _pause(self) -> None:
+        self._others.release()
+        self._mine.acquire()
+
+
+def compete(contenders: Mapping[str, Callable[[Turns], Any]], size: Size) -> dict[str, list[Turns]]:
+    """Hold the contests, in which turns have an order that rotates; return what each has measured and returned."""
+    names = list(contenders)
+    found: dict[str, list[Turns]] = {name: [] for name in names}
+    for contest in range(size.contests):
+        turns = {name: Turns(size) for name in _rotated(names, contest)}
+        for name, own in turns.items():
+            own.begin(contenders[name])
+            found[name].append(own)
+        for turn in range(size.rounds):
+            for name in _rotated(names, contest + turn):
+                turns[name].go_on()
+        for own in turns.values():
+            while not own.is_over:
+                own.go_on()
+    return found
+
+
+def times_of(found: Mapping[str, Sequence[Turns]]) -> Times:
+    """Return what was measured, for each contender by contest."""
+    return {name: [one.times for one in turns] for name, turns in found.items()}
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    first = by % len(names)
+    return names[first:] + names[:first]
+
+
+def summarise(times: Times, base: str) -> Rows:
+    """Return for each contender the time of a step, its speed relative to `base`, and what it takes more.
+
+    Speed and excess are of a turn and that of `base` in the same round. All are trimmed means over the turns of a
+    contest, and then means over the contests, between which the standard error is.
+    """
+    rows = {}
+    for name, contests in times.items():
+        pairs = [list(zip(own, hand, strict=True)) for own, hand in zip(contests, times[base], strict=True)]
+        speeds = [trimmed_mean([hand[0] / own[0] for own, hand in contest]) for contest in pairs]
+        rows[name] = {
+            "us_per_step": fmean(trimmed_mean([clock for clock, _ in contest]) for contest in contests),
+            "speed": fmean(speeds),
+            "speed_error": stdev(speeds) / len(speeds) ** 0.5 if len(speeds) > 1 else 0.0,
+            "excess_us": fmean(trimmed_mean([own[0] - hand[0] for own, hand in contest]) for contest in pairs),
+            "cpu_excess_us": fmean(trimmed_mean([own[1] - hand[1] for own, hand in contest]) for contest in pairs),
+        }
+    return rows
+
+
+def trimmed_mean(values: list[float]) -> float:
+    """Return the mean without the largest and the smallest tenth."""
+    cut = len(values) // 10
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
+def print_rows(title: str, rows: Rows) -> None:
+    """Print a table."""
+    print(f"{title:22}{'us/step':>10}{'speed':>9}{'+-':>7}{'excess':>10}{'cpu':>10}")
+    for name, row in rows.items():
+        print(
+            f"{name:22}{row['us_per_step']:10.1f}{row['speed']:9.3f}{row['speed_error']:7.3f}"
+            f"{row['excess_us']:10.1f}{row['cpu_excess_us']:10.1f}"
+        )
