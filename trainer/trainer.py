@@ -340,7 +340,7 @@ class Trainer(RunView):
     def _open_session(self, request: Request) -> Session:
         module, settings = request.module, self.settings
         callbacks = with_module_callbacks(self._callbacks, module)
-        callbacks += supervising(self.strategy, callbacks, logs=not settings.barebones)
+        callbacks += supervising(self.strategy, callbacks, logs=bool(self.loggers))
         check_state_keys(callbacks)
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())

@@ -99,6 +99,7 @@ class ElasticAgent(Agent):
         self._node_rank = worker_group.group_rank
         self._round = Round(number, worker_group.group_world_size, os.getpid(), self._meeting.shared_at)
         self._round.write(self._node_folder)
+        _log.info("Round %d begins: this is node %d of %d", number, self._node_rank, self._round.num_nodes)
         self._watch = Watch(self._node_folder, self._num_processes, self._limits)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -193,6 +194,7 @@ class ElasticAgent(Agent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the workers that still run: nodes have come, and all start anew with them."""
         if self._running:
+            _log.info("Nodes come: the workers of round %d are asked to end", self._round.number)
             self._stop(self._grace)
             append_round(self._node_folder, self._ended("membership", "Nodes have come"))
 

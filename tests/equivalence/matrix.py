@@ -115,6 +115,7 @@ LINES = [
     Line("fsdp", 2),
     Line("fsdp", 4, takes=is_hard),
     Line("hsdp", 4, takes=is_hard),
+    Line("elastic", 2, takes=is_hard),
 ]
 
 
