@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import time
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as its documentation has it
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -41,6 +42,8 @@ _KEEP_ALIVE: Final = timedelta(seconds=1)  # between two signs of life of an age
 _MISSED: Final = 3  # as many after which it is dead
 _AFTER_A_RUN: Final = 30.0  # seconds in which the store of the run before has gone
 _OVER: Final = "over"
+
+_log = logging.getLogger("echelon")
 
 
 def meeting(
@@ -174,7 +177,7 @@ class ManyNodes(DynamicRendezvousHandler):
         """
         self._link.is_waited_for = True
         try:
-            info = super().next_rendezvous()
+            info = self._meet()
         except RendezvousClosedError as error:
             raise _over(self.shared_at) from error
         except RendezvousTimeoutError as error:
@@ -186,6 +189,15 @@ class ManyNodes(DynamicRendezvousHandler):
         self.node_rank, self.num_nodes = info.rank, info.world_size
         self._steps.has_met = True
         return info
+
+    def _meet(self) -> RendezvousInfo:
+        while True:
+            try:
+                return super().next_rendezvous()
+            except DistNetworkError as error:
+                raise RendezvousConnectionError from error
+            except DistStoreError:
+                _log.info("A node was lost while all met; they meet again")
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait for the next round: new ones, or those whose workers failed.
@@ -242,8 +254,9 @@ class ManyNodes(DynamicRendezvousHandler):
         self.shared = None
 
     def _tell_of_end(self) -> None:
-        self.shared.set(_OVER, "")
-        self._link.store.set(CLOSED, "")
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it all who could come
+            self.shared.set(_OVER, "")
+            self._link.store.set(CLOSED, "")
 
     def _too_few(self) -> ProcessError:
         came = len(self._state_holder.state.participants) + 1  # this one has left again

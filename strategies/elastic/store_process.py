@@ -54,7 +54,7 @@ def open_store(host: str, port: int, limit: timedelta) -> Any:
         is_to_start = is_to_start and not _start(host, port)
         try:
             # torch warns of each attempt that fails
-            socket.create_connection((host, port), timeout=_TRY.total_seconds()).close()
+            socket.create_connection((host, port), timeout=min(_TRY, limit).total_seconds()).close()
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TRY)
         except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
             if time.monotonic() > end:
