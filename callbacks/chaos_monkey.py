@@ -9,12 +9,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
 from ..strategies.elastic.chaos import Action, Chaos, Event, Point
-from ..strategies.elastic.chaos_marks import Marks
+from ..strategies.elastic.chaos_marks import FileMarks, Marks
 from ..strategies.errors import ConfigError
 from .callback import Callback
 from .run import Run
@@ -32,7 +33,7 @@ class ChaosMonkey(Callback):
 
     Args:
         chaos: which faults, and when.
-        marks: where the events are marked; they have to outlive the worker.
+        marks: where the events are marked, which has to outlive the worker; a folder, where all nodes see the same.
         round: how often the workers have been started again.
         leave: asks the agent of this node to leave the run, for the action of that name.
         lose: kills the agent of this node, for the action of that name.
@@ -44,13 +45,14 @@ class ChaosMonkey(Callback):
     def __init__(
         self,
         chaos: Chaos,
-        marks: Marks,
+        marks: Marks | str | Path,
         *,
         round: int = 0,
         leave: Callable[[], None] | None = None,
         lose: Callable[[], None] | None = None,
     ) -> None:
-        self._chaos, self._marks, self._round = chaos, marks, round
+        self._chaos, self._round = chaos, round
+        self._marks: Marks = FileMarks(Path(marks)) if isinstance(marks, str | Path) else marks
         self._agent: dict[Action, Callable[[], None] | None] = {"leave": leave, "lose": lose}
         drawn = () if chaos.at_random is None else chaos.at_random.actions
         for action in (*(event.action for event in chaos.events), *drawn):

@@ -28,13 +28,14 @@ class Store(Protocol):
 
 
 class FileMarks:
-    """Marks in a folder that outlives the workers: for those of one node."""
+    """Marks in a folder that outlives the workers, and is made if it is not there: for those of one node."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def claim(self, name: str) -> bool:
         """Return whether nobody has claimed the name before, and note the time."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         try:
             os.close(os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from echelon import Trainer, TrainModule
 from echelon.callbacks.chaos_monkey import ChaosMonkey
 from echelon.strategies.elastic.chaos import Chaos
-from echelon.strategies.elastic.chaos_marks import FileMarks
 
 
 class Noting(TrainModule):
@@ -47,7 +46,7 @@ def drill(folder: Path, text: str, devices: int) -> None:
         enable_model_summary=False,
         enable_checkpointing=False,
         default_root_dir=folder,
-        callbacks=[ChaosMonkey(Chaos(text), FileMarks(folder))],
+        callbacks=[ChaosMonkey(Chaos(text), folder / "marks")],
     )
     trainer.fit(Noting(folder), DataLoader(torch.ones(5 * devices, 2), batch_size=1))
 

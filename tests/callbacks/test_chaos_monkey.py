@@ -19,7 +19,6 @@ from scripted import Scripted, batches, trainer_in
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.chaos_monkey import ChaosMonkey
 from echelon.strategies.elastic.chaos import Chaos
-from echelon.strategies.elastic.chaos_marks import FileMarks
 from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.testing import run_ranks
 
@@ -39,7 +38,7 @@ def fit(folder: Path, text: str, *others: Any, round: int = 0, **settings: Any) 
     asked: list[str] = []
     monkey = ChaosMonkey(
         Chaos(text),
-        FileMarks(folder),
+        folder,
         round=round,
         leave=lambda: asked.append("leave"),
         lose=lambda: asked.append("lose"),
@@ -135,7 +134,7 @@ def test_every_point_is_reached_once(tmp_path: Path, point: str, round: int, exp
 def test_a_snapshot_is_a_point(tmp_path: Path) -> None:
     asked: list[str] = []
     chaos = Chaos("lose:node=0@snapshot=2")
-    monkey = ChaosMonkey(chaos, FileMarks(tmp_path), lose=lambda: asked.append("lose"))
+    monkey = ChaosMonkey(chaos, tmp_path, lose=lambda: asked.append("lose"))
     monkey.on_snapshot()
     assert asked == []
     monkey.on_snapshot()
@@ -148,7 +147,7 @@ def test_an_event_of_another_rank_or_node_does_not_happen_here(tmp_path: Path) -
 
 def test_a_step_begins_with_its_first_micro_batch(tmp_path: Path) -> None:
     order: list[Any] = []
-    monkey = ChaosMonkey(Chaos("leave:rank=0@step=2"), FileMarks(tmp_path), leave=lambda: order.append("leave"))
+    monkey = ChaosMonkey(Chaos("leave:rank=0@step=2"), tmp_path, leave=lambda: order.append("leave"))
     note = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: order.append(index))
     trainer_in(tmp_path, monkey, note, max_epochs=1, accumulate_grad_batches=2).fit(Scripted(), batches())
     assert order == [0, 1, "leave", 2, 3]
@@ -156,7 +155,7 @@ def test_a_step_begins_with_its_first_micro_batch(tmp_path: Path) -> None:
 
 def test_an_event_may_come_later_than_its_point(tmp_path: Path) -> None:
     left = threading.Event()
-    monkey = ChaosMonkey(Chaos("leave:rank=0+delay=0.01@step=1"), FileMarks(tmp_path), leave=left.set)
+    monkey = ChaosMonkey(Chaos("leave:rank=0+delay=0.01@step=1"), tmp_path, leave=left.set)
     trainer_in(tmp_path, monkey, max_epochs=1).fit(Scripted(), batches())
     assert left.wait(60)
 
@@ -187,4 +186,4 @@ def test_random_faults_keep_their_distance(tmp_path: Path) -> None:
 def test_what_needs_an_agent_is_refused_without_one(tmp_path: Path, text: str, action: str) -> None:
     chaos = Chaos(text.format(action))
     with pytest.raises(ConfigError, match=f"chaos='{re.escape(str(chaos))}' has '{action}', which needs a node"):
-        ChaosMonkey(chaos, FileMarks(tmp_path))
+        ChaosMonkey(chaos, tmp_path)
