@@ -13,6 +13,8 @@ from ..strategies.errors import MissingDependencyError, RunError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Corners = list[tuple[float, float]]
+
 _COLOURS: Final[dict[Category, str]] = {
     "productive": "#1b7837",
     "validation": "#80c683",
@@ -86,19 +88,23 @@ def _draw_summary(axes: Axes, goodput: Goodput) -> None:
 
 
 def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
+    from matplotlib.collections import PolyCollection
     from matplotlib.ticker import AutoLocator, MaxNLocator, MultipleLocator
 
     begin, total = goodput.spans[0].begin if goodput.spans else 0, max(1, goodput.total)
     width = total / _NUM_CELLS
+    corners: dict[Category, list[Corners]] = {category: [] for category in CATEGORIES}
     for one in goodput.rounds:
         found = cells([span for span in goodput.spans if span.round == one.index], begin, width)
-        bottoms = dict.fromkeys(found, one.index - 0.4)
-        for category in CATEGORIES:
-            heights = {index: 0.8 * cell[category] for index, cell in found.items() if cell[category]}
-            lefts, lows = [index * width for index in heights], [bottoms[index] for index in heights]
-            axes.bar(lefts, list(heights.values()), width, lows, align="edge", color=_COLOURS[category], linewidth=0)
-            for index, taken in heights.items():
-                bottoms[index] += taken
+        for index, cell in found.items():
+            left, right, low = index * width, (index + 1) * width, one.index + 0.4
+            for category in CATEGORIES:
+                high = low - 0.8 * cell[category]  # the axis of rounds points down
+                if high != low:
+                    corners[category].append([(left, low), (left, high), (right, high), (right, low)])
+                low = high
+    for category, shapes in corners.items():
+        axes.add_collection(PolyCollection(shapes, facecolors=_COLOURS[category], antialiaseds=False), autolim=False)
     axes.set_xlim(0, total)
     axes.set_ylim(goodput.rounds[-1].index + 0.6, goodput.rounds[0].index - 0.6)
     axes.set_ylabel("round")
