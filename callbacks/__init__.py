@@ -16,6 +16,7 @@ from .nan_guard import NaNGuard
 from .prediction_writer import BasePredictionWriter
 from .progress import TQDMProgressBar
 from .run import Logger, Run
+from .sample_ledger import SampleLedger
 from .stochastic_weight_averaging import StochasticWeightAveraging
 from .throughput import ThroughputMonitor
 from .timer import Timer
@@ -37,6 +38,7 @@ __all__ = [
     "ModelSummary",
     "NaNGuard",
     "Run",
+    "SampleLedger",
     "StochasticWeightAveraging",
     "Summary",
     "TQDMProgressBar",

@@ -23,7 +23,7 @@ TRAINER_LEVELS = (
     ("shared_step",),
     ("session",),
     ("loading",),
-    ("dealing", "loaders", "sampling", "streams"),
+    ("dealing", "loaders", "sample_trail", "sampling", "streams"),
 )
 
 

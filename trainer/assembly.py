@@ -133,6 +133,7 @@ def load_train_data(session: Session, given: Any) -> None:
         cut=cut,
         limit=settings.limit_train_batches,
         in_order=settings.overfit_batches > 0,
+        trail=session.trail,
     )
     session.accumulate_grad_batches = session.train_data.accumulate
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from ..callbacks.sample_file import Source
 from ..strategies.errors import ConfigError, DataError
 from .combined_loader import CombinedLoader
 from .dealing import Reader, SideBySide, deals, reader_of
 from .loaders import check_loader, unshuffled
+from .sample_trail import Trail
 from .sampling import Ranks, length_of
 from .seed import derive
 from .streams import Cut, IterableStream, MapStream, stream_of
@@ -31,16 +33,28 @@ class TrainData:
     window_length: int
     """Micro-batches of the window that was read last, on the rank that has most; kept where there are several ranks."""
 
-    def __init__(self, source: Any, *, seed: int, cut: Cut, limit: int | float, in_order: bool) -> None:
-        self._cut, self._limit = cut, limit
+    def __init__(
+        self,
+        source: Any,
+        *,
+        seed: int,
+        cut: Cut,
+        limit: int | float,
+        in_order: bool,
+        trail: Trail | None = None,
+    ) -> None:
+        self._cut, self._limit, self._trail = cut, limit, trail
         self._resumed_epoch: int | None = None
         self._combined = _combined(source)
         loaders = self._combined.flattened if self._combined is not None else [source]
         if not loaders:
             raise DataError(f"The training loaders are empty: {source!r:.60}; pass at least one loader.")
         self._streams: list[MapStream | IterableStream] = [
-            stream_of(loader, seed, cut, in_order=in_order) for loader in loaders
+            stream_of(loader, seed, cut, in_order=in_order, trail=None if trail is None else trail.of_loader(number))
+            for number, loader in enumerate(loaders)
         ]
+        if trail is not None:
+            trail.sources = self._sources
         if self._combined is not None:
             self._combined.flattened = self._streams
         self._count_steps()
@@ -119,6 +133,8 @@ class TrainData:
         from indices: `window_length` and `window_total` say what all ranks read.
         """
         remaining = self.num_batches - batches_done
+        if self._trail is not None:
+            self._trail.clear()
         if self._cut.ranks.data_size > 1:
             return self._shared_windows(remaining) if self.is_shared else self._own_windows(remaining)
         batches = islice(self._sized_batches(), None if remaining == math.inf else int(remaining))
@@ -130,7 +146,7 @@ class TrainData:
         """Yield this rank's parts of global batches."""
         stream = self._streams[0]
         assert isinstance(stream, MapStream)
-        for window, totals in stream.parts(remaining):
+        for window, totals in stream.parts(self._sized_batches(), remaining):
             known = [total for total in totals if total is not None]
             if len(known) == len(totals):
                 self.window_total = sum(known)
@@ -153,10 +169,17 @@ class TrainData:
             yield window
 
     def _sized_batches(self) -> Iterator[tuple[Any, int]]:
-        first = self._streams[0]
-        if self._combined is None:
-            return first.sized_batches()
-        return ((batch, self._streams[index].batch_size) for batch, _, index in self._combined)
+        batches = self._streams[0].sized_batches()
+        if self._combined is not None:
+            batches = ((batch, self._streams[index].batch_size) for batch, _, index in self._combined)
+        return batches if self._trail is None else self._trail.rows(batches)
+
+    def _sources(self) -> list[Source]:
+        """Return what is known of the order of each loader in this epoch."""
+        is_whole = self._known_length == self.num_batches and (
+            self._combined is None or (self._combined.mode != "min_size" and self._combined.limits is None)
+        )
+        return [source if is_whole else source._replace(end=-1) for source in (one.source() for one in self._streams)]
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the position of every loader; where `is_shared`, the same on every rank."""

@@ -277,6 +277,14 @@ class IndexStream:
         count = whole * self._share.num_micro_batches(self._share.global_batch_size)
         return count if self._drop_last else count + self._share.num_micro_batches(rest)
 
+    @property
+    def end(self) -> int | None:
+        """The position behind the last entry that this iteration reads; None if the sampler has no length."""
+        size, width = self._order.size(), self._share.global_batch_size
+        if size is None or not self._drop_last:
+            return size
+        return self._start + max(0, size - self._start) // width * width
+
     def count_before(self, position: int) -> int:
         """Return how many of an epoch's micro-batches lie before a position."""
         size = self._order.size()

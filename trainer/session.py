@@ -28,7 +28,7 @@ from .metrics import Metrics
 from .module import TrainModule
 from .optimizers import LRSchedulerConfig, ManagedOptimizer
 from .profiler import Profiler
-from .sample_trail import SampleTrail
+from .sample_trail import Trail
 from .settings import Settings
 from .state import TrainState
 
@@ -96,7 +96,7 @@ class Session:
     # where the run is
     stage: Stage | None = None
     train_data: TrainData | None = None
-    trail: SampleTrail | None = None
+    trail: Trail | None = None
     """Of the training data, if someone follows its samples."""
     evaluation_data: EvaluationData | None = None
     managed_optimizers: Sequence[ManagedOptimizer] = ()

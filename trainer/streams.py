@@ -12,8 +12,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from ..callbacks.sample_file import Source
 from .batches import size_of
 from .loaders import check_loader, is_dealt, is_indexed, is_sequence, makes_batches, order_of, with_indices
+from .sample_trail import FollowedIndices, LoaderTrail
 from .sampling import IndexStream, Ranks, Share, length_of, set_epoch
 from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng, seed_generators
 
@@ -57,6 +59,9 @@ class Stream(Protocol):
     def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether what is read was cut and dealt in the same way when `state_dict` was taken."""
 
+    def source(self) -> Source:
+        """Return what is known of the order that is read, if it leaves a trail."""
+
     def close(self) -> None:
         """Let the loader's workers go."""
 
@@ -93,7 +98,9 @@ class Cut:
 class MapStream:
     """A DataLoader over a data set with indices: its own copy, with our index stream in place of its sampler."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, cut: Cut, *, in_order: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, cut: Cut, *, in_order: bool, trail: LoaderTrail | None = None
+    ) -> None:
         ranks = cut.ranks
         self.num_streams = 1 if in_order or is_dealt(loader, ranks) else ranks.data_size
         # where each reads its own, the same place is another sample on each rank
@@ -102,7 +109,8 @@ class MapStream:
         self._samples = loader.batch_size if makes_batches(loader) else None
         self._share = cut.share(self._samples, is_dealt=self.num_streams == 1)
         seeded = not (type(loader.dataset) in _PLAIN and loader.collate_fn is default_collate)
-        self._indices = IndexStream(
+        self._trail = trail
+        self._indices = (IndexStream if trail is None else FollowedIndices)(
             order_of(loader, seed, in_order=in_order),
             self._share,
             seed=self._seed,
@@ -150,21 +158,25 @@ class MapStream:
             batches: Iterator[Any] = iter(self._loader)
         if self._rng is not None:
             batches = self._drawing(batches, self._rng, epoch)
+        if self._trail is not None:
+            assert isinstance(self._indices, FollowedIndices)
+            batches = self._trail.noting(batches, self._indices, self.rounds)
         for batch in batches:
             size, advance = self._indices.sizes.popleft()
             self.position += advance
             yield batch, size_of(batch) if size is None else size
         self._is_over = True
 
-    def parts(self, limit: float) -> Iterator[tuple[list[tuple[Any, int]], list[int | None]]]:
+    def parts(
+        self, batches: Iterator[tuple[Any, int]], limit: float
+    ) -> Iterator[tuple[list[tuple[Any, int]], list[int | None]]]:
         """Yield this rank's part of each global batch, perhaps empty, and the samples of all ranks.
 
-        Those are of the first, second, ... micro-batches of all ranks together; None where only reading tells. `limit`
-        is the largest number of micro-batches that a rank may read.
+        Those are of the first, second, ... micro-batches of all ranks together; None where only reading tells.
+        `batches` are its `sized_batches`, and `limit` is the largest number of them that a rank may read.
         """
         plans = self._indices.parts
         plans.clear()
-        batches = self.sized_batches()
         ahead: list[tuple[Any, int]] = []
         while limit > 0:
             if not plans:
@@ -214,6 +226,10 @@ class MapStream:
     def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
         return list(state_dict.get("cut", ())) == self._cut_as
 
+    def source(self) -> Source:
+        assert isinstance(self._indices, FollowedIndices)
+        return self._indices.source(length_of(self._loader.dataset), self.num_streams)
+
     def close(self) -> None:
         vars(self._loader)["_iterator"] = None  # persistent workers end now; found by the garbage collector, after 10 s
 
@@ -224,8 +240,8 @@ class IterableStream:
     Each rank reads its own. All have the same random numbers, so that what deals a shuffled order to them can.
     """
 
-    def __init__(self, loader: Any, seed: int, num_streams: int) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, seed: int, num_streams: int, trail: LoaderTrail | None = None) -> None:
+        self._loader, self._trail = loader, trail
         self._seed = seed
         self.num_streams = num_streams
         self._owns_rng = isinstance(loader, DataLoader)
@@ -251,7 +267,10 @@ class IterableStream:
         if self._is_over:  # the next iteration is another epoch
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         if not self._was_over:
-            for batch in self._begin():
+            batches = self._begin()
+            if self._trail is not None:
+                batches = self._trail.counting(batches, self.position, self.rounds)
+            for batch in batches:
                 self.position += 1
                 yield batch, size_of(batch)
         self._is_over, self._was_over = True, False
@@ -311,6 +330,9 @@ class IterableStream:
     def batches_done(self) -> int:
         return self.position
 
+    def source(self) -> Source:
+        return Source(num_streams=self.num_streams)
+
     def close(self) -> None:
         """An iterable is the user's to close."""
 
@@ -339,7 +361,9 @@ def drawing_from(rng: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def stream_of(loader: Any, seed: int, cut: Cut, *, in_order: bool = False) -> MapStream | IterableStream:
+def stream_of(
+    loader: Any, seed: int, cut: Cut, *, in_order: bool = False, trail: LoaderTrail | None = None
+) -> MapStream | IterableStream:
     """Return the stream that reads a loader; `in_order` ignores a shuffle (overfit_batches).
 
     Raises:
@@ -349,8 +373,8 @@ def stream_of(loader: Any, seed: int, cut: Cut, *, in_order: bool = False) -> Ma
     if cut.ranks.data_size > 1 and cut.ranks.is_dealing and is_sequence(loader):
         loader = DataLoader(loader, batch_size=None, collate_fn=_as_it_is)
     if is_indexed(loader):
-        return MapStream(loader, seed, cut, in_order=in_order)
-    return IterableStream(loader, seed, cut.ranks.data_size)
+        return MapStream(loader, seed, cut, in_order=in_order, trail=trail)
+    return IterableStream(loader, seed, cut.ranks.data_size, trail)
 
 
 def _as_it_is(batch: Any) -> Any:

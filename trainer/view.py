@@ -21,7 +21,7 @@ from .memory_writer import take_snapshot
 from .module import TrainModule
 from .optimizers import LRSchedulerConfig
 from .profiler import Profiler
-from .sample_trail import SampleTrail
+from .sample_trail import Trail
 from .session import Session
 from .settings import Settings
 from .state import TrainState
@@ -242,9 +242,9 @@ class RunView:
         """Where everything goes that has no other place."""
         return str(self.settings.default_root_dir or ".")
 
-    def follow_samples(self) -> SampleTrail:
+    def follow_samples(self) -> Trail:
         """Return what tells from now on which samples each micro-batch holds; to be called in ``setup``."""
-        self.session.trail = self.session.trail or SampleTrail()
+        self.session.trail = self.session.trail or Trail()
         return self.session.trail
 
     def take_snapshot(self) -> None:

@@ -1,0 +1,141 @@
+"""SampleLedger: which samples every rank has trained on in every step, noted where it survives the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .callback import Callback
+from .console import say
+from .run import Run, SampleTrail
+from .sample_file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
+
+
+class SampleLedger(Callback):
+    """Notes the indices of the samples of every step, as each rank's loader got them, in the run's ``samples`` folder.
+
+    ``echelon samples RUN`` then shows for each epoch whether every sample came exactly once, across ranks, restarts,
+    and changes of their number. A step's samples are in the file before any checkpoint can hold the step, since that is
+    taken later; and a checkpoint knows which attempts led to it: what a killed run did after its last checkpoint counts
+    for nothing.
+
+    Args:
+        round: tells which round of an elastic run this is.
+    """
+
+    def __init__(self, round: Callable[[], int] | None = None) -> None:
+        self._round = round
+        self._history: list[Line] = []
+        self._run: Run | None = None
+        self._trail: SampleTrail | None = None
+        self._writer: SampleWriter | None = None
+        self._folder = Path()
+        self._attempt, self._turn, self._last_step, self._epoch = 0, 0, 0, -1
+        self._trained: list[Reading] = []
+        self._is_late = False
+
+    def state_dict(self) -> dict[str, Any]:
+        self._note()
+        return {"history": [list(line) for line in self._lines()]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        loaded = [Line(*line) for line in state_dict["history"]]
+        if self._run is None:
+            self._history, self._attempt = loaded, 0
+        else:
+            self._go_back(self._run, {line.attempt: line.last_turn for line in loaded})
+
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        if stage == "fit":
+            self._trail = trainer.follow_samples()
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        strategy = trainer.strategy
+        self._folder = Path(trainer.log_dir, FOLDER)
+        self._history, self._trained = self._lines(), []
+        own = next_attempt(self._folder) if trainer.is_global_zero else 0, strategy.data_rank
+        rows = strategy.all_gather_object(own)
+        # ranks that hold parts of one module read the same
+        is_first = [data_rank for _, data_rank in rows].index(strategy.data_rank) == strategy.rank
+        self._begin(trainer, rows[0][0], writes=is_first)
+
+    def _begin(self, run: Run, attempt: int, *, writes: bool) -> None:
+        self._run, self._attempt, self._turn, self._epoch = run, attempt, 0, -1
+        self._last_step = run.global_step
+        if writes:
+            strategy, number = run.strategy, 0 if self._round is None else self._round()
+            header = Header(
+                attempt, strategy.data_rank, strategy.data_size, number, run.global_step, tuple(self._history)
+            )
+            self._writer = SampleWriter(self._folder, header)
+
+    def _go_back(self, run: Run, kept: Mapping[int, int]) -> None:
+        """Begin another attempt, after a roll-back: steps since a checkpoint are undone, their data is not read again.
+
+        `kept` says how many turns of each attempt count.
+        """
+        self._write(run, self._last_step + 1)  # of the step that has just ended, perhaps nothing
+        self._history = [
+            line._replace(last_turn=min(line.last_turn, kept.get(line.attempt, 0))) for line in self._lines()
+        ]
+        writes = self._writer is not None
+        self._close()
+        self._begin(run, self._attempt + 1, writes=writes)
+
+    def _lines(self) -> list[Line]:
+        """Return what led to where the run is now."""
+        return [*self._history, Line(self._attempt, self._turn, self._turn)] if self._attempt else self._history
+
+    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self._trail is not None
+        self._trained += self._trail.pop()
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        self._note()
+        self._is_late = False
+
+    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.sync()
+        if self._is_late:  # somebody saves before it is our turn: no rank may commit what another has not noted
+            trainer.strategy.barrier()
+            self._is_late = False
+
+    def _note(self) -> None:
+        """Note the step that has just ended, unless that is done."""
+        if self._run is not None and (self._run.global_step != self._last_step or self._trained):
+            self._write(self._run, self._run.global_step)
+            self._is_late = True
+
+    def _write(self, run: Run, step: int) -> None:
+        self._turn += 1
+        self._last_step, readings, self._trained = step, self._trained, []
+        if self._writer is None:
+            return
+        epoch = run.current_epoch
+        if epoch != self._epoch:
+            self._announce(run, step, epoch)
+        self._writer.write(self._turn, step, epoch, readings)
+
+    def _announce(self, run: Run, step: int, epoch: int) -> None:
+        """Note what an epoch reads."""
+        assert self._trail is not None
+        assert self._writer is not None
+        sources = self._trail.sources()
+        if self._epoch < 0 and run.is_global_zero:
+            for loader in [loader for loader, source in enumerate(sources) if source.num_indices < 0]:
+                say(f"SampleLedger: training loader {loader} reads no indices; only numbers of samples are noted.")
+        self._epoch = epoch
+        self._writer.announce(self._turn, step, epoch, sources)
+
+    def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        self._close()
+        self._run = self._trail = None
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
