@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -52,6 +53,8 @@ def main(words: Sequence[str]) -> int:
     except EchelonError as error:
         sys.stderr.write(f"echelon: error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # `head` has seen enough; what Python has yet to write at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
