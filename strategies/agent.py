@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +49,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.001,  # the looking itself waits
         )
         super().__init__(spec, _Inherited(), start_method="forkserver")
-        self.folder = job.folder
+        self.folder, self._modules = job.folder, job.modules
         self.ranks: list[int] = []
         self.failed: list[End] = []
         """How workers of this node ended that were not stopped because of another."""
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
         return list(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        _preload()
+        _preload(self._modules)
         with _blank_main(), _without_a_warning():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         assert self._pcontext is not None
@@ -143,13 +143,13 @@ class _Inherited(LogsSpecs):
         return ""
 
 
-def _preload() -> None:
+def _preload(modules: Iterable[str]) -> None:
     """Have the fork server import what each worker needs; it does so once, when it starts."""
     from multiprocessing import forkserver, resource_tracker
 
     own = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]  # noqa: SLF001 - the only way to ask
     # __main__, there by default, is the user's program, which would run once more
-    kept = [name for name in own if name != "__main__" and name not in _PRELOADED]
+    kept = [name for name in dict.fromkeys((*own, *modules)) if name != "__main__" and name not in _PRELOADED]
     multiprocessing.set_forkserver_preload([*_PRELOADED, *kept])
     resource_tracker.ensure_running()  # starting it, which the fork server would do, unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.NOT_FOR_THE_FORK_SERVER)  # it inherits that

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from .environment import LOOPBACK, Environment
 from .errors import ProcessError
-from .travel import pack, unpack
+from .travel import installed, pack, unpack
 from .worker import SHOW_STACKS, Job, Settings
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def launch(
         BaseException: what `function` raised in a worker, with its rank as a note and its traceback as the cause.
     """
     with _folder() as folder:
-        job = Job(folder, is_local=is_local, keeps_all_results=False)
-        _fill(job, function, parts)
+        modules = _fill(folder, function, parts)
+        job = Job(folder, is_local=is_local, keeps_all_results=False, modules=modules)
         with _Signals() as signals:
             agent = _run(job, make_agent, signals)
         _raise_failure(agent, signals)
@@ -90,8 +90,8 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float)
     """
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
     with _folder() as folder:
-        job = Job(folder, is_local=True, keeps_all_results=True, shows_stacks=True)
-        _fill(job, function, None)
+        modules = _fill(folder, function, None)
+        job = Job(folder, is_local=True, keeps_all_results=True, shows_stacks=True, modules=modules)
         with _Signals() as signals:
             make_agent = fixed_agents(num_processes, environment, timedelta(seconds=timeout))
             agent = _run(job, make_agent, signals, timeout)
@@ -110,9 +110,12 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fill(job: Job, function: Callable[[], Any], parts: Mapping[str, object] | None) -> None:
-    (job.folder / "function").write_bytes(pack(function, "function", parts))
-    (job.folder / "settings").write_bytes(pack(Settings.of_this_process(), "settings"))
+def _fill(folder: Path, function: Callable[[], Any], parts: Mapping[str, object] | None) -> tuple[str, ...]:
+    """Write what travels; return the modules that workers will import with it."""
+    modules: set[str] = set()
+    (folder / "function").write_bytes(pack(function, "function", parts, modules))
+    (folder / "settings").write_bytes(pack(Settings.of_this_process(), "settings"))
+    return tuple(installed(modules))
 
 
 def _result(job: Job, rank: int) -> Any:

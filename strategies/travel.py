@@ -7,7 +7,8 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,25 +17,61 @@ from .errors import ConfigError
 _DEPTH = 8  # levels of attributes and items below a part that are searched for what cannot travel
 
 
-def pack(value: Any, name: str = "the function", parts: Mapping[str, object] | None = None) -> bytes:
+def pack(
+    value: Any,
+    name: str = "the function",
+    parts: Mapping[str, object] | None = None,
+    modules: set[str] | None = None,
+) -> bytes:
     """Return `value` as bytes, with everything that it refers to and that is defined in ``__main__``.
 
-    `parts` name what `value` holds; they serve to say which attribute of which part cannot travel.
+    Args:
+        value: what is to travel.
+        name: what errors call it.
+        parts: what it holds, by name; to say which attribute of which part cannot travel.
+        modules: gets the names of the modules that have to be imported where it arrives.
 
     Raises:
         ConfigError: for what cannot be pickled.
     """
-    import cloudpickle
-
     try:
         with _by_value(_home(value)):
-            return bytes(cloudpickle.dumps(value))
+            return _packed(value, set() if modules is None else modules)
     except Exception as error:
         path, culprit = find_culprit({**(parts or {}), name: value}) or (name, value)
         raise ConfigError(
             f"{path} ({type(culprit).__name__}) cannot travel between processes: {error}; "
             "create it in setup(), which runs in each process."
         ) from error
+
+
+def _packed(value: Any, modules: set[str]) -> bytes:
+    import cloudpickle
+
+    class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ModuleType):
+                modules.add(obj.__name__)
+            elif isinstance(obj, type | FunctionType):
+                modules.add(obj.__module__)
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Packer(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def installed(modules: Iterable[str]) -> list[str]:
+    """Return those of modules, and of what the user's own among them have imported, that are of installed packages."""
+    own = [name for name in modules if not _is_installed(name)]
+    inside = (value for name in own for value in vars(sys.modules.get(name, object)).values())
+    imported = {one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) for one in inside}
+    return sorted(name for name in {*modules, *imported} if isinstance(name, str) and _is_installed(name))
+
+
+def _is_installed(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
 
 
 def _home(value: Any) -> str | None:

@@ -71,6 +71,8 @@ class Job:
     keeps_all_results: bool
     """Whether every worker's result is wanted, or only the first one's."""
     shows_stacks: bool = False
+    modules: tuple[str, ...] = ()
+    """What the function imports, of installed packages."""
     node_folder: Path | None = None
     """What outlives the worker, where workers are started again."""
     streams: dict[int, Stream] = field(default_factory=_own_streams)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.strategies.environment import Environment, reconcile
-from echelon.strategies.launcher import launch
+from echelon.strategies.launcher import fixed_agents, launch
 from echelon.strategies.process_group import ProcessGroup
 
 LISTENING = "0A"
@@ -43,7 +43,7 @@ def main():
 def launch_members():
     """Start two of them on this node, which has been told its rank by NODE_RANK."""
     environment = reconcile(Environment.detect(), 2, 2)
-    launch(main, num_processes=2, environment=environment, start_timeout=timedelta(seconds=40))
+    launch(main, fixed_agents(2, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
 
 
 if __name__ == "__main__":

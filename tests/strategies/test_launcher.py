@@ -20,7 +20,7 @@ import torch.distributed as dist
 from echelon.strategies.environment import Environment
 from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.strategies.failures import RankTraceback
-from echelon.strategies.launcher import launch
+from echelon.strategies.launcher import fixed_agents, launch
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MINUTE = timedelta(minutes=1)
@@ -28,7 +28,7 @@ MINUTE = timedelta(minutes=1)
 
 def launched(function, num_processes=2, **options):
     alone = Environment("none", 0, 0, 0, num_processes, num_processes, 1, "127.0.0.1", None)
-    return launch(function, num_processes=num_processes, environment=alone, start_timeout=MINUTE, **options)
+    return launch(function, fixed_agents(num_processes, alone, MINUTE), is_local=True, **options)
 
 
 def rank():
@@ -84,7 +84,7 @@ PROGRAM = """
 import torch
 from datetime import timedelta
 from echelon.strategies.environment import Environment
-from echelon.strategies.launcher import launch
+from echelon.strategies.launcher import fixed_agents, launch
 
 class Net(torch.nn.Module):
     scale = 2
@@ -111,7 +111,7 @@ def fail():
 
 def start(function):
     alone = Environment("none", 0, 0, 0, 2, 2, 1, "127.0.0.1", None)
-    return launch(function, num_processes=2, environment=alone, start_timeout=timedelta(minutes=1))
+    return launch(function, fixed_agents(2, alone, timedelta(minutes=1)), is_local=True)
 
 method, net = Net.doubled, Net()
 for _ in range(2):
@@ -372,7 +372,7 @@ def test_a_node_that_does_not_come_is_named(node_rank, missing):
     port = free_port()
     environment = of_two_nodes(node_rank, port)
     with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not come to 127.0.0.1:{port} within 0.3 s"):
-        launch(rank, num_processes=1, environment=environment, start_timeout=timedelta(seconds=0.3))
+        launch(rank, fixed_agents(1, environment, timedelta(seconds=0.3)), is_local=False)
 
 
 def test_a_signal_ends_the_wait_for_other_nodes():
@@ -385,7 +385,7 @@ def test_a_signal_ends_the_wait_for_other_nodes():
     interrupter = threading.Thread(target=interrupt_once_handled)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        launch(rank, num_processes=1, environment=of_two_nodes(0, port), start_timeout=MINUTE)
+        launch(rank, fixed_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
     interrupter.join()
 
 
@@ -395,4 +395,4 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ProcessError, match=rf"cannot listen on 127.0.0.1:{port} .*MASTER_PORT to a free port"):
-            launch(rank, num_processes=1, environment=of_two_nodes(0, port), start_timeout=MINUTE)
+            launch(rank, fixed_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
