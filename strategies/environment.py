@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from .errors import ConfigError
@@ -90,6 +91,11 @@ class Environment:
             text += f" on {self.num_nodes} nodes ({self.local_world_size} {'each' if is_even else 'on this one'})"
         text += f", started by {_STARTED_BY[self.launcher]}"
         return f"{text}; store at {self.main_address}:{self.main_port}" if self.main_port is not None else text
+
+
+def node_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where the elastic agent of this worker keeps what outlives it; None if no such agent has started it."""
+    return Path(environ[NODE_FOLDER]) if NODE_FOLDER in environ else None
 
 
 def reconcile(environment: Environment, num_devices: int | None, num_nodes: int | None) -> Environment:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
 from ..ddp import DDPStrategy
+from ..environment import Environment
 from ..errors import ConfigError, did_you_mean
 from ..fsdp import FSDPStrategy
 from ..hardware import Hardware
@@ -133,8 +133,7 @@ class ElasticStrategy(ForwardingStrategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device, join the process group of this round, and the agent's node folder."""
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.supervisor = Supervisor.find(local_rank, self._settings)
+        self.supervisor = Supervisor.find(Environment.detect().local_rank, self._settings)
         self.inner.connect(hardware, precision)
         if self.supervisor is not None:
             self.supervisor.join(self.group)

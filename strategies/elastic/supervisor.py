@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from ..environment import NODE_FOLDER
+from ..environment import node_folder
 from ..process_group import ProcessGroup
 from .chaos import Chaos
 from .chaos_marks import FileMarks, Marks, StoreMarks
@@ -49,11 +49,11 @@ class Supervisor:
         Raises:
             ProcessError: if the node folder is not this user's.
         """
-        name = os.environ.get(NODE_FOLDER)
-        if name is None:
+        folder = node_folder()
+        if folder is None:
             return None
-        check_owner(Path(name))
-        return cls(Path(name), local_rank, settings)
+        check_owner(folder)
+        return cls(folder, local_rank, settings)
 
     def join(self, group: ProcessGroup | None) -> None:
         """Take part with the other ranks of this round. Collective: every rank calls it."""
