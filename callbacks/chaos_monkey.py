@@ -29,7 +29,7 @@ class ChaosMonkey(Callback):
     """Kills, stops, slows down or takes away workers as a `Chaos` says, each event once in the run.
 
     Before it acts, it marks the event, so that the run that is continued passes the point unharmed. The hooks run on
-    every rank. A step costs 0.3 us while nothing is due. Collective once, in `setup`.
+    every rank. A step costs 0.2 us while nothing is due. Collective once, in `setup`.
 
     Args:
         chaos: which faults, and when.

@@ -30,7 +30,7 @@ class StragglerMonitor(Callback):
     one that computes and waits for data longest; ``stragglers/slowest_rank`` is its number, and
     ``stragglers/slowdown`` its time over the median of the others'. What the parts mean: ../docs/stragglers.md.
 
-    On a CPU every step is measured, for 3 us; on a GPU one in `sample_every`, since the host waits for it there. The
+    On a CPU every step is measured, for 2 us; on a GPU one in `sample_every`, since the host waits for it there. The
     first step of a `fit`, validations and checkpoints are left out. The hooks run on every rank; a report is a
     collective of 32 bytes; rank 0 logs and warns.
 
