@@ -160,9 +160,12 @@ class GoodputMonitor(Callback):
             if self._is_long_enough(now):
                 self._flush(now)
         if now >= self._due_at:
+            is_start = self._is_starting
             self._due_at = now + self._every_seconds
             self._flush(now)
-            self._log(trainer)
+            if not is_start:  # the first thing that is logged opens files, and imports what does that
+                self._log(trainer)
+            self._idle_since = monotonic()
 
     def _roll_back(self, trainer: Run, step: int) -> None:
         """Close what was done before the run went back to `step`; what it waited for then was the checkpoint."""

@@ -39,6 +39,8 @@ class Span:
     """Steps of this span that count."""
     lost: int = 0
     """Steps of this span that a later round had to do again, or has not done yet."""
+    last: int = 0
+    """The `global_step` at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ def _span(piece: _Piece, limit: float) -> Span:
     lost = work * (steps - kept) // steps if steps else work if piece.first > limit else 0
     micros["productive"] -= lost
     micros["redone"] += lost
-    return Span(piece.round, piece.begin, piece.end, micros, kept, steps - kept)
+    return Span(piece.round, piece.begin, piece.end, micros, kept, steps - kept, piece.last)
 
 
 def _shares(duration: int, parts: Mapping[str, int], rest: Category) -> Counter[Category]:
@@ -263,13 +265,12 @@ def _sum(spans: Sequence[Span]) -> dict[Category, int]:
 def _of_round(rounds: Sequence[Round], index: int, spans: Sequence[Span]) -> RoundAccount:
     start, (end, cause) = rounds[index].start, _in_words(rounds, index)
     mine = [span for span in spans if span.round == index]
-    last = max((period.last for period in rounds[index].periods), default=start.step)
     return RoundAccount(
         index=index,
         began=start.process_start / 1_000_000,
         world_size=start.world_size,
         first_step=start.step,
-        last_step=last,
+        last_step=max((span.last for span in mine), default=start.step),
         lost_steps=sum(span.lost for span in mine),
         micros=_sum(mine),
         end=end,
@@ -280,7 +281,8 @@ def _of_round(rounds: Sequence[Round], index: int, spans: Sequence[Span]) -> Rou
 def _in_words(rounds: Sequence[Round], index: int) -> tuple[str, str]:
     """Return how a round ended, and why."""
     end, seen = rounds[index].end, _seen_end(rounds, index)
-    if end is not None:
+    # what fails first tears the others along, and they know no more than that
+    if end is not None and (seen is None or end.status != "failed"):
         return "finished" if end.status == "success" else end.status, end.cause
     if seen is not None:
         return seen.kind if seen.rank is None else f"{seen.kind} of rank {seen.rank}", seen.cause

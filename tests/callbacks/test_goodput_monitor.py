@@ -189,7 +189,7 @@ def test_a_checkpoint_is_no_wait_for_data_whoever_saves_it(tmp_path: Path, is_fi
     goodput = account_of(tmp_path)
     assert goodput.micros["checkpoint"] >= 8 * 0.02 * S
     for one in read_ledger(tmp_path / "goodput.jsonl").rounds[0].periods:
-        assert sum(one.parts.values()) <= one.duration
+        assert sum(one.parts.values()) <= one.duration + 5  # each part is rounded
 
 
 def test_the_first_step_is_part_of_the_start_up(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_the_loggers_get_shares_that_add_up_and_a_table(tmp_path: Path) -> None:
     fit(tmp_path, logger=[logger, tables])
     assert logger.names("goodput/") == {"goodput/goodput", *SHARES}
     steps = [step for step, _ in logger.series("goodput/goodput")]
-    assert steps == [*range(1, 9), 8]
+    assert steps == [*range(2, 9), 8]
     last = {name: value for name, value in logger.records[-1][1].items() if name in SHARES}
     assert sum(last.values()) == pytest.approx(1)
     (only,) = read_ledger(tmp_path / "goodput.jsonl").rounds

@@ -150,6 +150,15 @@ def test_steps_that_only_the_agent_knows_of_are_counted(path: Path) -> None:
     check(goodput)
     assert (goodput.kept_steps, goodput.lost_steps) == (12, 2)
     assert seconds(goodput) == {"start_up": 4, "productive": 12, "redone": 2, "down": 2}
+    assert goodput.rounds[0].last_step == 14
+
+
+def test_the_agent_knows_why_better_than_a_process_that_was_torn_along(path: Path) -> None:
+    write(path, start(2), period(12, 10, 0, 10), end(13, "failed"), start(20, 10, round=1, ends=(ended(14),)))
+    goodput = account(read_ledger(path))
+    check(goodput)
+    assert goodput.rounds[0].cause == "it was killed"
+    assert seconds(goodput) == {"start_up": 4, "productive": 11, "down": 5}
 
 
 def test_a_hang_is_down_from_the_last_record_on(path: Path) -> None:
