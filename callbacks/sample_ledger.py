@@ -51,11 +51,12 @@ class SampleLedger(Callback):
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if stage == "fit":
             self._trail = trainer.follow_samples()
+            self._history, self._attempt = [], 0  # those of the run before, if a checkpoint does not bring others
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
         self._folder = Path(trainer.log_dir, FOLDER)
-        self._history, self._trained = self._lines(), []
+        self._trained = []
         own = next_attempt(self._folder) if trainer.is_global_zero else 0, strategy.data_rank
         rows = strategy.all_gather_object(own)
         # ranks that hold parts of one module read the same
