@@ -12,16 +12,13 @@ from typing import Final, NamedTuple
 from ..errors import ProcessError
 from .node_folder import allocate
 
-WARM_UP: Final = 3
-"""Steps of a round whose time says nothing about those that follow: compilation, caches, first connections."""
-
 _NAME: Final = "beats"
 _MAGIC: Final = float(0xECE1_0001)
-_WINDOW: Final = 128  # beats; the longest time inside a step is that of the last one to two windows
 
-# The file is float64 numbers: one record with the magic and the number of ranks, then one for each rank.
-_RECORD: Final = 16
-_TIME, _PHASE, _STEP, _COUNT, _PID, _FIRST_STEP, _IS_COMPILING, _LONGEST = range(8)
+# The file is float64 numbers: one record with the magic, then one for each worker, in a cache line of its own.
+_RECORD: Final = 8
+_TIME, _PLACE, _IS_COMPILING, _PID = range(4)
+_PHASES: Final = 8  # the place is the step times this, plus the phase: one number, which is never read half written
 
 
 class Phase(enum.IntEnum):
@@ -43,15 +40,11 @@ class Record(NamedTuple):
 
     time: float
     """On the monotonic clock, which all processes of a machine share; 0 if there was no beat yet."""
-    phase: Phase
-    step: int | None
-    num_beats: int
-    pid: int | None
-    num_steps: int
-    """How many optimizer steps this process has taken."""
-    is_compiling: bool
-    longest: tuple[float, ...]
-    """For each phase the longest time until the next beat; of steps, the longest recent one after the warm-up."""
+    phase: Phase = Phase.START
+    step: int | None = None
+    """Optimizer steps completed; None before the first beat."""
+    is_compiling: bool = False
+    pid: int | None = None
 
 
 class Beat:
@@ -59,59 +52,30 @@ class Beat:
 
     The agent reads while this writes, without a lock. Each number is stored whole, as it is aligned; and the time comes
     first, so that a record read, or a process stopped, half way tells of a beat just made, but with the phase before.
+    It is called in every step, between kernels that take all of the cache: each line less is worth more than it seems.
 
     Raises:
         ProcessError: if the agent has made no record for this worker.
     """
 
-    __slots__ = ("_before", "_count", "_first_step", "_longest", "_phase", "_record", "_time")
+    __slots__ = ("_record",)
 
     def __init__(self, folder: Path, local_rank: int) -> None:
         self._record = _records(folder)[(local_rank + 1) * _RECORD :][:_RECORD]
         if not self._record:
             raise ProcessError(f"{folder / _NAME} holds no record of local rank {local_rank}; start it by its agent.")
-        self._phase, self._count, self._time = Phase.START, 0, monotonic()
-        self._first_step: int | None = None
-        self._longest = [-1.0, 0.0, 0.0, 0.0, 0.0]  # so that the first beat is longer, and noted
-        self._before = 0.0
-        """The longest time inside a step of the window before."""
         self._record[_PID] = os.getpid()
-        self._record[_TIME] = self._time
 
     def beat(self, phase: Phase, step: int) -> None:
         """Tell that this process goes on, now in `phase`, with `step` optimizer steps completed."""
-        record, before, now = self._record, self._phase, monotonic()
-        record[_TIME] = now
-        if now - self._time > self._longest[before]:
-            self._note(now - self._time, step)
-        self._time = now
-        record[_STEP] = step
-        if phase is not before:
-            record[_PHASE] = phase
-            self._phase = phase
-        self._count = count = self._count + 1
-        record[_COUNT] = count
-        if not count % _WINDOW:
-            self._before, self._longest[Phase.TRAIN] = self._longest[Phase.TRAIN], 0.0
-            record[_LONGEST + Phase.TRAIN] = self._before
+        record = self._record
+        record[_TIME] = monotonic()
+        record[_PLACE] = step * _PHASES + phase
 
     def compiles(self, is_compiling: bool) -> None:
         """Tell that compilation begins or has ended, which takes longer than anything a step does."""
-        self._record[_TIME] = self._time = monotonic()
+        self._record[_TIME] = monotonic()
         self._record[_IS_COMPILING] = is_compiling
-
-    def _note(self, seconds: float, step: int) -> None:
-        phase = self._phase
-        if self._first_step is None:
-            self._first_step = step
-            self._record[_FIRST_STEP] = step
-        if phase is Phase.TRAIN:
-            if step - self._first_step <= WARM_UP:
-                return
-            self._record[_LONGEST + phase] = max(seconds, self._before)
-        else:
-            self._record[_LONGEST + phase] = seconds
-        self._longest[phase] = seconds
 
 
 def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
@@ -122,7 +86,9 @@ def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
     """
     allocate(folder / _NAME, (local_world_size + 1) * _RECORD * 8)
     records = _mapped(folder / _NAME)
-    records[0], records[1] = _MAGIC, local_world_size
+    records[0] = _MAGIC
+    for local_rank in range(local_world_size):
+        records[(local_rank + 1) * _RECORD + _PLACE] = -1.0
     return records
 
 
@@ -132,17 +98,9 @@ def read_record(records: memoryview[float], local_rank: int) -> Record:
     now = mine.tolist()
     while now != (again := mine.tolist()):
         now = again
-    has_begun = now[_COUNT] > 0
-    return Record(
-        time=now[_TIME],
-        phase=Phase(int(now[_PHASE])),
-        step=int(now[_STEP]) if has_begun else None,
-        num_beats=int(now[_COUNT]),
-        pid=int(now[_PID]) or None,
-        num_steps=int(now[_STEP] - now[_FIRST_STEP]) if has_begun else 0,
-        is_compiling=bool(now[_IS_COMPILING]),
-        longest=tuple(now[_LONGEST : _LONGEST + len(Phase)]),
-    )
+    has_begun = now[_PLACE] >= 0
+    step, phase = divmod(int(now[_PLACE]), _PHASES) if has_begun else (None, Phase.START)
+    return Record(now[_TIME], Phase(phase), step, bool(now[_IS_COMPILING]), int(now[_PID]) or None)
 
 
 def _records(folder: Path) -> memoryview[float]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
-from .heartbeat import WARM_UP, Phase, Record, make_records, read_record
+from .heartbeat import Phase, Record, make_records, read_record
+from .pace import Pace
 from .processes import Activity, Process, is_traced, look_at
 
 _ASLEEP: Final = 1.0  # seconds of a suspend that are more than the clocks' imprecision
 _PAUSES: Final = (Phase.BETWEEN, Phase.EVALUATE)
+_WARM_UP: Final = 3  # steps of a round whose time says nothing about those that follow
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,13 @@ class Limits:
         """How long a process may be stopped."""
         return min(self.floor, self.timeout or self.floor)
 
-    def of(self, record: Record, longest: tuple[float, ...]) -> float:
-        """Return for how long a worker may be silent where it is; `longest` is that of all workers, by phase."""
-        phase = record.phase
-        is_unmeasured = phase is Phase.EVALUATE and not longest[phase]
-        if record.num_steps < WARM_UP or record.is_compiling or is_unmeasured or phase in (Phase.START, Phase.END):
+    def of(self, phase: Phase, seen: float) -> float:
+        """Return for how long a worker may be silent in a phase where others were for `seen` seconds."""
+        if phase in (Phase.START, Phase.END):
             return self.longest
         if phase is Phase.TRAIN:
-            return self.timeout or min(max(self.floor, self.factor * longest[phase]), self.start)
-        return max(min(max(self.pause, self.factor * longest[phase]), self.start), self.timeout or 0.0)
+            return self.timeout or min(max(self.floor, self.factor * seen), self.start)
+        return max(min(max(self.pause, self.factor * seen), self.start), self.timeout or 0.0)
 
 
 @dataclass(frozen=True, order=True)
@@ -115,11 +115,14 @@ class _Worker:
     local_rank: int
     record: Record
     silent: float
+    """For how long it has made no beat, and was not waiting for others."""
     idle: float
-    """For how long it is silent and, where anything may take long, does next to nothing."""
+    """For how long, where anything may take its time, it did next to nothing."""
     limit: float
     longest: float
     """For how long it may be silent whatever it does."""
+    is_warm: bool
+    """Whether what it does says something about what follows."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -130,19 +133,24 @@ class _Worker:
     @property
     def is_overdue(self) -> bool:
         """Whether it is silent for too long."""
-        return self.idle > self.limit or self.silent > self.longest
+        return min(self.silent, self.idle) > self.limit or self.silent > self.longest
+
+    def waited_for(self, seconds: float) -> _Worker:
+        """Return this one, for which others wait since so many seconds."""
+        return replace(self, silent=min(self.silent, seconds))
 
 
 class Watch:
     """Looks at the workers of one round; made before they start, and asked at least every `interval` seconds.
 
     Workers wait for each other, so that one which saves, or compiles, silences all. A hang is therefore only what the
-    rearmost workers do: those that no other is behind. All of them have to be silent for longer than each is allowed.
+    rearmost workers do: those that no other is behind. All of them have to be silent for longer than each is allowed,
+    counted from when they became the rearmost: one that has waited itself may be the last to leave the step.
     Hooks, checkpoints and evaluations may take any time, so there one that uses the processor does not hang; inside a
     step it may, as NCCL waits by spinning.
 
     When this process itself, or the machine, did not run for a while, silence is counted anew from there; and while a
-    debugger is attached to any worker, nothing is a hang.
+    debugger is attached to any worker, nothing is a hang. What is allowed follows the silences that looks have found.
 
     Args:
         folder: the node folder.
@@ -161,8 +169,12 @@ class Watch:
         self._pids: tuple[int | None, ...] = (None,) * local_world_size
         self._since: float | None = None
         self._last = self._suspended = 0.0
+        self._position = (-1, 0)
+        self._moved = 0.0
         self._stopped: dict[int, float] = {}
         self._active: dict[int, Activity] = {}
+        self._first_step: dict[int, int] = {}
+        self._pace = Pace()
 
     def follow(self, pids: Mapping[int, int]) -> None:
         """Say the rank and the process of each worker, in the order of local ranks; else ranks are local ones."""
@@ -179,12 +191,10 @@ class Watch:
 
     def standing(self, now: float) -> Standing | None:
         """Return where the rearmost workers of this node are; None if none runs."""
-        workers = self._workers(now)
-        if not workers:
+        rearmost = self._rearmost(self._workers(now), now)
+        if not rearmost:
             return None
-        position = min(worker.position for worker in workers)
-        is_overdue = all(worker.is_overdue for worker in workers if worker.position == position)
-        return Standing(*position, is_overdue)
+        return Standing(*rearmost[0].position, is_overdue=all(worker.is_overdue for worker in rearmost))
 
     def look(self, now: float, suspended: float = 0.0, elsewhere: Iterable[Standing] = ()) -> Hang | None:
         """Return which workers hang, if any.
@@ -196,19 +206,33 @@ class Watch:
         """
         self._notice_gaps(now, suspended)
         workers = self._workers(now)
-        hang = self._stop_of(workers, now) or self._silence_of(workers, list(elsewhere))
+        elsewhere = list(elsewhere)
+        positions = [worker.position for worker in workers] + [standing.position for standing in elsewhere]
+        position = min(positions, default=self._position)
+        if position != self._position:
+            self._position, self._moved = position, now
+        rearmost = [worker for worker in self._rearmost(workers, now) if worker.position == position]
+        is_waiting = any(standing.position == position and not standing.is_overdue for standing in elsewhere)
+        hang = self._stop_of(workers, now)
+        if hang is None and rearmost and all(one.is_overdue for one in rearmost) and not is_waiting:
+            hang = self._silence_of(workers, rearmost)
+        newest = max((worker.record for worker in rearmost if worker.is_warm), default=None)
+        self._pace.see(now, newest if all(worker.is_warm for worker in workers) else None)
         if hang is not None and any(is_traced(pid) for pid in map(self._pid, range(self._size)) if pid is not None):
-            self._since = now
-            self._stopped.clear()
+            self._begin_anew(now)
             return None
         return hang
 
     def _notice_gaps(self, now: float, suspended: float) -> None:
         has_slept = suspended - self._suspended > _ASLEEP
         if self._since is None or now - self._last > 2 * self.interval or has_slept:
-            self._since = now
-            self._stopped.clear()
+            self._begin_anew(now)
         self._last, self._suspended = now, suspended
+
+    def _begin_anew(self, now: float) -> None:
+        self._since = now
+        self._stopped.clear()
+        self._pace.see(now, None)
 
     def _pid(self, index: int) -> int | None:
         return self._pids[index] or read_record(self._records, index).pid
@@ -216,7 +240,6 @@ class Watch:
     def _workers(self, now: float) -> list[_Worker]:
         """Return the workers that have not ended, and keep in mind since when which are stopped."""
         records = [read_record(self._records, index) for index in range(self._size)]
-        longest = tuple(map(max, *(record.longest for record in records))) if self._size > 1 else records[0].longest
         since = now if self._since is None else self._since
         workers = []
         for index, record in enumerate(records):
@@ -229,11 +252,22 @@ class Watch:
             activity = self._active.setdefault(index, Activity(now, process.used))
             activity.note(now, process.used)
             if process.state != "ended":
-                newest = max(record.time, since)
-                idle = now - max(newest, activity.newest if record.phase in _PAUSES else 0.0)
-                limit = self.limits.of(record, longest)
-                workers.append(_Worker(index, record, now - newest, idle, limit, self.limits.longest))
+                workers.append(self._worker(index, record, now, now - max(record.time, since)))
         return workers
+
+    def _worker(self, index: int, record: Record, now: float, silent: float) -> _Worker:
+        phase, longest = record.phase, self.limits.longest
+        is_warm = not record.is_compiling and record.step is not None
+        if record.step is not None:
+            is_warm &= record.step - self._first_step.setdefault(index, record.step) >= _WARM_UP
+        idle = now - self._active[index].newest if phase in _PAUSES else silent
+        limit = self.limits.of(phase, self._pace.longest(phase)) if is_warm else longest
+        return _Worker(index, record, silent, idle, limit, longest, is_warm)
+
+    def _rearmost(self, workers: list[_Worker], now: float) -> list[_Worker]:
+        """Return the workers of this node that no other of it is behind."""
+        position = min((worker.position for worker in workers), default=None)
+        return [worker.waited_for(now - self._moved) for worker in workers if worker.position == position]
 
     def _stop_of(self, workers: list[_Worker], now: float) -> Hang | None:
         stopped = [worker for worker in workers if worker.local_rank in self._stopped]
@@ -242,12 +276,7 @@ class Watch:
             return None
         return self._hang(stopped, silent=longest, limit=self.limits.stop, is_stopped=True)
 
-    def _silence_of(self, workers: list[_Worker], elsewhere: list[Standing]) -> Hang | None:
-        all_of_them: list[_Worker | Standing] = [*workers, *elsewhere]
-        position = min((one.position for one in all_of_them), default=None)
-        rearmost = [worker for worker in workers if worker.position == position]
-        if not rearmost or not all(one.is_overdue for one in all_of_them if one.position == position):
-            return None
+    def _silence_of(self, workers: list[_Worker], rearmost: list[_Worker]) -> Hang:
         stopped = [worker for worker in workers if worker.local_rank in self._stopped]
         culprits = stopped or rearmost
         first = max(culprits, key=lambda worker: worker.silent)

@@ -61,7 +61,6 @@ def test_each_hook_finds_the_phase_that_it_is_in(tmp_path: Path) -> None:
         ("on_train_end", Phase.END, 2),
         ("on_fit_end", Phase.END, 2),
     ]
-    assert agent.record.num_steps == 2
 
 
 def test_compilation_is_told_and_no_longer_listened_to_after_the_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from echelon.strategies.elastic import heartbeat
-from echelon.strategies.elastic.heartbeat import WARM_UP, Phase
+from echelon.strategies.elastic.heartbeat import Phase
 from echelon.strategies.elastic.processes import Activity, look_at
 from echelon.strategies.elastic.watch import Hang, Limits, Standing, Watch, clocks
 from echelon.strategies.errors import ConfigError
@@ -19,20 +19,20 @@ from echelon.strategies.errors import ConfigError
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 
 
-def tell(watch, rank, phase, step, time, first_step=0, is_compiling=False, **longest):
+def tell(watch, rank, phase, step, time, *, is_compiling=False):
     """Set the record of a worker, as if it had made a beat at that time."""
     start = (rank + 1) * heartbeat._RECORD
-    values = {
-        heartbeat._TIME: time,
-        heartbeat._PHASE: phase,
-        heartbeat._STEP: step,
-        heartbeat._COUNT: 1,
-        heartbeat._FIRST_STEP: first_step,
-        heartbeat._IS_COMPILING: is_compiling,
-    }
-    values |= {heartbeat._LONGEST + Phase[name]: seconds for name, seconds in longest.items()}
-    for slot, value in values.items():
-        watch._records[start + slot] = value
+    watch._records[start + heartbeat._TIME] = time
+    watch._records[start + heartbeat._PLACE] = step * heartbeat._PHASES + phase
+    watch._records[start + heartbeat._IS_COMPILING] = is_compiling
+
+
+def begun(watch, size=1, step=0):
+    """Look at workers that begin at that step, a second before all that follows."""
+    for rank in range(size):
+        tell(watch, rank, Phase.START, step, 99.0)
+    assert watch.look(99.0) is None
+    return watch
 
 
 def first_hang(watch, start, end, **details):
@@ -46,10 +46,12 @@ def first_hang(watch, start, end, **details):
     return None
 
 
-def one(tmp_path, phase=Phase.TRAIN, step=50, limits=None, **details):
-    watch = Watch(tmp_path, 1, limits)
-    watch.look(100.0)
-    tell(watch, 0, phase, step, 100.0, **details)
+def one(tmp_path, phase=Phase.TRAIN, step=50, limits=None, **seen):
+    """Return the watch of one worker, which was silent for so many seconds before, in phases by their names."""
+    watch = begun(Watch(tmp_path, 1, limits))
+    for name, seconds in seen.items():
+        watch._pace.note(Phase[name], seconds, step)
+    tell(watch, 0, phase, step, 100.0)
     return watch
 
 
@@ -61,8 +63,7 @@ def one(tmp_path, phase=Phase.TRAIN, step=50, limits=None, **details):
         (Phase.TRAIN, {"TRAIN": 1000.0}, 1800.0),
         (Phase.BETWEEN, {"TRAIN": 50.0}, 60.0),
         (Phase.BETWEEN, {"BETWEEN": 10.0}, 200.0),
-        (Phase.EVALUATE, {}, 1800.0),  # the first batch of a round may compile
-        (Phase.EVALUATE, {"EVALUATE": 0.1}, 60.0),
+        (Phase.EVALUATE, {}, 60.0),
         (Phase.EVALUATE, {"EVALUATE": 5.0}, 100.0),
         (Phase.START, {}, 1800.0),
         (Phase.END, {}, 1800.0),
@@ -82,11 +83,48 @@ def test_progress_is_no_hang(tmp_path):
         assert watch.look(float(second)) is None
 
 
-@pytest.mark.parametrize("details", [{"step": WARM_UP - 1}, {"step": 9, "first_step": 9}, {"is_compiling": True}])
-def test_the_first_steps_and_compilation_may_take_long(tmp_path, details):
-    watch = one(tmp_path, **details)
+@pytest.mark.parametrize(("first", "step", "is_compiling"), [(0, 2, False), (48, 50, False), (0, 50, True)])
+def test_the_first_steps_and_compilation_may_take_long(tmp_path, first, step, is_compiling):
+    watch = begun(Watch(tmp_path, 1), step=first)
+    tell(watch, 0, Phase.TRAIN, step, 100.0, is_compiling=is_compiling)
     assert first_hang(watch, 100.0, 1900.0) is None
     assert first_hang(watch, 1900.0, 1902.0)
+
+
+def test_a_step_is_allowed_twenty_times_what_the_longest_of_the_last_ones_took(tmp_path):
+    watch = begun(Watch(tmp_path, 1))
+    for step in range(40):
+        started = 100.0 + 4 * step
+        tell(watch, 0, Phase.TRAIN, step, started)
+        assert first_hang(watch, started, started + 2.75) is None
+        tell(watch, 0, Phase.BETWEEN, step + 1, started + 3.0)
+        assert first_hang(watch, started + 3.0, started + 3.5) is None
+    tell(watch, 0, Phase.TRAIN, 40, 260.0)
+    when, hang = first_hang(watch, 260.0, 400.0)
+    assert hang.limit == 40.0  # it was seen two seconds after its begin, not three
+    tell(watch, 0, Phase.TRAIN, 41, when)
+    for step in range(42, 180):
+        when += 0.5
+        tell(watch, 0, Phase.TRAIN, step, when)
+        assert watch.look(when) is None
+    assert first_hang(watch, when, 1000.0)[1].limit == 5.0
+
+
+def test_waiting_for_another_is_no_long_step(tmp_path):
+    watch = begun(Watch(tmp_path, 2), 2)
+    tell(watch, 0, Phase.BETWEEN, 50, 100.0)
+    tell(watch, 1, Phase.TRAIN, 50, 100.0)
+    assert first_hang(watch, 100.0, 150.0) is None
+    for rank, phase in ((0, Phase.TRAIN), (0, Phase.BETWEEN), (1, Phase.BETWEEN)):
+        tell(watch, rank, phase, 50 + (phase is Phase.BETWEEN), 150.5)
+        assert watch.look(150.5) is None
+    for rank in (0, 1):
+        tell(watch, rank, Phase.TRAIN, 51, 151.0)
+    assert first_hang(watch, 151.0, 200.0)[1].limit == 5.0
+    for rank in (0, 1):
+        tell(watch, rank, Phase.BETWEEN, 52, 200.0)
+    watch.look(200.0)
+    assert first_hang(watch, 200.0, 3000.0)[1].limit == 1000.0
 
 
 def test_a_worker_without_any_beat_may_take_as_long(tmp_path):
@@ -110,8 +148,7 @@ def test_the_users_timeout_counts_for_steps_and_is_the_least_elsewhere(tmp_path,
 
 
 def test_those_that_wait_for_a_slower_one_do_not_hang_and_it_does_once_it_is_overdue(tmp_path):
-    watch = Watch(tmp_path, 3)
-    watch.look(100.0)
+    watch = begun(Watch(tmp_path, 3), 3)
     tell(watch, 0, Phase.BETWEEN, 50, 100.0)  # saves
     tell(watch, 1, Phase.TRAIN, 50, 100.0)
     tell(watch, 2, Phase.TRAIN, 50, 100.0)
@@ -121,26 +158,23 @@ def test_those_that_wait_for_a_slower_one_do_not_hang_and_it_does_once_it_is_ove
 
 
 def test_those_that_wait_for_one_that_compiles_do_not_hang(tmp_path):
-    watch = Watch(tmp_path, 2)
-    watch.look(100.0)
+    watch = begun(Watch(tmp_path, 2), 2)
     tell(watch, 0, Phase.TRAIN, 50, 100.0)
     tell(watch, 1, Phase.TRAIN, 50, 100.0, is_compiling=True)
     assert first_hang(watch, 100.0, 1000.0) is None
 
 
-def test_the_one_that_is_a_step_behind_is_the_culprit_else_all_are(tmp_path):
-    watch = Watch(tmp_path, 3)
+@pytest.mark.parametrize(("behind", "culprits"), [(1, (5,)), (0, (4, 5, 6))])
+def test_the_one_that_is_a_step_behind_is_the_culprit_else_all_are(tmp_path, behind, culprits):
+    watch = begun(Watch(tmp_path, 3), 3)
     watch.follow({4: 0, 5: 0, 6: 0})
-    watch.look(100.0)
     for rank in range(3):
-        tell(watch, rank, Phase.TRAIN, 50 - (rank == 1), 100.0)
+        tell(watch, rank, Phase.TRAIN, 50 - behind * (rank == 1), 100.0)
     when, hang = first_hang(watch, 100.0, 110.0)
-    assert (when, hang.ranks, hang.step) == (106.0, (5,), 49)
-    tell(watch, 1, Phase.TRAIN, 50, when)
-    _, hang = first_hang(watch, when, 120.0)
-    assert hang.ranks == (4, 5, 6)
+    assert (when, hang.ranks, hang.step) == (106.0, culprits, 50 - behind)
+    ranks, unknown = ", ".join(map(str, culprits)), ", ".join(["unknown"] * len(culprits))
     assert hang.describe() == (
-        "Rank 4, 5, 6 (process unknown, unknown, unknown) made no progress for 12.0 s, in a step, after step 50; "
+        f"Rank {ranks} (process {unknown}) made no progress for 6.0 s, in a step, after step {50 - behind}; "
         "5.0 s are allowed there"
     )
 
@@ -162,7 +196,7 @@ def test_silence_counts_anew_when_the_machine_was_suspended(tmp_path):
 def test_the_clocks_are_those_of_beats(tmp_path):
     now, suspended = clocks()
     watch = Watch(tmp_path, 1)
-    heartbeat.Beat(tmp_path, 0)
+    heartbeat.Beat(tmp_path, 0).beat(Phase.START, 0)
     assert now <= watch.records()[0].time <= clocks()[0]
     assert suspended >= -0.1
 
@@ -178,7 +212,7 @@ def work(seconds):
 
 @pytest.mark.parametrize(("phase", "seconds"), [(Phase.BETWEEN, 60.0), (Phase.EVALUATE, 60.0), (Phase.TRAIN, 5.0)])
 def test_who_works_between_steps_does_not_hang_before_it_is_idle(tmp_path, phase, seconds):
-    watch = one(tmp_path, phase, EVALUATE=0.1)
+    watch = one(tmp_path, phase)
     watch.follow({0: os.getpid()})
     assert first_hang(watch, 100.0, 104.0) is None
     work(0.2)
@@ -226,8 +260,9 @@ def test_another_node_that_is_behind_is_waited_for(tmp_path, elsewhere, is_hang)
 
 def test_a_node_stands_where_its_rearmost_workers_do(tmp_path):
     watch = Watch(tmp_path, 2)
+    assert watch.standing(98.0) == Standing(-1, 0, is_overdue=False)
+    begun(watch, 2)
     watch.look(100.0)
-    assert watch.standing(100.0) == Standing(-1, 0, is_overdue=False)
     tell(watch, 0, Phase.TRAIN, 50, 100.0)
     tell(watch, 1, Phase.BETWEEN, 51, 100.0)
     assert watch.standing(101.0) == Standing(50, 1, is_overdue=False)
@@ -261,7 +296,7 @@ def test_a_stopped_process_is_found_wherever_it_is_and_the_others_are_not_to_bla
     watch = Watch(tmp_path, 2)
     with process() as running, process() as stopped:
         watch.follow({0: running, 1: stopped})
-        watch.look(100.0)
+        begun(watch, 2)
         tell(watch, 0, Phase.TRAIN, 50, 100.0)
         tell(watch, 1, phase, 50, 100.0)
         stop(stopped)
@@ -294,7 +329,7 @@ def test_one_that_has_ended_is_not_waited_for(tmp_path):
     watch = Watch(tmp_path, 2)
     with process() as pid, process() as other:
         watch.follow({0: pid, 1: other})
-        watch.look(100.0)
+        begun(watch, 2)
         tell(watch, 0, Phase.TRAIN, 50, 100.0)
         tell(watch, 1, Phase.TRAIN, 49, 100.0)
         os.kill(other, signal.SIGKILL)
@@ -313,7 +348,7 @@ def test_one_that_is_debugged_is_no_hang_and_silence_counts_anew_after_it(tmp_pa
     watch = Watch(tmp_path, 2)
     with process() as debugged, process() as waiting:
         watch.follow({0: debugged, 1: waiting})
-        watch.look(100.0)
+        begun(watch, 2)
         tell(watch, 0, Phase.TRAIN, 50, 100.0)
         tell(watch, 1, Phase.TRAIN, 50, 100.0)
         if ptrace(PTRACE_ATTACH, debugged, None, None) != 0:
