@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.elastic.goodput import CATEGORIES, Category, account, clock, goodput_of, made_of
+from ..strategies.elastic.goodput import Category, account, clock, goodput_of, made_of
 from ..strategies.elastic.goodput_ledger import (
     FILE_NAME,
     End,
@@ -34,6 +34,8 @@ from .run import Run
 
 RoundOf = Callable[[], tuple[int, Sequence[RoundEnd]]]
 
+_ENDS: Final = 8
+"""How many ends of earlier rounds a start tells: several may have ended before they had a line of their own."""
 _FITS: Final = itertools.count()
 """Counts the fits of this process that were monitored: the first one alone has the process's start for its own."""
 
@@ -62,7 +64,9 @@ class GoodputMonitor(Callback):
         self._every_seconds = every_seconds
         self._round_of = round_of
         self._file: LedgerFile | None = None
-        self._totals: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._path = Path()
+        self._totals: dict[Category, int] = {}
+        """Of the whole ledger; empty until somebody asks, since reading a long one takes a while."""
         self._process_start = 0.0
         self._offset = 0.0
         self._parts = dict.fromkeys(("data_wait", "validation", "checkpoint", "redone"), 0.0)
@@ -109,14 +113,13 @@ class GoodputMonitor(Callback):
             )
 
     def _open(self, trainer: Run, path: Path, now: float) -> str:
-        """Write that a round begins, and add up what there was before; return what went wrong."""
+        """Write that a round begins; return what went wrong."""
         number, ends = (0, ()) if self._round_of is None else self._round_of()
         self._written_at = micros(now + self._offset)
         file: LedgerFile | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = LedgerFile(path)
-            known = [one.start.round for one in read_ledger(path).rounds[-1:] if one.start.round < number]
             start = Start(
                 time=self._written_at,
                 process_start=micros(self._process_start),
@@ -124,15 +127,14 @@ class GoodputMonitor(Callback):
                 world_size=trainer.strategy.world_size,
                 step=trainer.global_step,
                 is_resumed=self._is_resumed,
-                ends=tuple(Ended.of(end) for end in ends if end.round >= max(known, default=0)),
+                ends=tuple(Ended.of(end) for end in ends[-_ENDS:]),
             )
             file.append(start)
-            self._totals = account(read_ledger(path)).micros
         except OSError as error:
             if file is not None:
                 file.close()
             return str(error.strerror)
-        self._file = file
+        self._file, self._path, self._totals = file, path, {}
         return ""
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -174,6 +176,7 @@ class GoodputMonitor(Callback):
         self._flush(self._step_ended_at)
         self._parts["checkpoint"] += waited_since
         self._first = step
+        self._totals = {}  # what was productive is not any more
 
     # --- checkpoints and validations ---------------------------------------------------------------------------------
 
@@ -283,8 +286,9 @@ class GoodputMonitor(Callback):
         period = Period(end, duration, self._first, self._last, parts)
         self._first = self._last
         self._write(period)
-        for category, part in made_of(period).items():
-            self._totals[category] += part
+        if self._totals:
+            for category, part in made_of(period).items():
+                self._totals[category] += part
 
     def _write(self, record: Record) -> None:
         if self._file is None:
@@ -305,10 +309,14 @@ class GoodputMonitor(Callback):
         self._due_at = math.inf
 
     def _log(self, trainer: Run) -> None:
-        total = sum(self._totals.values())
-        if self._file is not None and total:
-            shares = {f"goodput/{category}": part / total for category, part in self._totals.items()}
-            trainer.log_metrics({"goodput/goodput": goodput_of(self._totals), **shares})
+        """Tell the loggers the shares of all time so far, up to the line that was just written."""
+        if self._file is None:
+            return
+        if not self._totals:
+            self._totals = account(read_ledger(self._path)).micros
+        total = max(1, sum(self._totals.values()))
+        shares = {f"goodput/{category}": part / total for category, part in self._totals.items()}
+        trainer.log_metrics({"goodput/goodput": goodput_of(self._totals), **shares})
 
 
 def _markdown(totals: Mapping[Category, int]) -> str:

@@ -103,7 +103,10 @@ def account(ledger: Ledger, since: int = 0) -> Goodput:
     end of the one before, as on another machine, that round is taken to have begun when the other ended.
     """
     spans = _judged(_timeline(ledger.rounds, since), ledger.rounds)
-    rounds = [_of_round(ledger.rounds, index, spans) for index in range(since, len(ledger.rounds))]
+    of_rounds: list[list[Span]] = [[] for _ in ledger.rounds]
+    for span in spans:
+        of_rounds[span.round].append(span)
+    rounds = [_of_round(ledger.rounds, index, of_rounds[index]) for index in range(since, len(ledger.rounds))]
     return Goodput(spans, rounds, ledger.num_skipped)
 
 
@@ -262,9 +265,8 @@ def _sum(spans: Sequence[Span]) -> dict[Category, int]:
     return totals
 
 
-def _of_round(rounds: Sequence[Round], index: int, spans: Sequence[Span]) -> RoundAccount:
+def _of_round(rounds: Sequence[Round], index: int, mine: Sequence[Span]) -> RoundAccount:
     start, (end, cause) = rounds[index].start, _in_words(rounds, index)
-    mine = [span for span in spans if span.round == index]
     return RoundAccount(
         index=index,
         began=start.process_start / 1_000_000,

@@ -148,7 +148,7 @@ def test_an_elastic_round_has_its_number_and_tells_how_the_earlier_ones_ended(tm
     assert [(one.round, [end.cause for end in one.ends]) for one in starts] == [
         (0, []),
         (1, ["end 0"]),
-        (2, ["end 1"]),
+        (2, ["end 0", "end 1"]),
     ]
     assert [one.end for one in account_of(tmp_path).rounds] == [
         "failure of rank 0",
