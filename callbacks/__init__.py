@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from .accumulation import GradientAccumulationScheduler
 from .callback import Callback
+from .chaos_monkey import ChaosMonkey
 from .device_stats import DeviceStatsMonitor
 from .early_stopping import EarlyStopping
+from .goodput_monitor import GoodputMonitor
 from .lambda_callback import LambdaCallback
 from .learning_rate_monitor import LearningRateMonitor
 from .loss_spike import LossSpikePolicy
@@ -18,6 +20,7 @@ from .progress import TQDMProgressBar
 from .run import Logger, Run
 from .sample_ledger import SampleLedger
 from .stochastic_weight_averaging import StochasticWeightAveraging
+from .straggler_monitor import StragglerMonitor
 from .throughput import ThroughputMonitor
 from .timer import Timer
 from .weight_averaging import EMAWeightAveraging, WeightAveraging
@@ -25,9 +28,11 @@ from .weight_averaging import EMAWeightAveraging, WeightAveraging
 __all__ = [
     "BasePredictionWriter",
     "Callback",
+    "ChaosMonkey",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
+    "GoodputMonitor",
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
@@ -40,6 +45,7 @@ __all__ = [
     "Run",
     "SampleLedger",
     "StochasticWeightAveraging",
+    "StragglerMonitor",
     "Summary",
     "TQDMProgressBar",
     "ThroughputMonitor",

@@ -11,13 +11,15 @@ import pytest
 from scripted import Scripted, batches, trainer_in
 from terminal import terminal
 
-from echelon import CSVLogger, TensorBoardLogger
+from echelon import Chaos, CSVLogger, TensorBoardLogger
 from echelon.callbacks import (
     BasePredictionWriter,
     Callback,
+    ChaosMonkey,
     DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
+    GoodputMonitor,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
@@ -26,7 +28,9 @@ from echelon.callbacks import (
     ModelCheckpoint,
     ModelSummary,
     NaNGuard,
+    SampleLedger,
     StochasticWeightAveraging,
+    StragglerMonitor,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
@@ -37,9 +41,11 @@ def every_callback() -> list[Callback]:
     return [
         TQDMProgressBar(),
         BasePredictionWriter(),
+        ChaosMonkey(Chaos("kill:rank=5@step=1"), marks="nowhere"),
         DeviceStatsMonitor(),
         EarlyStopping("val_loss", patience=9),
         EMAWeightAveraging(decay=0.5),
+        GoodputMonitor(),
         GradientAccumulationScheduler({0: 2}),
         LambdaCallback(on_fit_end=lambda trainer, module: None),
         LearningRateMonitor(),
@@ -47,6 +53,8 @@ def every_callback() -> list[Callback]:
         MemoryReport(),
         ModelSummary(),
         NaNGuard(),
+        StragglerMonitor(),
+        SampleLedger(),
         StochasticWeightAveraging(0.1, swa_epoch_start=1),
         ThroughputMonitor(length_fn=len),
         Timer(),
@@ -86,7 +94,8 @@ def test_callbacks_travel_before_and_after_a_run_with_what_they_have_seen(tmp_pa
     assert second[-1].best_model_path == first[-1].best_model_path
     trainer = fit(tmp_path, second, False)
     assert trainer.global_step == 4
-    assert second[7].lrs == {"lr-SGD": [0.1, 0.1]}
+    (rates,) = (one for one in second if isinstance(one, LearningRateMonitor))
+    assert rates.lrs == {"lr-SGD": [0.1, 0.1]}
 
 
 def test_open_bars_and_a_counting_stay_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
