@@ -104,12 +104,8 @@ class ChaosMonkey(Callback):
             self._count("validation")
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Act when a checkpoint begins."""
-        self._count("checkpoint")
-
-    def on_snapshot(self) -> None:
-        """Act in the middle of a snapshot; whoever copies one into memory calls it there."""
-        self._count("snapshot")
+        """Act when a checkpoint, or a snapshot in memory, begins."""
+        self._count("snapshot" if trainer.is_taking_snapshot else "checkpoint")
 
     def _count(self, point: Point) -> None:
         self._counts[point] += 1

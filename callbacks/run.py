@@ -246,6 +246,10 @@ class Run(Protocol):
     def checkpoint_seconds(self) -> float:
         """For how many seconds of this run training has waited for `save_checkpoint` and `take_snapshot`."""
 
+    @property
+    def is_taking_snapshot(self) -> bool:
+        """Whether ``on_save_checkpoint`` is called for `take_snapshot`, not for `save_checkpoint`."""
+
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
         """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it.
 

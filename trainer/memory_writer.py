@@ -20,7 +20,11 @@ def take_snapshot(session: Session) -> None:
     with session.profiler.record("snapshot"):
         # the time of this thread, not of waiting for other ranks: they would come as late to the next step
         began = time.thread_time()
-        state = take_state(session, weights_only=False)
+        session.is_taking_snapshot = True
+        try:
+            state = take_state(session, weights_only=False)
+        finally:
+            session.is_taking_snapshot = False
         writer.save(state, session.state.global_step, spent=time.thread_time() - began)
     session.checkpoint_seconds += time.monotonic() - waited_since
 

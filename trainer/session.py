@@ -122,6 +122,8 @@ class Session:
     """The checkpoint that this run begins with."""
     snapshots: MemoryWriter | None = None
     """Takes snapshots into memory, in an elastic run."""
+    is_taking_snapshot: bool = False
+    """Whether the state is being taken for one of these."""
     is_restarted: bool = False
     """Whether the run has had other workers before."""
     last_checkpoint: Path | None = None

@@ -156,6 +156,11 @@ class RunView:
         """For how many seconds of this run training has waited for `save_checkpoint` and `take_snapshot`."""
         return self.session.checkpoint_seconds
 
+    @property
+    def is_taking_snapshot(self) -> bool:
+        """Whether ``on_save_checkpoint`` is called for `take_snapshot`."""
+        return self.session.is_taking_snapshot
+
     def _num_batches(self, *tasks: str) -> Sequence[int | float]:
         data = self.session.evaluation_data if self.session.task in tasks else None
         return data.num_batches if data is not None else []

@@ -101,7 +101,7 @@ class Chaos:
     ``@start=R``                   when round R starts: its workers are connected, and nothing is loaded yet; 0 is first
     ``@validation=N``              when this process begins its N-th validation, the sanity check not counted
     ``@checkpoint=N``              when this process begins to take the state for its N-th checkpoint
-    ``@snapshot=N``                while this process copies its N-th snapshot into memory
+    ``@snapshot=N``                when this process begins to take the state for its N-th snapshot in memory
     ``+delay=0.5``                 so many seconds after the point, wherever the process is then (``kill``, ``stop``,
                                    ``exit``, ``leave`` and ``lose``)
     ============================== ===================================================================================

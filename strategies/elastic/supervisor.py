@@ -14,7 +14,7 @@ from typing import Any, Self
 from ..environment import node_folder
 from ..process_group import ProcessGroup
 from .chaos import Chaos
-from .chaos_marks import FileMarks, Marks, StoreMarks
+from .chaos_marks import Marks, StoreMarks
 from .heartbeat import Beat
 from .memory_snapshots import MemorySnapshots
 from .node_folder import check_owner
@@ -77,7 +77,7 @@ class Supervisor:
     @property
     def marks(self) -> Marks:
         """What has happened once in the run."""
-        return FileMarks(self.folder) if self.round.num_nodes == 1 else StoreMarks(self.shared)
+        return StoreMarks(self.shared)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a JSON value for the workers of later rounds, on any node."""

@@ -131,16 +131,6 @@ def test_every_point_is_reached_once(tmp_path: Path, point: str, round: int, exp
     assert fit(tmp_path, f"leave:rank=0@{point}", round=round, **settings) == []
 
 
-def test_a_snapshot_is_a_point(tmp_path: Path) -> None:
-    asked: list[str] = []
-    chaos = Chaos("lose:node=0@snapshot=2")
-    monkey = ChaosMonkey(chaos, tmp_path, lose=lambda: asked.append("lose"))
-    monkey.on_snapshot()
-    assert asked == []
-    monkey.on_snapshot()
-    assert asked == ["lose"]
-
-
 def test_an_event_of_another_rank_or_node_does_not_happen_here(tmp_path: Path) -> None:
     assert fit(tmp_path, "leave:rank=1@step=1, lose:node=1@step=2, raise:rank=7@start=0") == []
 
