@@ -87,12 +87,7 @@ class ElasticAgent(Agent):
         if self._delay:
             _log.warning("The workers start again in %.0f s", self._delay)
             self._is_told_to_leave.wait(self._delay)
-        super()._rendezvous(worker_group)
-        store = worker_group.store
-        assert store is not None
-        if worker_group.group_rank == 0:
-            store.set("echelon/round", str(self._meeting.shared.add("rounds", 1) - 1))
-        number = int(store.get("echelon/round"))
+        number = self._meet(worker_group)
         for pattern in ("*.failure", "*.result", "*.stacks"):
             for file in self.folder.glob(pattern):
                 file.unlink()
@@ -101,6 +96,21 @@ class ElasticAgent(Agent):
         self._round.write(self._node_folder)
         _log.info("Round %d begins: this is node %d of %d", number, self._node_rank, self._round.num_nodes)
         self._watch = Watch(self._node_folder, self._num_processes, self._limits)
+
+    def _meet(self, worker_group: WorkerGroup) -> int:
+        """Meet the other nodes and return the number of the round; again, if one of them is lost just then."""
+        from torch.distributed import DistStoreError
+
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                store = worker_group.store
+                assert store is not None
+                if worker_group.group_rank == 0:
+                    store.set("echelon/round", str(self._meeting.shared.add("rounds", 1) - 1))
+                return int(store.get("echelon/round"))
+            except DistStoreError as error:  # a node did not tell the others what they need to know
+                _log.info("The nodes meet again, as one did not answer: %s", error)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failed = []
