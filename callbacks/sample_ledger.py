@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -12,6 +13,9 @@ from .callback import Callback
 from .console import say
 from .run import Run, SampleTrail
 from .sample_file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
+
+_SYNC_EVERY: Final = 1.0
+"""Seconds; snapshots in memory may be many a second, and to wait for a disk costs more than they do."""
 
 
 class SampleLedger(Callback):
@@ -21,13 +25,9 @@ class SampleLedger(Callback):
     and changes of their number. A step's samples are in the file before any checkpoint can hold the step, since that is
     taken later; and a checkpoint knows which attempts led to it: what a killed run did after its last checkpoint counts
     for nothing.
-
-    Args:
-        round: tells which round of an elastic run this is.
     """
 
-    def __init__(self, round: Callable[[], int] | None = None) -> None:
-        self._round = round
+    def __init__(self) -> None:
         self._history: list[Line] = []
         self._run: Run | None = None
         self._trail: SampleTrail | None = None
@@ -36,6 +36,7 @@ class SampleLedger(Callback):
         self._attempt, self._turn, self._last_step, self._epoch = 0, 0, 0, -1
         self._trained: list[Reading] = []
         self._is_late = False
+        self._synced_at = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         self._note()
@@ -67,9 +68,14 @@ class SampleLedger(Callback):
         self._run, self._attempt, self._turn, self._epoch = run, attempt, 0, -1
         self._last_step = run.global_step
         if writes:
-            strategy, number = run.strategy, 0 if self._round is None else self._round()
+            strategy, supervisor = run.strategy, run.strategy.supervisor
             header = Header(
-                attempt, strategy.data_rank, strategy.data_size, number, run.global_step, tuple(self._history)
+                attempt=attempt,
+                data_rank=strategy.data_rank,
+                data_size=strategy.data_size,
+                round=0 if supervisor is None else supervisor.round.number,
+                start_step=run.global_step,
+                history=tuple(self._history),
             )
             self._writer = SampleWriter(self._folder, header)
 
@@ -99,8 +105,10 @@ class SampleLedger(Callback):
         self._is_late = False
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        if self._writer is not None:
+        now = time.monotonic()
+        if self._writer is not None and now - self._synced_at > _SYNC_EVERY:
             self._writer.sync()
+            self._synced_at = now
         if self._is_late:  # somebody saves before it is our turn: no rank may commit what another has not noted
             trainer.strategy.barrier()
             self._is_late = False

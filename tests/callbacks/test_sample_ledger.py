@@ -34,6 +34,7 @@ from echelon import (
     seed_everything,
 )
 from echelon.callbacks.sample_file import Record, read_header, read_records
+from echelon.strategies import ElasticStrategy
 from echelon.strategies.errors import ProcessError
 from echelon.testing import run_ranks
 from echelon.trainer.sample_audit import Audit, audit
@@ -297,6 +298,14 @@ def test_ranks_that_are_killed_and_become_more_and_fewer_use_every_sample_once(t
         (3, 1, 3),
         (3, 2, 3),
     ]
+
+
+def test_an_elastic_run_names_its_rounds(tmp_path: Path) -> None:
+    strategy = ElasticStrategy("ddp", snapshot_every=1, chaos="kill:rank=1@step=5")
+    fit(tmp_path, loader(61), SampleLedger(), devices=2, strategy=strategy, global_batch_size=12)
+    assert verdicts(tmp_path) == [(61, "exact")] * 2
+    headers = [read_header(path) for path in sorted(samples(tmp_path).iterdir())]
+    assert [(one.attempt, one.round) for one in headers] == [(1, 0), (1, 0), (2, 1), (2, 1)]
 
 
 def test_ranks_with_samplers_of_their_own_are_audited_each(tmp_path: Path) -> None:
