@@ -1,4 +1,4 @@
-"""``echelon launch``: several processes of one program on this node, by torchrun's own machinery."""
+"""``echelon launch``: several processes of one program on this node, by torchrun or by Echelon's elastic agent."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 _START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
+_MAX_RESTARTS: Final = 10  # of an elastic run
 
 _EPILOG: Final = f"""\
 on one machine, by a store that listens on loopback only:
@@ -32,12 +33,18 @@ on two machines, node 0 being 10.0.0.1, where the store listens at port {DEFAULT
 or, where nodes may take their ranks as they come (torchrun's c10d, which listens on every interface), on each:
   echelon launch --nproc 4 --nnodes 2 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
 
+elastic, by Echelon's own agent: the processes start again after faults, and when nodes come or leave; on each machine:
+  echelon launch --nproc 4 --nodes 1:4 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
+and on one machine, for faults only:
+  echelon launch --nproc 2 --max-restarts 3 train.py
+
 The program's Trainer takes numbers of devices and nodes from the launch; devices= and num_nodes= that contradict it
 are errors. The cores are shared among the processes unless OMP_NUM_THREADS says how many threads each gets. torchrun
 has more options; a program that it starts runs just so.
 
 exit codes:
   0 done   2 wrong command   else that of the process that failed first, or 128 + the signal that ended it
+  143 told to end by SIGTERM; what an elastic launch ran has saved, and left its run
 """
 
 
@@ -45,7 +52,11 @@ def main(words: Sequence[str]) -> int:
     """Run the program in the processes that were asked for and return the job's exit code."""
     parser = _parser()
     options = parser.parse_args(words)
+    is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
+    options.nnodes = options.nodes or options.nnodes
     _check(parser, options)
+    if is_elastic:
+        return _run_elastic(options)
     # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
     set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     if options.nnodes == (1, 1):
@@ -66,12 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
     )
-    parser.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
+    nodes.add_argument("--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, elastic also for a fixed number")
     parser.add_argument("--node-rank", type=_count, metavar="R", help="which node this is: 0 is where --rdzv points")
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
     parser.add_argument(
-        "--max-restarts", type=_count, default=0, metavar="K", help="start all again up to K times if one fails (0)"
+        "--max-restarts",
+        type=_count,
+        metavar="K",
+        help="start all again up to K times if one fails (0; 10 with --nodes)",
     )
+    parser.add_argument("--run-id", default="echelon", metavar="ID", help="what tells elastic runs on one store apart")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
@@ -106,11 +123,14 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
                 option = name.replace("_", "-")
                 parser.error(f"--{option} {getattr(options, name)} is for several nodes; give --nnodes, too")
     elif options.rdzv is None:
-        parser.error(f"--nnodes {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
+        name = "nnodes" if options.nodes is None else "nodes"
+        parser.error(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
     if options.node_rank is not None and least != most:
         parser.error(f"--node-rank {options.node_rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
     if options.node_rank is not None and options.max_restarts:
         parser.error(f"--max-restarts {options.max_restarts} on several nodes needs ranks as they come: no --node-rank")
+    if options.node_rank is not None and options.nodes is not None:
+        parser.error(f"--node-rank {options.node_rank}: elastic nodes take their ranks as they come; leave it out")
     if options.node_rank is not None and options.node_rank >= most:
         parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
     if options.nproc == "gpu" and not torch.cuda.is_available():
@@ -126,9 +146,27 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             )
 
 
+def _run_elastic(options: argparse.Namespace) -> int:
+    from torch.distributed.run import determine_local_world_size
+
+    from ..strategies.worker import threads_of_each
+    from .elastic_launch import Program, run
+
+    num_processes = determine_local_world_size(options.nproc)
+    set_defaults({"OMP_NUM_THREADS": str(threads_of_each(num_processes))})
+    return run(
+        Program(options.program, tuple(options.arguments), options.module),
+        num_processes=num_processes,
+        nodes=options.nnodes,
+        endpoint=options.rdzv,
+        run_id=options.run_id,
+        max_restarts=_MAX_RESTARTS if options.max_restarts is None else options.max_restarts,
+    )
+
+
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
-    least, most = options.nnodes
-    given = {"nproc-per-node": options.nproc, "nnodes": f"{least}:{most}", "max-restarts": options.max_restarts}
+    _, most = options.nnodes
+    given = {"nproc-per-node": options.nproc, "nnodes": most}
     given["rdzv-endpoint"] = LOOPBACK if options.rdzv is None else options.rdzv
     if most > 1 and options.node_rank is None:
         given |= {"rdzv-backend": "c10d", **_place(options.rdzv)}

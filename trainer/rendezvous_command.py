@@ -67,7 +67,8 @@ def _serve(endpoint: str) -> None:
     listener = listen(host, port)
     address, port = listener.getsockname()[:2]
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as a batch script has it, whose nodes get the signal, too
+            signal.signal(number, _end)
     print(f"echelon: nodes meet at {host}:{port}", flush=True)
     serve(address, port, listener.detach(), is_kept=True)
 
