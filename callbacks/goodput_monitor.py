@@ -23,7 +23,7 @@ from ..strategies.elastic.goodput_ledger import (
     LedgerFile,
     Period,
     Record,
-    RoundEnd,
+    SeenEnd,
     Start,
     micros,
     read_ledger,
@@ -32,7 +32,7 @@ from ..strategies.errors import ConfigError
 from .callback import Callback
 from .run import Run
 
-RoundOf = Callable[[], tuple[int, Sequence[RoundEnd]]]
+RoundOf = Callable[[], tuple[int, Sequence[SeenEnd]]]
 
 _ENDS: Final = 8
 """How many ends of earlier rounds a start tells: several may have ended before they had a line of their own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -87,6 +87,18 @@ def _draw_summary(axes: Axes, goodput: Goodput) -> None:
     axes.legend(ncols=len(CATEGORIES), loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8)
 
 
+def _stack(
+    corners: dict[Category, list[Corners]], cell: Mapping[Category, float], left: float, width: float, low: float
+) -> None:
+    """Add a rectangle for each category of a cell, one above the other; the axis of rounds points down."""
+    right = left + width
+    for category in CATEGORIES:
+        high = low - 0.8 * cell[category]
+        if high != low:
+            corners[category].append([(left, low), (left, high), (right, high), (right, low)])
+        low = high
+
+
 def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import AutoLocator, MaxNLocator, MultipleLocator
@@ -97,12 +109,7 @@ def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
     for one in goodput.rounds:
         found = cells([span for span in goodput.spans if span.round == one.index], begin, width)
         for index, cell in found.items():
-            left, right, low = index * width, (index + 1) * width, one.index + 0.4
-            for category in CATEGORIES:
-                high = low - 0.8 * cell[category]  # the axis of rounds points down
-                if high != low:
-                    corners[category].append([(left, low), (left, high), (right, high), (right, low)])
-                low = high
+            _stack(corners, cell, index * width, width, one.index + 0.4)
     for category, shapes in corners.items():
         axes.add_collection(PolyCollection(shapes, facecolors=_COLOURS[category], antialiaseds=False), autolim=False)
     axes.set_xlim(0, total)

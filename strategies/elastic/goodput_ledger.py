@@ -22,7 +22,7 @@ _LONGEST_TEXT: Final = 300
 _LATEST: Final = 1e11  # seconds; whatever lies beyond is no time of a run
 
 
-class RoundEnd(Protocol):
+class SeenEnd(Protocol):
     """How an earlier round ended, as somebody outside of it saw it."""
 
     @property
@@ -52,7 +52,7 @@ class RoundEnd(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A `RoundEnd` in the ledger. Times of records are whole microseconds, so that sums are exact."""
+    """A `SeenEnd` in the ledger. Times of records are whole microseconds, so that sums are exact."""
 
     round: int
     time: int
@@ -62,7 +62,7 @@ class Ended:
     step: int | None = None
 
     @classmethod
-    def of(cls, end: RoundEnd) -> Ended:
+    def of(cls, end: SeenEnd) -> Ended:
         """Take over what somebody saw."""
         return cls(end.round, micros(end.time), end.kind, end.cause, end.rank, end.step)
 
