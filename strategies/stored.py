@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from .errors import CheckpointError
 from .nested import map_tensors
 
 Block: TypeAlias = tuple[Tensor, Sequence[int]]
@@ -65,6 +66,12 @@ class StoredTensor(Tensor):
                 for offset, size, at, there in zip(offsets, target.shape, begin, block.shape, strict=True)
             ]
             if all(start < stop for start, stop in spans):
+                if block.is_meta:
+                    raise CheckpointError(
+                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node "
+                        "only: a snapshot in memory gives each rank what it has trained; read no more than that, or "
+                        "start from a checkpoint on disk."
+                    )
                 target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
 
     def whole(self) -> Tensor:

@@ -45,6 +45,17 @@ class _Filled:
     outline: int
 
 
+@dataclass(frozen=True)
+class _Room:
+    """A file that has its header, for tensors of certain shapes: what stays from snapshot to snapshot."""
+
+    signature: Sequence[object]
+    file: MemoryFile
+    outline: int
+    places: Mapping[str, Tensor]
+    """Where each tensor goes; who writes to one writes to the file."""
+
+
 class MemoryWriter:
     """Takes snapshots into the memory of the nodes; the caller waits only while tensors are copied there.
 
@@ -56,6 +67,7 @@ class MemoryWriter:
     def __init__(self, snapshots: MemorySnapshots) -> None:
         self._snapshots = snapshots
         self._thread: threading.Thread | None = None
+        self._rooms: dict[Path, _Room] = {}
         self._is_over = False
         self._is_failing = False  # what goes wrong again and again is logged once
 
@@ -70,7 +82,9 @@ class MemoryWriter:
         self.close()
         if self._snapshots.is_broken:
             return
-        began = time.perf_counter()
+        # copying from a device is waiting for it; else the clock of this thread leaves out what others take
+        clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
+        began = clock()
         draft = self._snapshots.begin(step)
         snapshot: Snapshot | None = None
         filled: list[_Filled] = []
@@ -79,7 +93,7 @@ class MemoryWriter:
             snapshot, filled = self._copy(draft, state)
         except (EchelonError, OSError) as error:
             fault = str(error)  # told in the thread, since others wait for this rank
-        spent += time.perf_counter() - began
+        spent += clock() - began
         work = functools.partial(self._finish, draft, snapshot, filled, fault, spent)
         # a daemon: a process whose run has failed does not wait for ranks that may be dead
         self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
@@ -102,18 +116,33 @@ class MemoryWriter:
         filled: list[_Filled] = []
         copies: Copies = []
         for part, is_own, pieces in _groups(snapshot):
-            layout = lay_out(pieces)
             writer = snapshots.rank if is_own else None
             name = file_name(stems[part], writer, snapshots.world_size)
-            file = snapshots.file(draft, name, layout.size)
-            file.bytes[: len(layout.header)].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
-            tensors = [(start, pieces[key].tensor) for key, start in layout.places.items()]
-            copies += [(_room(file, start, tensor), tensor) for start, tensor in tensors]
-            outline = len(layout.header) if is_own and part in _HAS_OUTLINE else 0
-            filled.append(_Filled(name, part, file, writer, outline))
+            room = self._room(draft, name, pieces)
+            copies += [(place, pieces[key].tensor) for key, place in room.places.items()]
+            outline = room.outline if is_own and part in _HAS_OUTLINE else 0
+            filled.append(_Filled(name, part, room.file, writer, outline))
         copy_all(copies)
+        names = {one.name for one in filled}
+        self._rooms = {
+            path: room for path, room in self._rooms.items() if path.parent != draft.path or path.name in names
+        }
         # the thread needs the values only; it must not keep tensors alive
         return replace(snapshot, pieces={part: {} for part in snapshot.pieces}), filled
+
+    def _room(self, draft: Draft, name: str, pieces: Mapping[str, Piece]) -> _Room:
+        """Return the file for some tensors: that of two snapshots ago, if they were the same."""
+        signature = [(key, piece.tensor.shape, piece.tensor.dtype, piece.offsets) for key, piece in pieces.items()]
+        known = self._rooms.get(draft.path / name)
+        is_alike = known is not None and known.signature == signature
+        if known is not None and is_alike and self._snapshots.file(draft, name, known.file.size) is known.file:
+            return known
+        layout = lay_out(pieces)
+        file = self._snapshots.file(draft, name, layout.size)
+        file.bytes[: len(layout.header)].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
+        places = {key: _place(file, start, pieces[key].tensor) for key, start in layout.places.items()}
+        room = self._rooms[draft.path / name] = _Room(signature, file, len(layout.header), places)
+        return room
 
     def _finish(
         self, draft: Draft, snapshot: Snapshot | None, filled: Sequence[_Filled], fault: str, spent: float
@@ -134,8 +163,10 @@ class MemoryWriter:
             self._snapshots.commit(draft, share, functools.partial(_describe, draft.path, snapshot))
         except Exception as error:  # noqa: BLE001 - a thread has nobody to tell
             self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the others are where we are not
-            if self._snapshots.rank == 0 and not self._is_over and not self._is_failing:
-                _log.warning("%s", error)
+            # a rank that has died is the news, of which others tell
+            is_known = self._is_failing or self._snapshots.is_broken
+            if self._snapshots.rank == 0:
+                _log.log(logging.INFO if is_known else logging.WARNING, "%s", error)
             self._is_failing = True
         else:
             self._is_failing = False
@@ -170,7 +201,7 @@ def _describe(folder: Path, snapshot: Snapshot | None, contents: Sequence[Any]) 
     return {name: FileEntry(len(content), checksum(content)) for name, content in texts.items()}
 
 
-def _room(file: MemoryFile, start: int, like: Tensor) -> Tensor:
+def _place(file: MemoryFile, start: int, like: Tensor) -> Tensor:
     """Return the place of a tensor in a file."""
     size = like.numel() * like.element_size()
     return file.bytes[start : start + size].view(like.dtype).view(like.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -203,6 +204,7 @@ def stems_of(parts: Iterable[str]) -> dict[str, str]:
     return stems
 
 
+@functools.cache
 def echelon_version() -> str:
     """Return the installed version of Echelon."""
     try:

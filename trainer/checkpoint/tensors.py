@@ -177,7 +177,8 @@ def _join(name: str, pieces: Sequence[Piece], *, lazily: bool) -> Tensor:
     if len(pieces) == 1 and not lazily:
         return pieces[0].tensor
     stored = StoredTensor(pieces)
-    return stored if lazily and stored.dim() else stored.clone()
+    is_here = not any(piece.tensor.is_meta for piece in pieces)
+    return stored if lazily and (stored.dim() or not is_here) else stored.clone()
 
 
 def _check_blocks(name: str, pieces: Sequence[Piece]) -> None:
