@@ -118,6 +118,8 @@ class MapStream:
             is_seeded=seeded,
         )
         self._loader = with_indices(loader, self._indices)
+        # a position says what was read only if batches come as the sampler gave them (DataLoader(in_order=False))
+        vars(self._loader)["in_order"] = True
         self._rng = RngStream(seed) if seeded and loader.num_workers == 0 else None
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._is_over = False

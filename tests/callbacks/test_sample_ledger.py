@@ -192,6 +192,28 @@ def test_the_ledger_changes_nothing_of_the_run(tmp_path: Path) -> None:
     assert torch.equal(without.net.weight, noting.net.weight)
 
 
+class Held(Numbers):
+    """Gives its first sample only when the last one was read, by a worker that has given a batch before."""
+
+    def __init__(self, num_samples: int, folder: Path) -> None:
+        super().__init__(num_samples)
+        self.mark = folder / "read"
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        if index == self.num_samples - 1:
+            self.mark.touch()
+        while index == 0 and not self.mark.exists():
+            os.sched_yield()
+        return super().__getitem__(index)
+
+
+def test_batches_are_trained_on_in_the_order_of_the_sampler_though_the_loader_would_give_any(tmp_path: Path) -> None:
+    data: Any = DataLoader(Held(8, tmp_path), 2, num_workers=2, in_order=False)
+    module = fit(tmp_path, data, SampleLedger(), max_epochs=1)
+    assert [indices for _, indices in module.seen] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [one.indices for one in noted(tmp_path)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_what_several_loaders_give_is_noted_for_each(tmp_path: Path) -> None:
     both = CombinedLoader({"a": loader(23), "b": loader(5, 2)}, "max_size_cycle")
     fit(tmp_path, both, SampleLedger(), accumulate_grad_batches=3)
