@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from scripted import Scripted, batches, trainer_in
 from torch import Tensor
@@ -61,6 +62,17 @@ def test_each_hook_finds_the_phase_that_it_is_in(tmp_path: Path) -> None:
         ("on_train_end", Phase.END, 2),
         ("on_fit_end", Phase.END, 2),
     ]
+
+
+def test_an_error_leaves_the_step(tmp_path: Path) -> None:
+    class Failing(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise ValueError("no")
+
+    agent = Agent(tmp_path)
+    with pytest.raises(ValueError, match="no"):
+        trainer_in(tmp_path, agent.heartbeat, agent.spy("teardown"), max_epochs=1).fit(Failing(), batches(2))
+    assert agent.seen == [("teardown", Phase.BETWEEN, 0)]
 
 
 def test_compilation_is_told_and_no_longer_listened_to_after_the_run(tmp_path: Path) -> None:
