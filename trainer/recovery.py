@@ -39,6 +39,8 @@ def go_on(session: Session) -> None:
     if known is None:
         return
     session.is_restarted = True
+    # what a run that has saved nothing would otherwise choose anew
+    session.state.seed, session.state.data_size = known["seed"], known["data_size"]
     continue_loggers(session.loggers, known["versions"])
     step, path = on_first_rank(strategy, partial(_newest, supervisor))
     if in_memory is not None and in_memory.step >= step:
@@ -51,10 +53,13 @@ def go_on(session: Session) -> None:
 
 
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
-    """Keep for later rounds where this run logs."""
-    supervisor = session.strategy.supervisor
-    if supervisor is not None and session.strategy.rank == 0:
-        supervisor.note("run", {"versions": list(versions), "folder": str(Path(session.run.log_dir).absolute())})
+    """Keep for later rounds where this run logs, and what it began with."""
+    strategy, supervisor = session.strategy, session.strategy.supervisor
+    if supervisor is None or session.is_restarted or strategy.rank:
+        return
+    folder = str(Path(session.run.log_dir).absolute())
+    state = {"seed": session.state.seed, "data_size": strategy.data_size}
+    supervisor.note("run", {"versions": list(versions), "folder": folder, **state})
 
 
 def note_checkpoint(session: Session, path: Path) -> None:
