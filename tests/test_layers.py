@@ -14,6 +14,7 @@ FLOORS = {"strategies": (), "callbacks": ("strategies",), "trainer": ("strategie
 # From the top; a module imports from its own level and those below. Modules not named here form the lowest.
 TRAINER_LEVELS = (
     ("cli",),
+    ("render_command",),
     ("config",),
     ("trainer",),
     ("recovery", "rollback", "running"),

@@ -39,6 +39,7 @@ examples:
   echelon fit config.yaml ckpt_path=last
   echelon test config.yaml ckpt_path=echelon_logs/version_0/checkpoints/last.ckpt
   echelon launch --nproc 2 train.py
+  echelon render --target slurm config.yaml
   echelon ckpt ls echelon_logs/version_0/checkpoints
   echelon samples echelon_logs/version_0
   echelon goodput echelon_logs/version_0
@@ -64,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .rendezvous_command import main as rendezvous
 
         return rendezvous(words[1:])
+    if words[:1] == ["render"]:
+        from .render_command import main as render
+
+        return render(words[1:])
     if words[:1] == ["samples"]:
         from .samples_command import main as samples
 
@@ -112,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("launch", help="start several processes of a program on this node", add_help=False)
     commands.add_parser("samples", help="show whether every sample of every epoch came exactly once", add_help=False)
     commands.add_parser("rendezvous", help="keep the store where nodes of elastic runs meet", add_help=False)
+    commands.add_parser("render", help="print what SLURM, Docker Compose or Kubernetes need to run it", add_help=False)
     commands.add_parser("ckpt", help="list, show, verify, compare and export checkpoints", add_help=False)
     commands.add_parser("goodput", help="show what the time of a run went into", add_help=False)
     return parser

@@ -18,6 +18,7 @@ from .data import DataModule
 from .loggers.common import replace_text
 from .module import TrainModule
 from .profiler import Profiler
+from .render.deploy import read_deploy
 from .seed import seed_everything
 from .settings import Settings, describe, fits
 from .targets import TARGET, build, check, is_target, targets
@@ -26,7 +27,8 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_KEYS: Final = ("seed", "trainer", "module", "data", "ckpt_path")
+_KEYS: Final = ("seed", "trainer", "module", "data", "ckpt_path", "deploy")
+_SIXTIES: Final = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _BASES: Final[Mapping[str, type]] = {
     "activation_checkpointing": ActivationCheckpointing,
     "callbacks": Callback,
@@ -83,6 +85,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return Config({str(key): value for key, value in values.items()}, text)
 
 
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """Read a config file and apply overrides; its interpolations stay, for whoever runs it to resolve.
+
+    Raises:
+        ConfigError: for a file that cannot be read, an override that is none, and a key that no config has.
+    """
+    config = _read(Path(path))
+    for override in overrides:
+        _apply(config, override)
+    _check_keys(config)
+    return config
+
+
 def check_config(config: Config) -> None:
     """Check everything that can be known before anything is built; imports the classes that the config names.
 
@@ -90,9 +105,7 @@ def check_config(config: Config) -> None:
         ConfigError: with the full key, the value found, and what to do.
     """
     values = config.values
-    for key, value in values.items():
-        if key not in _KEYS:
-            raise ConfigError(f"{key}={value!r} is no key of a config.{did_you_mean(key, _KEYS)}")
+    _check_keys(values)
     if not is_target(values.get("module")):
         raise ConfigError(
             f"module={values.get('module')!r} names no class; add module.{TARGET}: the path of your TrainModule."
@@ -107,6 +120,7 @@ def check_config(config: Config) -> None:
     _check_trainer(values.get("trainer"))
     check(values["module"], "module", TrainModule)
     check(values.get("data"), "data", DataModule)
+    read_deploy(values.get("deploy"))
 
 
 def build_config(config: Config) -> Experiment:
@@ -157,6 +171,7 @@ def _read(path: Path) -> DictConfig:
 
     try:
         config = OmegaConf.load(path)
+        _refuse_sixties(path)
     except OSError as error:
         raise ConfigError(
             f"The config {str(path)!r} cannot be read: {error.strerror}; give the path of a YAML file."
@@ -178,6 +193,8 @@ def _apply(config: DictConfig, override: str) -> None:
     if not equals or not re.fullmatch(r"[^.\s\[\]]+(\.[^.\s\[\]]+)*", key):
         raise ConfigError(f"{override!r} is no override; write key=value, such as trainer.max_epochs=3.")
     try:
+        if _SIXTIES.fullmatch(text):
+            text = f'"{text}"'
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
         OmegaConf.update(config, key, parsed["value"], merge=True)
@@ -186,6 +203,22 @@ def _apply(config: DictConfig, override: str) -> None:
     except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{override!r} cannot be applied: {reason}; see the keys with --print-config.") from None
+
+
+def _check_keys(values: Mapping[Any, Any]) -> None:
+    for key in values:
+        if key not in _KEYS:
+            raise ConfigError(f"{key}={values[key]!r} is no key of a config.{did_you_mean(str(key), _KEYS)}")
+
+
+def _refuse_sixties(path: Path) -> None:
+    """Find what YAML 1.1 takes for a number of base 60, and nobody else does: ``nodes: 1:4`` would be 64 of them."""
+    import yaml
+
+    for token in yaml.scan(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.ScalarToken) and token.plain and _SIXTIES.fullmatch(token.value):
+            line = token.start_mark.line + 1
+            raise ConfigError(f'{path}, line {line}: YAML reads {token.value} as a number; write "{token.value}".')
 
 
 def _check_trainer(given: object) -> None:

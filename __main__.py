@@ -1,0 +1,8 @@
+"""``python -m echelon`` is the ``echelon`` command."""
+
+import sys
+
+from .trainer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

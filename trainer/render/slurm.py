@@ -1,0 +1,99 @@
+"""A batch script for SLURM: one agent a node, queued again when its time is up."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Final
+
+from .deploy import size
+from .job import Job, shell
+
+_TEMPLATE: Final = """\
+#!/bin/bash
+# `sbatch` starts the run, `scancel` ends it after a checkpoint; what it writes goes on in one file.
+{options}
+# {grace} s before the time is up this script is told so (and only this script: it tells the nodes):
+#SBATCH --signal=B:USR1@{grace}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+# the loss of a node but the first is not the end of the job:
+#SBATCH --no-kill
+
+set -u
+{setup}
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+{meeting}
+# One agent a node, which starts the processes there. The end of one is not the end of the others.
+srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
+    {launch} &
+nodes=$!
+
+# SIGTERM to srun would kill the nodes at once (\"forcing job termination\"), so scancel has to tell them. They finish
+# the step, save a checkpoint and end with 143.
+is_time_up=false
+trap 'is_heard=true; is_time_up=true; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# Whoever cancels or preempts the job has signalled the nodes, too.
+trap 'is_heard=true' TERM
+
+is_heard=true
+while $is_heard; do # a signal ends wait, not srun
+    is_heard=false
+    wait "$nodes"
+    code=$?
+done
+{end}
+if [ "$code" -eq 143 ] && $is_time_up; then
+    scontrol requeue "$SLURM_JOB_ID" # it goes on from its newest checkpoint
+fi
+exit "$code"
+"""
+
+_MEETING: Final = """
+# Where the nodes meet: a process of this script, on the first node, so that no agent takes it along when it ends. The
+# address is that of the node's name, or of its first network if the name leads to loopback, as it does on Debian. The
+# signal that cancels the job reaches every process, but the nodes need this one to leave.
+addresses=$(getent ahostsv4 "$(hostname)"; hostname -I | tr ' ' '\\n')
+address=$(awk '$1 && !/^127\\./ {{ print $1; exit }}' <<< "$addresses")
+endpoint=${{address:-127.0.0.1}}:$(({port} + SLURM_JOB_ID % 1000))
+(trap '' TERM && exec echelon rendezvous --listen "$endpoint") &
+rendezvous=$!
+"""
+
+
+def render(job: Job) -> str:
+    """Return the script."""
+    setup = [*job.deploy.setup, *(f"export {name}={shlex.quote(value)}" for name, value in job.deploy.env.items())]
+    return _TEMPLATE.format(
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(job).items()),
+        grace=job.deploy.grace,
+        setup="\n".join(setup),
+        meeting=_MEETING.format(port=job.deploy.port) if job.meets else "",
+        launch=_launch(job),
+        end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if job.meets else "",
+    )
+
+
+def _options(job: Job) -> dict[str, str]:
+    deploy = job.deploy
+    least, most = deploy.min_nodes, deploy.max_nodes
+    optional = {"partition": deploy.partition, "account": deploy.account}
+    return {
+        "job-name": deploy.name,
+        **{name: value for name, value in optional.items() if value is not None},
+        "nodes": str(most) if least == most else f"{least}-{most}",
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(deploy.cpus),
+        "mem": f"{size(deploy.memory, 'memory') >> 20}M",
+        **({"gpus-per-node": str(deploy.gpus)} if deploy.gpus else {}),
+        "time": deploy.time,
+    }
+
+
+def _launch(job: Job) -> str:
+    meeting = "--nodes 1"
+    if job.meets:
+        nodes = f"{job.deploy.min_nodes}:$SLURM_JOB_NUM_NODES"  # those beyond will never come
+        meeting = f'--nodes "{nodes}" --rdzv "$endpoint" --run-id "$SLURM_JOB_ID"'
+    program = shell(job.program(job.path, job.overrides, job.deploy.runs))
+    return f"echelon launch {meeting} {shell(job.processes)} \\\n    {program}"

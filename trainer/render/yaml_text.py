@@ -1,0 +1,67 @@
+"""YAML as people write it: in our order, without anchors, texts as blocks, and comments above what needs them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import yaml
+
+_WIDTH: Final = 120
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes each value where it stands, texts of several lines as such, and lists of words in a line."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+    def represent_sequence_of(self, data: list[Any]) -> yaml.SequenceNode:
+        is_simple = all(isinstance(item, str | int) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=is_simple)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(list, _Dumper.represent_sequence_of)
+
+
+def yaml_text(documents: Iterable[Mapping[str, Any]], heading: str, notes: Mapping[str, str]) -> str:
+    """Return documents as YAML.
+
+    Args:
+        heading: a comment at the top.
+        notes: comments, each for the end of a path of keys, such as ``resources.limits``; it stands above the first
+            place in the documents that has this path.
+    """
+    left = dict(notes)
+    texts = [_document(document, left) for document in documents]
+    return "\n".join([*_comment(heading, 0), "---\n".join(texts)])
+
+
+def _document(document: Mapping[str, Any], notes: dict[str, str]) -> str:
+    text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
+    lines: list[list[str]] = [[line] for line in text.splitlines()]
+    for path, mark in _places(yaml.compose(text, Loader=yaml.SafeLoader), ()):
+        found = next((note for note in notes if f".{'.'.join(path)}".endswith(f".{note}")), None)
+        if found is not None:
+            lines[mark.line][:0] = _comment(notes.pop(found), mark.column)
+    return "".join(f"{line}\n" for group in lines for line in group)
+
+
+def _places(node: yaml.Node | None, path: Sequence[str]) -> Iterator[tuple[Sequence[str], yaml.Mark]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*path, key.value), key.start_mark
+            yield from _places(value, (*path, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _places(item, path)
+
+
+def _comment(text: str, column: int) -> list[str]:
+    indent = " " * column
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
