@@ -30,6 +30,9 @@ _SETTLE: Final = 0.1  # seconds in which the peers of a failed worker tell of th
 _LEFT: Final = 2.0  # seconds that workers have to end by themselves when a node has left theirs
 _MANY: Final = 1 << 30  # restarts that elastic allows; the policy decides
 
+_LATER: Final = ("torch.utils.tensorboard",)
+"""What workers import, if it is installed, when they first log: in each round anew, if the fork server has not."""
+
 _log = logging.getLogger("echelon")
 
 
@@ -63,7 +66,7 @@ class ElasticAgent(Agent):
         limits: Limits,
         grace: float,
     ) -> None:
-        job = replace(job, node_folder=folder, shows_stacks=True)
+        job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
         self._num_processes, self._limits = num_processes, limits
