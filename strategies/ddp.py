@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
-
-from torch import Tensor, nn
+from typing import ClassVar, Unpack
 
 from .compression import CommHook, Compression
-from .hardware import Hardware
-from .precision import Precision
 from .process_group import ProcessSettings
-from .replica import DDPOptions, Replica
-from .strategy import Strategy
+from .replica import DDPOptions
+from .replica_strategy import ReplicaStrategy
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(ReplicaStrategy):
     """Train with torch's ``DistributedDataParallel``: each process reads its share of every global batch.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. In manual
@@ -35,8 +30,6 @@ class DDPStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
-    uses_processes: ClassVar[bool] = True
-    uses_many_devices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -50,8 +43,7 @@ class DDPStrategy(Strategy):
         broadcast_buffers: bool = True,
         **settings: Unpack[ProcessSettings],
     ) -> None:
-        super().__init__(**settings)
-        self.options = DDPOptions(
+        options = DDPOptions(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -60,29 +52,4 @@ class DDPStrategy(Strategy):
             sync_batchnorm=sync_batchnorm,
             broadcast_buffers=broadcast_buffers,
         )
-
-    def check(self, hardware: Hardware, precision: Precision) -> None:
-        super().check(hardware, precision)
-        self.options.check(hardware.device_type)
-
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        super().setup_module(module, is_manual=is_manual)
-        collectives = None if self.group is None else self.collectives
-        self._replica = Replica(module, collectives, self.options, is_manual=is_manual)
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context:
-            return self._replica.run(step_name, *args)
-
-    def accumulate(self, *, is_last: bool) -> None:
-        self._replica.accumulate(is_last=is_last)
-
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        return self._replica.zero_loss(spare)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
-        self._replica.end_backward()
-
-    def settle(self) -> None:
-        self._replica.settle()
+        super().__init__(options, **settings)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .closures import needs_closure
@@ -15,14 +14,14 @@ from .hardware import Hardware
 from .model_averaging import ModelAverage
 from .precision import Precision
 from .process_group import ProcessSettings
-from .replica import DDPOptions, Replica
-from .strategy import Strategy
+from .replica import DDPOptions
+from .replica_strategy import ReplicaStrategy
 
 _NUM_STEPS: Final = "local_sgd_steps"
 """Under what a checkpoint holds, with an optimizer's state, the number of its steps."""
 
 
-class LocalSGDStrategy(Strategy):
+class LocalSGDStrategy(ReplicaStrategy):
     """Train as `DDPStrategy` does for `warmup_steps`; then let each replica make steps with its own gradients.
 
     After the first step behind the warm-up, and every `period` steps from there, parameters become their mean over the
@@ -47,8 +46,6 @@ class LocalSGDStrategy(Strategy):
     """
 
     name: ClassVar[str] = "local_sgd"
-    uses_processes: ClassVar[bool] = True
-    uses_many_devices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -58,16 +55,14 @@ class LocalSGDStrategy(Strategy):
         ddp: DDPOptions | None = None,
         **settings: Unpack[ProcessSettings],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(ddp, **settings)
         self.period = period
         self.warmup_steps = warmup_steps
-        self.options = ddp or DDPOptions()
         self._averages: dict[Optimizer, ModelAverage] = {}
         self._has_diverged = False
 
     def check(self, hardware: Hardware, precision: Precision) -> None:
         super().check(hardware, precision)
-        self.options.check(hardware.device_type)
         _check_period(self.period, self.environment.world_size)
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps} is not possible; give 0, or a number of steps.")
@@ -81,11 +76,6 @@ class LocalSGDStrategy(Strategy):
                 f"static_graph={self.options.static_graph} needs gradients of all ranks at every step, which "
                 "strategy='local_sgd' has not; leave it out."
             )
-
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        super().setup_module(module, is_manual=is_manual)
-        collectives = None if self.group is None else self.collectives
-        self._replica = Replica(module, collectives, self.options, is_manual=is_manual)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._averages, self._has_diverged = {}, False
@@ -103,20 +93,6 @@ class LocalSGDStrategy(Strategy):
     def _plan_step(self) -> None:
         self._replica.synchronises = any(average.is_warming_up for average in self._averages.values())
 
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context:
-            return self._replica.run(step_name, *args)
-
-    def accumulate(self, *, is_last: bool) -> None:
-        self._replica.accumulate(is_last=is_last)
-
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        return self._replica.zero_loss(spare)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
-        self._replica.end_backward()
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters of `optimizer`, and average them if that is due."""
         super().step(optimizer, closure)
@@ -127,7 +103,7 @@ class LocalSGDStrategy(Strategy):
 
     def settle(self) -> None:
         """Make the replicas their mean, optimizers included, with rank 0's buffers. Collective: every rank calls it."""
-        self._replica.settle()
+        super().settle()
         if not self._has_diverged:
             return
         self._has_diverged = False
