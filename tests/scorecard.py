@@ -143,7 +143,8 @@ def undocumented(sources: Sequence[Source]) -> list[str]:
             return False
         if any(item.name == method and ast.get_docstring(item) for item in _methods(classes[name])):
             return True
-        satisfied = [one for one in protocols if one != name and names(classes[one]) <= names(classes[name])]
+        asked = [one for one in protocols if one != name and method in names(classes[one])]
+        satisfied = [one for one in asked if names(classes[one]) <= names(classes[name])]
         return any(documents(base, method) for base in (*base_names(classes[name]), *satisfied))
 
     def names(one: ast.ClassDef) -> set[str]:
