@@ -34,7 +34,7 @@ def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
     import torch.distributed as dist
 
     if op in ("sum", "mean"):
-        total: Tensor = _AllReduce.apply(wire, flat) if _has_gradient(flat) else _sum(wire, flat)
+        total: Tensor = _Linear.apply(wire, flat, "all_reduce") if _has_gradient(flat) else _sum(wire, flat)
         return total / wire.world_size if op == "mean" else total
     flat = flat.detach()
     dist.all_reduce(flat, dist.ReduceOp.MIN if op == "min" else dist.ReduceOp.MAX, wire.process_group)
@@ -43,14 +43,14 @@ def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
 
 def all_gather(wire: Wire, flat: Tensor) -> Tensor:
     """Return every rank's `flat`, one after another."""
-    return _AllGather.apply(wire, flat) if _has_gradient(flat) else _all_gather(wire, flat)
+    return _Linear.apply(wire, flat, "all_gather") if _has_gradient(flat) else _all_gather(wire, flat)
 
 
 def reduce_scatter(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
     """Return this rank's part of the reduction of every rank's `flat`; sum and mean have a gradient."""
     if op in ("min", "max"):
         return all_reduce(wire, flat, op).chunk(wire.world_size)[wire.rank].clone()
-    part: Tensor = _ReduceScatter.apply(wire, flat) if _has_gradient(flat) else _reduce_scatter(wire, flat)
+    part: Tensor = _Linear.apply(wire, flat, "reduce_scatter") if _has_gradient(flat) else _reduce_scatter(wire, flat)
     return part / wire.world_size if op == "mean" else part
 
 
@@ -101,46 +101,32 @@ def _reduce_scatter(wire: Wire, flat: Tensor) -> Tensor:
     return part
 
 
-class _AllReduce(torch.autograd.Function):
-    """Every rank's output has every rank's input in it: the gradient is the sum of all ranks' gradients."""
+class _Linear(torch.autograd.Function):
+    """A collective of the table below: its gradient goes through its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, wire: Wire, flat: Tensor) -> Tensor:
-        ctx.wire = wire
-        return _sum(wire, flat.clone())
+    def forward(ctx: Any, wire: Wire, flat: Tensor, name: _Name) -> Tensor:
+        ctx.wire, ctx.name = wire, name
+        return _RUN[name](wire, flat)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        ctx.wire.announce("backward of all_reduce", gradient)
-        return None, _AllReduce.apply(ctx.wire, gradient.contiguous())
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        ctx.wire.announce(f"backward of {ctx.name}", gradient)
+        return None, _Linear.apply(ctx.wire, gradient.contiguous(), _TRANSPOSES[ctx.name]), None
 
 
-class _AllGather(torch.autograd.Function):
-    """The transpose of a gather is a reduce-scatter."""
+_Name = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
-    @staticmethod
-    def forward(ctx: Any, wire: Wire, flat: Tensor) -> Tensor:
-        ctx.wire = wire
-        return _all_gather(wire, flat)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        ctx.wire.announce("backward of all_gather", gradient)
-        return None, _ReduceScatter.apply(ctx.wire, gradient.contiguous())
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The transpose of a reduce-scatter is a gather."""
-
-    @staticmethod
-    def forward(ctx: Any, wire: Wire, flat: Tensor) -> Tensor:
-        ctx.wire = wire
-        return _reduce_scatter(wire, flat)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        ctx.wire.announce("backward of reduce_scatter", gradient)
-        return None, _AllGather.apply(ctx.wire, gradient.contiguous())
+_RUN: Final[dict[_Name, Callable[[Wire, Tensor], Tensor]]] = {
+    "all_reduce": lambda wire, flat: _sum(wire, flat.clone()),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
+_TRANSPOSES: Final[dict[_Name, _Name]] = {
+    "all_reduce": "all_reduce",  # every rank's output has every rank's input in it
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+}
 
 
 class _Broadcast(torch.autograd.Function):
