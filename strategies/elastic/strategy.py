@@ -87,7 +87,7 @@ class ElasticStrategy(ForwardingStrategy):
         self._settings = ElasticSettings(snapshot_every, chaos)
         if self.nodes != (1, 1) and rdzv is None:
             raise ConfigError(
-                f"nodes={nodes!r} needs rdzv='HOST:PORT': an address of one of the nodes, or of `echelon rendezvous`."
+                f"nodes={nodes!r}, but no rdzv; give rdzv='HOST:PORT', of one of the nodes or of `echelon rendezvous`."
             )
 
     def check(self, hardware: Hardware, precision: Precision) -> None:
