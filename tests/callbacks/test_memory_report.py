@@ -2,15 +2,14 @@
 
 import contextlib
 import io
-import os
-import warnings
 
 import pytest
 import torch
+from as_rank import calm_down, double_trainer, world_size
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ActivationCheckpointing, ConfigError, MemoryReport, Trainer, TrainModule
+from echelon import ActivationCheckpointing, ConfigError, MemoryReport, TrainModule
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
 
@@ -47,25 +46,11 @@ class Manual(Net):
         optimizer.zero_grad()
 
 
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def report(strategy="single", kind=Net, num_batches=4, **settings):
     """Train a few steps, of one batch on each rank; return what was reported."""
     memory = MemoryReport()
     data = TensorDataset(torch.randn(num_batches * world_size() * BATCH, WIDTH, dtype=torch.float64))
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        precision="64-true",
-        max_epochs=1,
-        callbacks=memory,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **{"enable_model_summary": False, **settings},
-    )
+    trainer = double_trainer(strategy=strategy, max_epochs=1, callbacks=memory, **settings)
     trainer.fit(kind(), DataLoader(data, BATCH))
     return memory.measured, memory.expected
 
@@ -120,8 +105,7 @@ def summary_of_shards():
 
 
 def of_all():
-    os.environ["OMP_NUM_THREADS"] = "1"
-    warnings.simplefilter("ignore")
+    calm_down()
     reports = {name: report(name) for name in ("ddp", "zero")} | {"fsdp": report(FSDPStrategy())}
     return reports, summary_of_shards()
 

@@ -1,11 +1,10 @@
 """What is computed again gives the same numbers, keeps less memory, and leaves no trace in the module."""
 
 import copy
-import os
-import warnings
 
 import pytest
 import torch
+from as_rank import calm_down, double_trainer, world_size
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
@@ -112,23 +111,9 @@ def data():
     return TensorDataset(x, x.sum(dim=(1, 2))[:, None])
 
 
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def fit(module, setting, ckpt_path=None, **settings):
     """Train six steps of four samples, with a validation in between, in this process or as a rank of a run."""
-    quiet = {
-        "strategy": "ddp" if world_size() > 1 else "single",
-        "accelerator": "cpu",
-        "precision": "64-true",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(activation_checkpointing=setting, **{**quiet, **settings})
+    trainer = double_trainer(activation_checkpointing=setting, **{"max_epochs": 2, **settings})
     trainer.fit(module, DataLoader(data(), 4 // world_size(), shuffle=True), DataLoader(data(), 4), ckpt_path=ckpt_path)
     return trainer
 
@@ -248,8 +233,7 @@ def test_offloading_is_refused_where_it_would_keep_the_module_from_being_compile
 
 
 def of_all():
-    os.environ["OMP_NUM_THREADS"] = "1"
-    warnings.simplefilter("ignore")
+    calm_down()
     found = []
     for strategy in ("ddp", FSDPStrategy(), FSDPStrategy(policy=nn.Linear, reshard_after_forward=False)):
         for setting in (None, "full", "selective"):

@@ -1,0 +1,31 @@
+"""What tests share that train in this process, or as one rank of several."""
+
+import os
+import warnings
+
+from echelon import Trainer
+
+
+def world_size():
+    """Return how many ranks there are; 1 outside of `run_ranks`."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def double_trainer(**settings):
+    """Return a trainer on CPUs, in float64, that writes and prints nothing unless the settings say so."""
+    quiet = {
+        "strategy": "ddp" if world_size() > 1 else "single",
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**quiet, **settings})
+
+
+def calm_down():
+    """Let this rank use one core, and print no warning of torch's."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore")
