@@ -165,8 +165,8 @@ class MemorySnapshots:
                 raise
             self.is_broken = True
             raise CheckpointError(
-                f"The snapshot of step {draft.step} in memory is not taken, nor any more in this round: "
-                f"{str(error).splitlines()[0]}"
+                f"The snapshot of step {draft.step} in memory is not taken, nor any more in this round "
+                f"({str(error).splitlines()[0]}); look at why a rank has ended, or is so slow."
             ) from error
 
     def _answer(self, draft: Draft, shares: Sequence[Share], describe: Callable[..., Mapping[str, FileEntry]]) -> Any:
@@ -178,7 +178,7 @@ class MemorySnapshots:
             return faults[0]
         try:
             own = describe([share.content for share in shares])
-        except (EchelonError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer
             return str(error)
         described = Share({**shares[0].files, **own}, (), None)
         files, transfers = _place([described, *shares[1:]], self.nodes)
@@ -188,16 +188,20 @@ class MemorySnapshots:
 
     def _finish(self, draft: Draft, index: SnapshotIndex, transfers: Sequence[Transfer]) -> None:
         assert self._beside is not None
-        fault: EchelonError | None = None
+        fault: Exception | None = None
         pairs = []
         try:
             pairs = [(transfer, self._end_of(draft, transfer)) for transfer in transfers]
             if self.is_first:
                 write_index(draft.path, index)
-        except EchelonError as error:
+        except (EchelonError, OSError) as error:
             fault = error
         if not self._beside.holds_everywhere(fault is None):
-            raise fault or CheckpointError(f"The snapshot of step {draft.step} has no room on another node.")
+            reason = fault or "another rank has no room for it"
+            raise CheckpointError(
+                f"The snapshot of step {draft.step} in memory is not taken: {reason}; give the node's shared "
+                "memory room for two copies of its state and of its neighbour's."
+            )
         if pairs:
             self._beside.send(pairs)
             self._beside.holds_everywhere(True)  # nobody begins the next before all have got theirs
