@@ -25,7 +25,7 @@ set -u
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 {meeting}
 # One agent a node, which starts the processes there. The end of one is not the end of the others.
-srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
     {launch} &
 nodes=$!
 
@@ -81,8 +81,8 @@ def _options(job: Job) -> dict[str, str]:
     return {
         "job-name": deploy.name,
         **{name: value for name, value in optional.items() if value is not None},
+        # as many as there are; with ntasks-per-node, SLURM would give the least (22.05)
         "nodes": str(most) if least == most else f"{least}-{most}",
-        "ntasks-per-node": "1",
         "cpus-per-task": str(deploy.cpus),
         "mem": f"{size(deploy.memory, 'memory') >> 20}M",
         **({"gpus-per-node": str(deploy.gpus)} if deploy.gpus else {}),
@@ -91,9 +91,6 @@ def _options(job: Job) -> dict[str, str]:
 
 
 def _launch(job: Job) -> str:
-    meeting = "--nodes 1"
-    if job.meets:
-        nodes = f"{job.deploy.min_nodes}:$SLURM_JOB_NUM_NODES"  # those beyond will never come
-        meeting = f'--nodes "{nodes}" --rdzv "$endpoint" --run-id "$SLURM_JOB_ID"'
+    meeting = ' --rdzv "$endpoint" --run-id "$SLURM_JOB_ID"' if job.meets else ""
     program = shell(job.program(job.path, job.overrides, job.deploy.runs))
-    return f"echelon launch {meeting} {shell(job.processes)} \\\n    {program}"
+    return f"echelon launch --nodes {job.nodes}{meeting} {shell(job.processes)} \\\n    {program}"

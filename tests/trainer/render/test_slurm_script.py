@@ -92,7 +92,7 @@ def test_each_node_gets_an_agent_that_meets_the_others_at_the_first(folder):
     program = "-m echelon fit deploy/digits.yaml trainer.default_root_dir=runs/digits ckpt_path=last"
     assert agents == [f"{launch} {program}"] * 2
     (options,) = (folder / "srun").read_text().splitlines()
-    assert options.startswith("--ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 echelon launch ")
+    assert options.startswith("--ntasks=2 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 echelon launch ")
     assert not (folder / "scontrol").exists()
 
 
