@@ -62,6 +62,13 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     supervisor.note("run", {"versions": list(versions), "folder": folder, **state})
 
 
+def note_end(session: Session) -> None:
+    """Tell the agent whether this round has trained to the end, or was asked to end, as nodes come or leave."""
+    supervisor = session.strategy.supervisor
+    if supervisor is not None and session.interruption.is_requested:
+        supervisor.cut_short()
+
+
 def note_checkpoint(session: Session, path: Path) -> None:
     """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
     supervisor = session.strategy.supervisor

@@ -42,7 +42,7 @@ from .module_hooks import ModuleHooks
 from .numerics import numerics
 from .outcome import Outcome, continue_loggers, outcome_of, take_over
 from .profiler import profiler_by_name
-from .recovery import go_on, note_checkpoint, note_run
+from .recovery import go_on, note_checkpoint, note_end, note_run
 from .request import Request
 from .restoring import find_checkpoint
 from .resumed_settings import Winner
@@ -301,6 +301,7 @@ class Trainer(RunView):
             self.profiler.start(self.log_dir, self.strategy.rank)
             yield session
             status = "interrupted" if session.interruption.is_requested else "success"
+            note_end(session)
             if self._reports:
                 self._outcome = outcome_of(session)
         except BaseException as error:

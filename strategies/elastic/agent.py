@@ -127,6 +127,8 @@ class ElasticAgent(Agent):
             self._wait(_SETTLE)
             ends = self._ended_without_result()
             return self._end_round(self._judge(ends), ends)
+        if not self._running and self._round.is_cut_short(self._node_folder):
+            return self._end_round(self._cut_short())
         if not self._running:
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
         hang = self._look()
@@ -160,12 +162,16 @@ class ElasticAgent(Agent):
     def _judge(self, ends: list[End]) -> RoundEnd:
         """Return what the ends of workers say of the round."""
         cause = min(ends, key=lambda end: end.likelihood)
-        if self._signal is not None:
-            return self._ended("preempted", f"This node was told to leave ({self._signal.name})", cause.rank)
-        if any(end.was_interrupted for end in ends):
-            return self._ended("membership", "Nodes come or leave", cause.rank)
+        if self._signal is not None or any(end.was_interrupted for end in ends):
+            return self._cut_short(cause.rank)
         end = self._ended("failure", cause.describe(), cause.rank)
         return replace(end, is_consequence=cause.blames_a_peer and self._round.num_nodes > 1)
+
+    def _cut_short(self, rank: int | None = None) -> RoundEnd:
+        """Return why workers have ended in order, before the end of training."""
+        if self._signal is not None:
+            return self._ended("preempted", f"This node was told to leave ({self._signal.name})", rank)
+        return self._ended("membership", "Nodes come or leave", rank)
 
     def _hung(self, hang: Hang) -> RoundEnd:
         """Write down where all workers stand, and return what is to be said of them."""
@@ -204,12 +210,18 @@ class ElasticAgent(Agent):
 
     # --- the end ---
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """End the workers that still run: nodes have come, and all start anew with them."""
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the workers again, after a round has ended or because nodes have come."""
         if self._running:
             _log.info("Nodes come: the workers of round %d are asked to end", self._round.number)
             self._stop(self._grace)
+            if not (self._ended_without_result() or self._round.is_cut_short(self._node_folder)):
+                return  # training has just come to its end, as will be seen
             append_round(self._node_folder, self._ended("membership", "Nodes have come"))
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Do nothing: a round has ended its workers itself."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Kill what is left, when the agent itself has failed."""

@@ -14,6 +14,7 @@ Kind: TypeAlias = Literal["failure", "hang", "membership", "preempted"]
 
 _NAME: Final = "rounds.jsonl"
 _CURRENT: Final = "round.json"
+_CUT_SHORT: Final = "cut_short_"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,14 @@ class Round:
         """Return what the agent has left in the node folder."""
         found = json.loads((folder / _CURRENT).read_text())
         return cls(**{**found, "shared_at": SharedStore(**found["shared_at"])})
+
+    def cut_short(self, folder: Path) -> None:
+        """Note that workers have brought this round to an end in order, because one of its nodes asked for that."""
+        (folder / f"{_CUT_SHORT}{self.number}").touch()
+
+    def is_cut_short(self, folder: Path) -> bool:
+        """Return whether that was noted in the node folder."""
+        return (folder / f"{_CUT_SHORT}{self.number}").exists()
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,10 @@ class Supervisor:
         """Return what was kept by that name; None if nothing was."""
         return json.loads(self.shared.get(name)) if self.shared.check([name]) else None
 
+    def cut_short(self) -> None:
+        """Tell the agent that training was brought to an end before its end: what this worker returns is no result."""
+        self.round.cut_short(self.folder)
+
     def leave(self) -> None:
         """Ask this node's agent to leave the run, as a scheduler does."""
         os.kill(self.round.agent, signal.SIGTERM)
