@@ -82,9 +82,7 @@ class MemoryWriter:
         self.close()
         if self._snapshots.is_broken:
             return
-        # copying from a device is waiting for it; else the clock of this thread leaves out what others take
-        clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
-        began = clock()
+        began = time.perf_counter()
         draft = self._snapshots.begin(step)
         snapshot: Snapshot | None = None
         filled: list[_Filled] = []
@@ -93,7 +91,7 @@ class MemoryWriter:
             snapshot, filled = self._copy(draft, state)
         except (EchelonError, OSError) as error:
             fault = str(error)  # told in the thread, since others wait for this rank
-        spent += clock() - began
+        spent += time.perf_counter() - began
         work = functools.partial(self._finish, draft, snapshot, filled, fault, spent)
         # a daemon: a process whose run has failed does not wait for ranks that may be dead
         self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
