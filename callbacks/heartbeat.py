@@ -19,7 +19,7 @@ class Heartbeat(Callback):
     """Beats at every micro-batch, between steps, and at every batch of a validation; the trainer adds it.
 
     The hooks run on every rank and do not communicate. A step costs 0.5 us, and 3 us where its kernels have emptied the
-    caches. While torch compiles, in a hook or a step, that is told too: it may take a hundred times as long as the step.
+    caches. While torch compiles, in a hook or a step, that is told too: it may take a hundred times as long as a step.
     """
 
     def __init__(self, beat: Beat) -> None:
