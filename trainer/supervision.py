@@ -13,8 +13,11 @@ from ..callbacks.straggler_monitor import StragglerMonitor
 from ..strategies import Strategy
 
 
-def supervising(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
-    """Return what supervises the workers, called after the user's; where the user has one of a kind, not another.
+def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
+    """Return the callbacks of a run: the user's, and where it is elastic those that supervise its workers.
+
+    The heartbeat comes before the user's, whose work after a step is not to count as part of it. Where the user has one
+    of a kind, there is not another.
 
     Args:
         strategy: that of the run.
@@ -23,15 +26,13 @@ def supervising(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool
     """
     supervisor = strategy.supervisor
     if supervisor is None:
-        return []
+        return list(callbacks)
     number, settings = supervisor.round.number, supervisor.settings
-    own: list[Callback] = [
-        Heartbeat(supervisor.beat),
-        SnapshotInMemory(supervisor.snapshots, settings.snapshot_every),
-    ]
+    own: list[Callback] = [SnapshotInMemory(supervisor.snapshots, settings.snapshot_every)]
     if logs:
         own += [StragglerMonitor(), GoodputMonitor(round_of=lambda: (number, supervisor.history))]
     chaos = settings.chaos
     if chaos:
         own.append(ChaosMonkey(chaos, supervisor.marks, round=number, leave=supervisor.leave, lose=supervisor.lose))
-    return [one for one in own if not any(type(one) is type(theirs) for theirs in callbacks)]
+    kinds = {type(one) for one in callbacks}
+    return [Heartbeat(supervisor.beat), *callbacks, *(one for one in own if type(one) not in kinds)]

@@ -53,7 +53,7 @@ from .session import Session, Task
 from .settings import Settings, accepting
 from .snapshot import still_parts, take_state
 from .state import TrainState
-from .supervision import supervising
+from .supervision import supervised
 from .view import RunView
 
 Work = Callable[[Session, Request], Any]
@@ -341,7 +341,7 @@ class Trainer(RunView):
     def _open_session(self, request: Request) -> Session:
         module, settings = request.module, self.settings
         callbacks = with_module_callbacks(self._callbacks, module)
-        callbacks += supervising(self.strategy, callbacks, logs=bool(self.loggers))
+        callbacks = supervised(self.strategy, callbacks, logs=bool(self.loggers))
         check_state_keys(callbacks)
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())

@@ -185,18 +185,17 @@ class ElasticAgent(Agent):
     def _look(self) -> Hang | None:
         """Return which workers hang, unless those of another node are behind them, where it is that agent's to say."""
         now, suspended = clocks()
-        hang = self._watch.look(now, suspended)
-        if self._round.num_nodes == 1:
-            return hang
-        prefix, shared = f"standing/{self._round.number}", self._meeting.shared
-        mine = self._watch.standing(now)
-        if mine is not None:
-            shared.set(f"{prefix}/{self._node_rank}", json.dumps(astuple(mine)))
-        if hang is None or hang.is_stopped:
-            return hang
-        others = [f"{prefix}/{node}" for node in range(self._round.num_nodes) if node != self._node_rank]
-        known = [Standing(*json.loads(shared.get(key))) for key in others if shared.check([key])]
-        return self._watch.look(now, suspended, known)
+        return self._watch.look(now, suspended, self._elsewhere(now) if self._round.num_nodes > 1 else ())
+
+    def _elsewhere(self, now: float) -> list[Standing]:
+        """Tell the other agents where this node's rearmost workers stand, and return where theirs do."""
+        keys = [f"standing/{self._round.number}/{node}" for node in range(self._round.num_nodes)]
+        shared, mine, own = self._meeting.shared, self._watch.standing(now), keys.pop(self._node_rank)
+        if mine is None:
+            shared.delete_key(own)
+        else:
+            shared.set(own, json.dumps(astuple(mine)))
+        return [Standing(*json.loads(shared.get(key))) for key in keys if shared.check([key])]
 
     def _keep(self, stacks: Mapping[int, str]) -> Path:
         """Write where ranks stood to the run's folder, or to the node folder if there is none yet; return where."""
