@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import atexit
 import socket
-from contextlib import closing
 from datetime import timedelta
 from typing import Any, Final, TypedDict, Unpack
 
 import torch
 
-from .environment import Environment, set_defaults
+from .environment import LOOPBACK, Environment, set_defaults
 from .errors import ConfigError, ProcessError, did_you_mean
 from .network import variables_towards
+from .stores import host_store
 
 START_TIMEOUT: Final = timedelta(minutes=5)
 """How long processes wait for each other at the start, unless told otherwise."""
@@ -152,12 +152,12 @@ class ProcessGroup:
 
         environment, port = self.environment, self.environment.main_port
         is_one_machine = environment.num_nodes == 1
-        address = "127.0.0.1" if is_one_machine else environment.main_address
+        address = LOOPBACK if is_one_machine else environment.main_address
         try:
             if environment.launcher == "torchrun":  # its agent may host the store, or rank 0; torch knows which
                 return next(rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
             if self.rank == 0 and is_one_machine:
-                return _loopback_store(port or 0, limit)
+                return host_store(address, port or 0, limit)
             return TCPStore(address, port or 0, is_master=self.rank == 0, timeout=limit, wait_for_workers=False)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             raise ProcessError(
@@ -165,25 +165,6 @@ class ProcessGroup:
                 f"{address}:{port} ({error}); see that rank 0 runs there, and choose by MASTER_PORT a port that is "
                 "free and behind no firewall."
             ) from error
-
-
-def _loopback_store(port: int, limit: timedelta) -> Any:
-    """Return the store of a run on one machine; torch's own would listen on every interface."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    with closing(socket.socket()) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
-        port = listener.getsockname()[1]
-        return TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
 
 def _leave() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 import time
 import uuid
 from datetime import timedelta
@@ -14,6 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from .environment import LOOPBACK, Environment
 from .errors import ProcessError
+from .stores import host_store
 
 _TRY = timedelta(seconds=3)  # after which a node that waits asks again: it may have reached the store of an earlier run
 
@@ -68,15 +67,14 @@ class Rendezvous(RendezvousHandler):
     def _open(self) -> Any:
         try:
             # on one machine any port: that of the round before is still taken when workers start again
-            listener = listen(self.address, self.port if self.num_nodes > 1 else 0)
+            store = host_store(self.address, self.port if self.num_nodes > 1 else 0)
         except OSError as error:
             raise ProcessError(
                 f"Node 0 cannot listen on {self.address}:{self.port} ({error.strerror}); set MASTER_ADDR to an address "
                 "of this machine and MASTER_PORT to a free port, the same on every node."
             ) from error
-        self.port = listener.getsockname()[1]
-        file = listener.detach()
-        return TCPStore(self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+        self.port = store.port
+        return store
 
     def _visit(self) -> Any:
         """Come to the store of node 0, until it answers."""
@@ -140,20 +138,6 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Do nothing: the store ends with its last holder."""
         return True
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Listen on an address only, where a store left to itself listens on all interfaces.
-
-    A name is no such address: a machine's own often stands for loopback on that machine, and for another elsewhere.
-    """
-    try:
-        version = ipaddress.ip_address(address).version
-    except ValueError:
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
-    return socket.create_server((address, port), family=socket.AF_INET6 if version == 6 else socket.AF_INET)
 
 
 def _hello(node: int) -> str:

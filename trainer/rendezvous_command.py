@@ -61,7 +61,7 @@ def _serve(endpoint: str) -> None:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from ..strategies.elastic.store_process import serve
-    from ..strategies.rendezvous import listen
+    from ..strategies.stores import listen
 
     host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
     listener = listen(host, port)

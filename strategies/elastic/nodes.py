@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # as its documentation has it
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -33,7 +33,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from ..environment import DEFAULT_PORT, LOOPBACK, Environment
 from ..errors import ConfigError, ProcessError
 from ..network import address_towards
-from ..rendezvous import Rendezvous, listen
+from ..rendezvous import Rendezvous
+from ..stores import host_store
 from .quick_steps import QuickSteps
 from .shared_store import SharedStore
 from .store_process import CLOSED, KEPT, LIFE, check_clock, open_store
@@ -126,12 +127,10 @@ class OneNode(Rendezvous):
 
     def __init__(self, limit: timedelta) -> None:
         super().__init__(Environment("none", 0, 0, 0, 1, 1, 1, LOOPBACK, None), limit)
-        listener = listen(LOOPBACK, 0)
-        port = listener.getsockname()[1]
-        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = host_store(LOOPBACK, 0)
         self.shared: Any = PrefixStore("echelon", store)
         """Outlives rounds."""
-        self.shared_at = SharedStore(LOOPBACK, port, "echelon")
+        self.shared_at = SharedStore(LOOPBACK, store.port, "echelon")
 
     def num_nodes_lost(self) -> int:
         """Return 0: this one is here."""

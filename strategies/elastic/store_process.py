@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its d
 
 from ..errors import ConfigError, ProcessError
 from ..network import is_this_machine
-from ..rendezvous import listen
+from ..stores import listen
 
 LIFE: Final = "echelon/life"
 """Counts the signs of life of the agents, of which each gives one a second."""
