@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from torch import nn
 
+from ..strategies.elastic.memory_snapshots import SnapshotCost
 from ..strategies.errors import ConfigError
 from .callback import Callback
 from .run import Run
@@ -28,8 +29,8 @@ _COSTS: Final = 4
 class Snapshots(Protocol):
     """What the snapshots of a run tell of themselves, see `MemorySnapshots`."""
 
-    cost: float | None
-    """The seconds that the newest has taken from this rank's training; None while it is under way."""
+    cost: SnapshotCost | None
+    """What the newest has cost; None while it is under way."""
 
 
 class SnapshotInMemory(Callback):
@@ -60,7 +61,7 @@ class SnapshotInMemory(Callback):
         self._next_look = _FIRST
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._last = 0.0
-        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._costs: deque[SnapshotCost] = deque(maxlen=_COSTS)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin to count."""
@@ -103,9 +104,12 @@ class SnapshotInMemory(Callback):
     def _look(self, trainer: Run) -> int:
         """Return the step at which the next snapshot is due, as far as all ranks know now."""
         cost = self._snapshots.cost
-        own = [math.inf if cost is None else median([*self._costs, cost]), -median(self._times)]
-        found, seconds = trainer.strategy.all_reduce(own, "max")
-        if math.isinf(found):  # the newest is under way on some rank
+        known = [*self._costs, cost or SnapshotCost()]
+        gathering, writing = median(one.gathering for one in known), median(one.writing for one in known)
+        own = [float(cost is None), writing, -gathering, -median(self._times)]
+        is_under_way, writing, gathering, seconds = trainer.strategy.all_reduce(own, "max")
+        if is_under_way:
             return sys.maxsize
-        steps: int = math.ceil(found / (_SHARE * -seconds))
+        # the rank that waited least for the others tells how long it takes to get the state
+        steps: int = math.ceil((writing - gathering) / (_SHARE * -seconds))
         return self._taken_at + max(1, steps)

@@ -16,17 +16,15 @@ def take_snapshot(session: Session) -> None:
     writer = session.snapshots
     if writer is None:
         return
-    waited_since = time.monotonic()
+    began = time.monotonic()
     with session.profiler.record("snapshot"):
-        # the time of this thread, not of waiting for other ranks: they would come as late to the next step
-        began = time.thread_time()
         session.is_taking_snapshot = True
         try:
             state = take_state(session, weights_only=False)
         finally:
             session.is_taking_snapshot = False
-        writer.save(state, session.state.global_step, spent=time.thread_time() - began)
-    session.checkpoint_seconds += time.monotonic() - waited_since
+        writer.save(state, session.state.global_step, gathering=time.monotonic() - began)
+    session.checkpoint_seconds += time.monotonic() - began
 
 
 def end_snapshots(session: Session, *, has_failed: bool) -> None:

@@ -32,6 +32,16 @@ class Recovered:
 
 
 @dataclass(frozen=True)
+class SnapshotCost:
+    """The seconds that a snapshot has taken from this rank's training."""
+
+    gathering: float = 0.0
+    """To get the state; ranks wait for each other there, as they else would a moment later."""
+    writing: float = 0.0
+    """To copy it, and to write it in a thread."""
+
+
+@dataclass(frozen=True)
 class Draft:
     """A snapshot that is being written."""
 
@@ -81,8 +91,8 @@ class MemorySnapshots:
         """The node of each rank."""
         self.is_first = self.rank == self.nodes.index(node)
         """Whether this is the first rank of its node, which writes what is equal on all."""
-        self.cost: float | None = 0.0
-        """The seconds that the newest snapshot has taken from this rank's training; None while it is under way."""
+        self.cost: SnapshotCost | None = SnapshotCost()
+        """What the newest snapshot has cost; None while it is under way."""
         self.is_broken = False
         """Whether ranks have lost touch, so that there can be no more snapshots in this round."""
         self._beside: MemoryExchange | None = None

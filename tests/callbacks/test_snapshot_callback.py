@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,19 @@ from torch import nn
 
 from echelon import Callback, Trainer
 from echelon.callbacks.memory_snapshots import SnapshotInMemory
+from echelon.strategies.elastic.memory_snapshots import SnapshotCost
 from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
 
 
-@dataclass
 class Costing:
     """Snapshots of which each has the same cost."""
 
-    cost: float | None
+    def __init__(self, seconds: float | None) -> None:
+        self.set(seconds)
+
+    def set(self, seconds: float | None) -> None:
+        self.cost = None if seconds is None else SnapshotCost(seconds / 4, seconds * 3 / 4)
 
 
 class Counting(Trainer):
@@ -82,7 +85,7 @@ def test_the_interval_grows_with_the_cost_and_shrinks_with_the_time_of_a_step(
         """Let a snapshot cost 0.75% of so many of the longest steps, or of the shortest."""
 
         def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
-            snapshots.cost = 0.0075 * steps * pick(callback._times, default=0.0)
+            snapshots.set(0.0075 * steps * pick(callback._times, default=0.0))
 
     snapshots = Costing(0.0)
     callback = SnapshotInMemory(snapshots)

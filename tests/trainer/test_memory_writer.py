@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, Trainer, TrainModule, seed_everything
-from echelon.strategies.elastic.memory_snapshots import MemorySnapshots
+from echelon.strategies.elastic.memory_snapshots import MemorySnapshots, SnapshotCost
 from echelon.strategies.elastic.snapshot_index import OUTLINE
 from echelon.strategies.errors import CheckpointError
 from echelon.strategies.fsdp import FSDPStrategy
@@ -182,15 +182,16 @@ def written(folder: Path) -> tuple[MemorySnapshots, MemoryWriter]:
 
 def test_a_snapshot_is_of_the_moment_and_costs_what_it_says(memory_path: Path) -> None:
     snapshots, writer = written(memory_path)
-    assert snapshots.cost == 0.0
+    assert snapshots.cost == SnapshotCost()
     for step in (1, 2, 3):
         state = state_at(step)
-        writer.save(state, step, spent=10.0)
+        writer.save(state, step, gathering=10.0)
         state["model"]["a"].fill_(-1)
         state["optimizers"][0]["state"]["a"]["exp_avg"].fill_(-1)
     writer.close()
     assert snapshots.cost is not None
-    assert 10.0 < snapshots.cost < 20.0
+    assert snapshots.cost.gathering == 10.0
+    assert 0.0 < snapshots.cost.writing < 10.0
     recovered = MemorySnapshots(memory_path, 1).agree()
     assert recovered is not None
     assert same(load(recovered.path, verify=False), state_at(3))

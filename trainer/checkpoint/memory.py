@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.elastic.memory_file import MemoryFile, checksum
-from ...strategies.elastic.memory_snapshots import Draft, MemorySnapshots, Share
+from ...strategies.elastic.memory_snapshots import Draft, MemorySnapshots, Share, SnapshotCost
 from ...strategies.elastic.snapshot_index import FileEntry
 from ...strategies.errors import EchelonError
 from .disk import FileRecord
@@ -71,13 +71,13 @@ class MemoryWriter:
         self._is_over = False
         self._is_failing = False  # what goes wrong again and again is logged once
 
-    def save(self, state: Mapping[str, Any], step: int, *, spent: float = 0.0) -> None:
+    def save(self, state: Mapping[str, Any], step: int, *, gathering: float = 0.0) -> None:
         """Copy `state`, wait for the snapshot before that if it is not complete, and return.
 
         Args:
             state: as `checkpoint.save` takes it.
             step: of which it is.
-            spent: the seconds that it has taken to get the state, for `MemorySnapshots.cost`.
+            gathering: the seconds that it has taken to get the state, for `MemorySnapshots.cost`.
         """
         self.close()
         if self._snapshots.is_broken:
@@ -91,8 +91,8 @@ class MemoryWriter:
             snapshot, filled = self._copy(draft, state)
         except (EchelonError, OSError) as error:
             fault = str(error)  # told in the thread, since others wait for this rank
-        spent += time.perf_counter() - began
-        work = functools.partial(self._finish, draft, snapshot, filled, fault, spent)
+        cost = SnapshotCost(gathering, time.perf_counter() - began)
+        work = functools.partial(self._finish, draft, snapshot, filled, fault, cost)
         # a daemon: a process whose run has failed does not wait for ranks that may be dead
         self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
         self._thread.start()
@@ -143,7 +143,7 @@ class MemoryWriter:
         return room
 
     def _finish(
-        self, draft: Draft, snapshot: Snapshot | None, filled: Sequence[_Filled], fault: str, spent: float
+        self, draft: Draft, snapshot: Snapshot | None, filled: Sequence[_Filled], fault: str, cost: SnapshotCost
     ) -> None:
         try:
             files = {
@@ -169,7 +169,8 @@ class MemoryWriter:
         else:
             self._is_failing = False
         finally:
-            self._snapshots.cost = None if self._snapshots.is_broken else spent + time.thread_time()
+            cost = replace(cost, writing=cost.writing + time.thread_time())
+            self._snapshots.cost = None if self._snapshots.is_broken else cost
 
 
 def _groups(snapshot: Snapshot) -> Iterator[tuple[str, bool, dict[str, Piece]]]:
