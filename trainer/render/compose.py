@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .deploy import size
-from .job import CONFIG, RUNS, Job
+from .job import CONFIG, ENV, RUNS, Job
 from .yaml_text import yaml_text
 
 _NOTES: Final = {
@@ -49,7 +49,7 @@ def _rendezvous(job: Job) -> dict[str, Any]:
     return {
         "image": job.image,
         "command": job.rendezvous("0.0.0.0"),
-        "environment": {"HOME": "/tmp", "OMP_NUM_THREADS": "1"},
+        "environment": {**ENV, "OMP_NUM_THREADS": "1"},
         "healthcheck": {
             "test": ["CMD", "python", "-c", connect],
             "interval": "5s",
@@ -69,8 +69,7 @@ def _node(job: Job) -> dict[str, Any]:
         "command": [word.replace("$", "$$") for word in job.in_container("rendezvous")],
         **meeting,
         "environment": {
-            "HOME": "/tmp",
-            "PYTHONUNBUFFERED": "1",
+            **ENV,
             **{name: value.replace("$", "$$") for name, value in deploy.env.items()},
         },
         "deploy": {"replicas": deploy.max_nodes, "resources": _resources(job)},

@@ -62,8 +62,8 @@ class Deploy:
     # --- SLURM ---
     partition: str | None = None
     account: str | None = None
-    time: str = "24:00:00"
-    """How long one allocation lasts; after it the job is queued again, and goes on."""
+    time: int | str = "24:00:00"
+    """How long one allocation lasts, or its minutes; after it the job is queued again, and goes on."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell that make ``echelon`` a command, such as ``source .venv/bin/activate``."""
 

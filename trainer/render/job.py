@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,8 @@ CONFIG: Final = "/etc/echelon/config.yaml"
 """Where a container finds the config."""
 RUNS: Final = "/runs"
 """Where a container finds the volume of the runs."""
+ENV: Final[Mapping[str, str]] = {"HOME": "/tmp", "USER": "echelon", "PYTHONUNBUFFERED": "1"}
+"""Variables of all containers, whose user may have neither home nor name in the image."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .job import CONFIG, RUNS, Job
+from .job import CONFIG, ENV, RUNS, Job
 
 Object = dict[str, Any]
 
@@ -79,7 +79,7 @@ def node_pod(job: Job, container: Mapping[str, Any], **spec: Any) -> Object:
         "tmp": {"emptyDir": {}},
     }
     places = {"config": CONFIG.rpartition("/")[0], "runs": RUNS, "shared-memory": "/dev/shm", "tmp": "/tmp"}
-    env = {"HOME": "/tmp", "PYTHONUNBUFFERED": "1", **job.deploy.env}
+    env = {**ENV, **job.deploy.env}
     started = ["sh", "-c", "ls -d /dev/shm/echelon-node-*"]
     whole = {
         **container,
@@ -181,7 +181,7 @@ def _rendezvous(job: Job) -> Object:
         "name": "rendezvous",
         "image": job.image,
         "command": job.rendezvous("0.0.0.0"),
-        "env": [{"name": "HOME", "value": "/tmp"}, {"name": "OMP_NUM_THREADS", "value": "1"}],
+        "env": [{"name": name, "value": value} for name, value in {**ENV, "OMP_NUM_THREADS": "1"}.items()],
         "ports": [{"name": "store", "containerPort": job.deploy.port}],
         "resources": {"requests": _LITTLE, "limits": _LITTLE},
         "readinessProbe": probe,

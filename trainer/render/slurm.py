@@ -86,7 +86,7 @@ def _options(job: Job) -> dict[str, str]:
         "cpus-per-task": str(deploy.cpus),
         "mem": f"{size(deploy.memory, 'memory') >> 20}M",
         **({"gpus-per-node": str(deploy.gpus)} if deploy.gpus else {}),
-        "time": deploy.time,
+        "time": str(deploy.time),
     }
 
 

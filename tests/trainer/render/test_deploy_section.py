@@ -8,6 +8,7 @@ from printed import ON_KUBERNETES, config, documents
 from echelon.strategies.errors import ConfigError
 from echelon.trainer.cli import main
 from echelon.trainer.config import load_config, read_config
+from echelon.trainer.launch_command import _parser as launch_parser
 from echelon.trainer.render_command import render
 
 
@@ -92,6 +93,22 @@ def test_what_yaml_would_count_by_sixties_is_text_or_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("# two lines\ndeploy:\n  nodes: 1:4\n")
     with pytest.raises(ConfigError, match=r'line 3: YAML reads 1:4 as a number; write "1:4"'):
         read_config(path)
+
+
+def test_the_time_of_slurm_may_be_minutes(tmp_path):
+    assert "--time=90\n" in render("slurm", config(tmp_path, {}), ["deploy.time=90"])
+
+
+@pytest.mark.parametrize("nodes", [1, 3, "2:5"])
+def test_the_command_of_a_node_is_one_that_the_launcher_takes(nodes, tmp_path):
+    path = config(tmp_path, {"image": "a", "nodes": nodes, "nproc": 2, "max_restarts": 7})
+    echelon, launch, *words = container(documents("indexed-job", path))[0]["command"]
+    assert (echelon, launch) == ("echelon", "launch")
+    options = launch_parser().parse_args(words)
+    least, _, most = str(nodes).partition(":")
+    assert options.nodes == (int(least), int(most or least))
+    assert (options.nproc, options.max_restarts, options.module, options.program) == ("2", 7, True, "echelon")
+    assert options.arguments[:2] == ["fit", "/etc/echelon/config.yaml"]
 
 
 def test_the_defaults_of_a_node_follow_each_other(tmp_path):

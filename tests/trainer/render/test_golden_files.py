@@ -10,7 +10,9 @@ EXAMPLE = ROOT / "deploy" / "digits.yaml"
 
 
 @pytest.mark.parametrize("target", FILES)
-@pytest.mark.parametrize(("config", "folder"), [(EXAMPLE, EXAMPLE.parent), (CLUSTER, CLUSTER.with_suffix(""))])
+@pytest.mark.parametrize(
+    ("config", "folder"), [(EXAMPLE, EXAMPLE.parent), (CLUSTER, CLUSTER.with_suffix(""))], ids=["digits", "cluster"]
+)
 def test_a_config_is_rendered_as_in_its_golden_file(config, folder, target, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     path = str(config.relative_to(ROOT))

@@ -16,7 +16,7 @@ from echelon.trainer.render_command import render
 
 VERSIONS = ("1.31", "1.37")  # the first that has all of it switched on, and the last whose schema there is
 SPECIAL = {"PyTorchJob", "TrainJob", "TrainingRuntime"}
-CONFIGS = [str(ROOT / "deploy" / "digits.yaml"), str(CLUSTER)]
+CONFIGS = [pytest.param(str(path), id=path.stem) for path in (ROOT / "deploy" / "digits.yaml", CLUSTER)]
 
 
 @pytest.mark.parametrize("path", CONFIGS)
