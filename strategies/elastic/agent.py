@@ -128,14 +128,14 @@ class ElasticAgent(Agent):
             ends = self._ended_without_result()
             return self._end_round(self._judge(ends), ends)
         if not self._running and self._round.is_cut_short(self._node_folder):
-            return self._end_round(self._cut_short())
+            return self._end_round(self._changed("Nodes come or leave"))
         if not self._running:
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
         hang = self._look()
         if hang is not None:
             return self._end_round(self._hung(hang))
         if self._meeting.num_nodes_lost():
-            return self._end_round(self._ended("membership", "A node has left"))
+            return self._end_round(self._changed("A node has left"))
         return RunResult(state=WorkerState.HEALTHY)
 
     def _end_round(self, end: RoundEnd, ends: list[End] | None = None) -> RunResult:
@@ -163,15 +163,15 @@ class ElasticAgent(Agent):
         """Return what the ends of workers say of the round."""
         cause = min(ends, key=lambda end: end.likelihood)
         if self._signal is not None or any(end.was_interrupted for end in ends):
-            return self._cut_short(cause.rank)
+            return self._changed("Nodes come or leave", cause.rank)
         end = self._ended("failure", cause.describe(), cause.rank)
         return replace(end, is_consequence=cause.blames_a_peer and self._round.num_nodes > 1)
 
-    def _cut_short(self, rank: int | None = None) -> RoundEnd:
-        """Return why workers have ended in order, before the end of training."""
+    def _changed(self, cause: str, rank: int | None = None) -> RoundEnd:
+        """Return what ends a round that no worker has failed in: this node's leave, or what others do."""
         if self._signal is not None:
             return self._ended("preempted", f"This node was told to leave ({self._signal.name})", rank)
-        return self._ended("membership", "Nodes come or leave", rank)
+        return self._ended("membership", cause, rank)
 
     def _hung(self, hang: Hang) -> RoundEnd:
         """Write down where all workers stand, and return what is to be said of them."""
