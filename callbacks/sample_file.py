@@ -136,6 +136,7 @@ class SampleWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Let go of the file."""
         self._file.close()
 
 
