@@ -89,6 +89,10 @@ def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
     except SystemExit:
         return _told("ended by a signal, and saved; start it again to go on", 143)
     except BaseException as error:
+        from ..strategies.elastic.nodes import SpareError
+
+        if isinstance(error, SpareError):
+            return _told(str(error), 0)
         ends = agents[0].failed if agents else []
         if ends:
             cause = min(ends, key=lambda end: end.likelihood)

@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -37,7 +38,7 @@ from ..rendezvous import Rendezvous
 from ..stores import host_store
 from .quick_steps import QuickSteps
 from .shared_store import SharedStore
-from .store_process import CLOSED, KEPT, LIFE, check_clock, open_store
+from .store_process import CLOSED, KEPT, LIFE, check_clock, reach_store
 
 _KEEP_ALIVE: Final = timedelta(seconds=1)  # between two signs of life of an agent
 _MISSED: Final = 3  # as many after which it is dead
@@ -105,7 +106,7 @@ def _await_end_of_last_run(place: SharedStore, limit: timedelta) -> None:
     """
     end = time.monotonic() + _AFTER_A_RUN
     while True:
-        store = open_store(place.host, place.port, limit)
+        store = reach_store(place.host, place.port, limit)
         check_clock(store)
         if not store.check([f"{place.prefix}/{_OVER}"]):
             return
@@ -120,6 +121,10 @@ def _over(place: SharedStore) -> ProcessError:
     return ProcessError(
         f"The run {run_id!r} that met at {place.host}:{place.port} is over; give the next one another run id."
     )
+
+
+class SpareError(ProcessError):
+    """A run that ended while this node stood by."""
 
 
 class OneNode(Rendezvous):
@@ -153,7 +158,7 @@ class ManyNodes(DynamicRendezvousHandler):
     def __init__(self, shared_at: SharedStore, settings: RendezvousSettings) -> None:
         host, port, limit = shared_at.host, shared_at.port, settings.timeout.join
         # a connection for each use: a call that waits, for a key or an answer, holds up all others on its connection
-        state, rounds, shared = (open_store(host, port, limit) for _ in range(3))
+        state, rounds, shared = (reach_store(host, port, limit) for _ in range(3))
         self.address = address_towards(host)
         """Of this node, for the others."""
         self.shared_at = shared_at
@@ -172,13 +177,19 @@ class ManyNodes(DynamicRendezvousHandler):
 
         Raises:
             ProcessError: if the store is gone, the run is over, or too few nodes came in time.
-            RendezvousGracefulExitError: if the run ended while this node stood by.
+            SpareError: if the run ended while this node stood by.
         """
         self._link.is_waited_for = True
         try:
             info = self._meet()
         except RendezvousClosedError as error:
             raise _over(self.shared_at) from error
+        except RendezvousGracefulExitError as error:
+            most = self.settings.max_nodes
+            raise SpareError(
+                f"The run {self.get_run_id()!r} at {self._endpoint} ended while this node stood by, as {most} others "
+                "took part; nothing is left to do here."
+            ) from error
         except RendezvousTimeoutError as error:
             raise self._too_few() from error
         except (RendezvousConnectionError, RendezvousStateError) as error:
@@ -186,7 +197,7 @@ class ManyNodes(DynamicRendezvousHandler):
         finally:
             self._link.is_waited_for = False
         self.node_rank, self.num_nodes = info.rank, info.world_size
-        self._steps.has_met = True
+        self._steps.note_round()
         return info
 
     def _meet(self) -> RendezvousInfo:
@@ -210,13 +221,16 @@ class ManyNodes(DynamicRendezvousHandler):
             raise self._lost(error) from error
 
     def num_nodes_lost(self) -> int:
-        """Return how many nodes of this round have left it, or given no sign of life.
+        """Return how many nodes of this round have left it, or given no sign of life; 0 once the run is over.
+
+        Then nodes leave as their workers end, and so may this one.
 
         Raises:
             ProcessError: if the store is gone.
         """
         self.num_nodes_waiting()  # looks at the store
-        return self.num_nodes - len(self._state_holder.state.participants)
+        state = self._state_holder.state
+        return 0 if state.closed else self.num_nodes - len(state.participants)
 
     def leave(self) -> None:
         """Leave the run for good; the others see it at once, and need not wait until this node counts as dead.

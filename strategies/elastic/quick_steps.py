@@ -17,20 +17,25 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 _LOOK: Final = 0.05  # seconds; a look costs 0.3 ms
+_BETWEEN: Final = 0.5  # seconds in which a node that has left the last round is in the queue for the next one
 
 
 class QuickSteps(_DistributedRendezvousOpExecutor):
     """Takes the steps that torch's operations decide on, and ends a meeting for which nobody is missing.
 
     torch has nodes that are enough wait for others (last_call) each time they meet. At the first meeting nobody knows
-    who comes. Later all who were there come from the last round, the last of them opening the next one: once nobody
-    waits to be let in, all are there.
+    who comes. Later, those of the last round come, the last of them opening the next one, and those in the queue: once
+    it is empty, all are there but who has left, or is dead.
     """
 
     def __init__(self, node: _NodeDesc, holder: _BackendRendezvousStateHolder, settings: RendezvousSettings) -> None:
         super().__init__(node, holder, settings)
-        self.has_met = False
-        """Whether this node has taken part in a round."""
+        self._expected: frozenset[_NodeDesc] = frozenset()
+        self._since: float | None = None
+
+    def note_round(self) -> None:
+        """Expect those of the round that stands now at the next one."""
+        self._expected = frozenset(self._state_holder.state.participants)
 
     def run(
         self,
@@ -56,4 +61,8 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         state = context.state
         is_open = not state.complete and context.node in state.participants
         is_enough = len(state.participants) >= context.settings.min_nodes
-        return self.has_met and is_open and is_enough and not state.wait_list
+        if not self._expected or not is_open or not is_enough or state.wait_list:
+            self._since = None
+            return False
+        self._since = time.monotonic() if self._since is None else self._since
+        return self._expected <= state.participants.keys() or time.monotonic() - self._since > _BETWEEN

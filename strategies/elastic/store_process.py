@@ -42,7 +42,7 @@ serve({address!r}, {port}, {file})
 """
 
 
-def open_store(host: str, port: int, limit: timedelta) -> Any:
+def reach_store(host: str, port: int, limit: timedelta) -> Any:
     """Connect to the store, which is started here if nobody has, and this is the machine that `host` names.
 
     Raises:

@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousJ
 from two_nodes import run_together, two_nodes
 
 from echelon.strategies.elastic import store_process
-from echelon.strategies.elastic.nodes import ManyNodes, OneNode, meeting
-from echelon.strategies.elastic.store_process import CLOCK, KEPT, check_clock, open_store
+from echelon.strategies.elastic.nodes import ManyNodes, OneNode, SpareError, meeting
+from echelon.strategies.elastic.store_process import CLOCK, KEPT, check_clock, reach_store
 from echelon.strategies.errors import ConfigError, ProcessError
 
 MEMBER = Path(__file__).with_name("member_of_nodes.py")
@@ -59,9 +59,17 @@ def wait_until(condition):
 
 
 def meet(*nodes):
-    """Have all of these meet; return their ranks, and the port on which workers meet."""
+    """Have all of these meet, as agents do; return their ranks, and the port on which workers meet."""
+
+    def take_part(one):
+        info = one.next_rendezvous()
+        while info.world_size < len(nodes):
+            wait_until(lambda: one.num_nodes_waiting() or one.num_nodes_lost())
+            info = one.next_rendezvous()
+        return info
+
     with ThreadPoolExecutor(len(nodes)) as threads:
-        found = list(threads.map(lambda one: one.next_rendezvous(), nodes))
+        found = list(threads.map(take_part, nodes))
     assert {info.world_size for info in found} == {len(nodes)}
     [port] = {info.bootstrap_store_info.master_port for info in found}
     return [info.rank for info in found], port
@@ -88,11 +96,7 @@ def test_nodes_come_and_leave(node):
     assert isinstance(first, ManyNodes)
     assert meet(first)[0] == [0]
     first.shared.set("key", "value")
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(second.next_rendezvous)
-        wait_until(first.num_nodes_waiting)
-        assert first.next_rendezvous().rank == 0
-        assert coming.result().rank == 1
+    assert meet(first, second)[0] == [0, 1]
     assert second.shared.get("key") == second.shared_at.connect().get("key") == b"value"
     assert (first.num_nodes_lost(), second.num_nodes_lost()) == (0, 0)
     second.leave()
@@ -122,15 +126,23 @@ def test_more_nodes_than_are_wanted_stand_by(node):
         second.leave()
         wait_until(first.num_nodes_waiting)
         assert first.next_rendezvous().world_size == coming.result().world_size == 2
+        coming = thread.submit(second.next_rendezvous)
+        wait_until(lambda: first.num_nodes_waiting() or first._state_holder.state.redundancy_list)
+        assert first.shutdown()
+        with pytest.raises(SpareError, match="ended while this node stood by, as 2 others took part"):
+            coming.result()
+    first.release()
+    assert spare.num_nodes_lost() == 0
 
 
 def test_a_node_that_is_lost_while_all_meet(node):
-    first, second = node(nodes=(1, 2)), node(nodes=(1, 2))
+    first, second = (node(nodes=(1, 2), last_call=LIMIT) for _ in range(2))
     second._store.set_timeout(timedelta(seconds=1))
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(second.next_rendezvous)
         first._op_executor.run(_RendezvousJoinOp(), time.monotonic() + LIMIT.total_seconds())
         assert first._get_world() == (0, 2)  # and of this node nothing is heard any more
+        second.settings.timeout._set_timeouts(last_call=timedelta(seconds=0.3))
         assert coming.result().world_size == 1
 
 
@@ -194,7 +206,7 @@ def is_listening(port):
 def test_no_store():
     told = r"There is no store at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
     with pytest.raises(ProcessError, match=told):
-        open_store("127.0.0.2", 1, timedelta(seconds=0.1))
+        reach_store("127.0.0.2", 1, timedelta(seconds=0.1))
 
 
 def test_clocks_that_differ(monkeypatch):
