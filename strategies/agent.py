@@ -13,6 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +24,11 @@ from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from . import worker
+from .errors import ProcessError
 from .failures import End
 
+_WORD = 2.0  # seconds in which the fork server tells how a worker has ended that is no more
+_UNKNOWN = 255  # what multiprocessing says of a process whose fork server is gone
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for workers of which another failed
 # torch._dynamo is imported by the first optimizer, and costs a second
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.optim", "cloudpickle", "echelon", f"{__package__}.preloaded")
@@ -89,7 +93,13 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         _preload(self._modules)
         with _blank_main(), _without_a_warning():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            try:
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+            except (EOFError, ConnectionError) as error:
+                raise ProcessError(
+                    f"The fork server, which starts the workers of this node, ended while it did so ({error!r}); start "
+                    "again. If the kernel's out-of-memory killer ended it (see dmesg), use less memory a process."
+                ) from error
         assert self._pcontext is not None
         self._processes = list(self._pcontext._pc.processes)  # type: ignore[attr-defined]  # noqa: SLF001 - their ends
         self.ranks = [one.global_rank for one in worker_group.workers]
@@ -107,12 +117,13 @@ class Agent(LocalElasticAgent):
     def _ended_without_result(self) -> list[End]:
         ends = []
         for rank, process in zip(self.ranks, self._processes, strict=True):
-            if process.exitcode is None:
+            exit_code = _exit_code(process)
+            if exit_code is None:
                 continue
             self._running.pop(rank, None)
             if not (self.folder / f"{rank}.result").exists():
                 world_size = self._worker_group.workers[0].world_size
-                ends.append(End.read(self.folder, rank, world_size, process.pid, process.exitcode))
+                ends.append(End.read(self.folder, rank, world_size, process.pid, exit_code))
         return ends
 
     def _wait(self, seconds: float) -> None:
@@ -141,6 +152,31 @@ class _Inherited(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return ""
+
+
+def _exit_code(process: Any) -> int | None:
+    """Return how a worker has ended; None while it runs.
+
+    It is the fork server that tells, by a pipe. Where it cannot, because it was stopped or killed while somebody else
+    has the pipe open, a worker that is no more would else be waited for without end.
+    """
+    if process.exitcode is None and not _is_there(process.pid):
+        process.join(_WORD)
+        if process.exitcode is None:
+            process._popen.returncode = _UNKNOWN  # noqa: SLF001 - elastic, too, would wait for it
+    code: int | None = process.exitcode
+    return code
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except OSError:  # no Linux
+        return True
+    return state not in "ZX"
 
 
 def _preload(modules: Iterable[str]) -> None:

@@ -155,6 +155,7 @@ class _Signals:
 def _run(job: Job, make_agent: MakeAgent, signals: _Signals, timeout: float | None = None) -> Agent:
     """Run the workers to their end, whatever it is."""
     agent = signals.agent = make_agent(job)
+    signals.raise_if_received()  # one that came before there was an agent to pass it on: that imports a good deal
     errors: list[BaseException] = []
 
     def watch() -> None:
@@ -162,6 +163,7 @@ def _run(job: Job, make_agent: MakeAgent, signals: _Signals, timeout: float | No
             agent.run()
         except BaseException as error:  # noqa: BLE001 - raised in the caller
             errors.append(error)
+        finally:
             agent.has_started.set()
 
     # In the main thread elastic would install signal handlers, for good.

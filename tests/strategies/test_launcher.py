@@ -291,6 +291,32 @@ def test_a_second_signal_kills(tmp_path):
         launched(run, 1)
 
 
+def test_a_signal_that_comes_before_there_is_an_agent_is_not_lost(tmp_path):
+    def make_agent(job):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fixed_agents(1, Environment("none", 0, 0, 0, 1, 1, 1, "127.0.0.1", None), MINUTE)(job)
+
+    with pytest.raises(SystemExit):
+        launch((tmp_path / "has_run").touch, make_agent, is_local=True)
+    assert not (tmp_path / "has_run").exists()
+
+
+@linux_only
+def test_a_worker_that_is_gone_is_not_waited_for_when_the_fork_server_tells_nothing(tmp_path):
+    fork_server = tmp_path / "fork_server"
+
+    def run():
+        fork_server.write_text(str(os.getppid()))
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with pytest.raises(ProcessError, match="Rank 0 of 1"):
+            launched(run, 1)
+    finally:
+        os.kill(int(fork_server.read_text()), signal.SIGCONT)
+
+
 ENDLESS = """
 import os, time
 from pathlib import Path
