@@ -55,9 +55,15 @@ _MEETING: Final = """
 # signal that cancels the job reaches every process, but the nodes need this one to leave.
 addresses=$(getent ahostsv4 "$(hostname)"; hostname -I | tr ' ' '\\n')
 address=$(awk '$1 && !/^127\\./ {{ print $1; exit }}' <<< "$addresses")
-endpoint=${{address:-127.0.0.1}}:$(({port} + SLURM_JOB_ID % 1000))
-(trap '' TERM && exec echelon rendezvous --listen "$endpoint") &
+address=${{address:-127.0.0.1}}
+port=$(({port} + SLURM_JOB_ID % 1000))
+(trap '' TERM && exec echelon rendezvous --listen "$address:$port") &
 rendezvous=$!
+# The agent of this node would start a store of its own if there were none.
+until (: <> "/dev/tcp/$address/$port") 2>/dev/null; do
+    kill -0 "$rendezvous" || exit 1
+    sleep 0.5
+done
 """
 
 
@@ -91,6 +97,6 @@ def _options(job: Job) -> dict[str, str]:
 
 
 def _launch(job: Job) -> str:
-    meeting = ' --rdzv "$endpoint" --run-id "$SLURM_JOB_ID"' if job.meets else ""
+    meeting = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if job.meets else ""
     program = shell(job.program(job.path, job.overrides, job.deploy.runs))
     return f"echelon launch --nodes {job.nodes}{meeting} {shell(job.processes)} \\\n    {program}"

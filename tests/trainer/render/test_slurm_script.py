@@ -24,12 +24,18 @@ exit "$code"
 """
 ECHELON = """
 echo "$*" >> "echelon-$1"
-if [ "$1" = rendezvous ]; then echo $$ > rendezvous.pid; exec sleep 60; fi
+if [ "$1" = rendezvous ]; then echo $$ > rendezvous.pid; exec python3 -c "$LISTEN" "${3%:*}" "${3#*:}"; fi
 [ -z "${CODE:-}" ] || exit "$CODE"
 trap 'kill $!; exit 143' TERM
 sleep 60 &
 echo ready
 wait
+"""
+LISTEN = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    while True:
+        server.accept()[0].close()
 """
 SCANCEL = """echo "$*" > scancel; kill -TERM $(cat nodes)"""
 SCONTROL = """echo "$*" > scontrol"""
@@ -63,6 +69,7 @@ def start(folder, script, **environ):
         "SLURM_JOB_ID": "4242",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_PER_TASK": "2",
+        "LISTEN": LISTEN,
         **environ,
     }
     return subprocess.Popen(["bash", script], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
@@ -121,6 +128,12 @@ def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(folder):
 def test_the_exit_code_of_a_failed_run_is_that_of_the_job(folder):
     assert end(start(folder, SCRIPTS[0], CODE="3"), folder) == 3
     assert not (folder / "scontrol").exists()
+
+
+def test_a_job_without_a_place_to_meet_starts_no_node(folder):
+    (folder / "bin" / "echelon").write_text("#!/bin/bash\nexit 1\n")
+    assert end(start(folder, SCRIPTS[0]), folder) == 1
+    assert not (folder / "srun").exists()
 
 
 def test_one_node_needs_nothing_to_meet_at(folder):
