@@ -69,6 +69,7 @@ class ChaosMonkey(Callback):
         self._step = -1
         self._pause = 0.0
         self._num_drawn, self._drawn_at, self._look_at = 0, 0.0, 0.0
+        self._trains_since: float | None = None
 
     # --- the points --------------------------------------------------------------------------------------------------
 
@@ -82,8 +83,6 @@ class ChaosMonkey(Callback):
         workers = strategy.all_gather_object((self._node, pid))
         self._neighbours = [other for node, other in workers if node == self._node and other != pid]
         self._reach("start", self._round)
-        if self._chaos.at_random is not None and self._rank == 0:
-            self._marks.claim("random-begun")
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         """Act before a step, at its first micro-batch."""
@@ -126,10 +125,11 @@ class ChaosMonkey(Callback):
         """Act, if the next random fault is due, and of this rank."""
         faults = self._chaos.at_random
         assert faults is not None
-        if not self._num_drawn:
-            self._drawn_at = self._marks.time_of("random-begun") or time.time()
+        if self._trains_since is None:
+            # a fault that fell due while nobody trained would hit the first step, round after round, for ever
+            self._drawn_at = self._trains_since = time.time()
         while (before := self._marks.time_of(f"random-{self._num_drawn}")) is not None:
-            self._drawn_at, self._num_drawn = before, self._num_drawn + 1
+            self._drawn_at, self._num_drawn = max(before, self._trains_since), self._num_drawn + 1
         seconds, action, rank = faults.draw(self._num_drawn, self._world_size)
         self._look_at = self._drawn_at + seconds
         if time.time() < self._look_at:

@@ -72,7 +72,7 @@ class RandomFaults:
         return f"random:seed={self.seed}{option}@seconds={_plain(self.shortest)}-{_plain(self.longest)}"
 
     def draw(self, number: int, world_size: int) -> tuple[float, Action, int]:
-        """Return, of one fault, the seconds since the one before, its action, and the rank."""
+        """Return, of one fault, the seconds since the one before or the restart, its action, and the rank."""
         drawn = random.Random(f"{self.seed}/{number}")
         seconds = drawn.uniform(self.shortest, self.longest)
         return seconds, drawn.choice(self.actions), int(drawn.random() * world_size)
@@ -107,7 +107,8 @@ class Chaos:
     ============================== ===================================================================================
 
     A rank without samples in step N does not come to that point. ``random:seed=3@seconds=5-10`` is a fault every 5 to
-    10 seconds, at the next step, on any rank; ``+actions=kill/hang`` says of which kinds, by default ``kill/stop``.
+    10 seconds of training, at the next step, on any rank; ``+actions=kill/hang`` says of which kinds, by default
+    ``kill/stop``.
 
     Raises:
         ConfigError: for a text that cannot be read.

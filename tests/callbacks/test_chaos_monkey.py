@@ -160,12 +160,12 @@ def test_random_faults_go_on_where_the_worker_before_has_left_off(tmp_path: Path
     assert {path.name for path in tmp_path.glob("chaos-random-*")} >= {f"chaos-random-{i}" for i in range(8)}
 
 
-def test_random_faults_keep_their_distance(tmp_path: Path) -> None:
-    text = "random:seed=1+actions=leave@seconds=1000-1000"
-    assert fit(tmp_path, text) == []
+def test_random_faults_keep_their_distance_from_the_first_step_of_a_round_too(tmp_path: Path) -> None:
+    assert fit(tmp_path, "random:seed=1+actions=leave@seconds=0-0") == ["leave"] * 4
     long_ago = time.time() - 1001
-    os.utime(tmp_path / "chaos-random-begun", (long_ago, long_ago))
-    assert fit(tmp_path, text) == ["leave"]  # the next is due 1000 s after this one
+    for mark in tmp_path.glob("chaos-random-*"):
+        os.utime(mark, (long_ago, long_ago))
+    assert fit(tmp_path, "random:seed=1+actions=leave@seconds=1000-1000", round=1) == []
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------
