@@ -1,6 +1,6 @@
 """A soak: an elastic run that suffers a random fault every few seconds, watched from outside, and then compared.
 
-Usage: soak.py [--minutes 15] [--inner fsdp] [--every 5 10] [--actions kill stop exit raise] [--seed 0]. Prints what the
+Usage: soak.py [--minutes 15] [--inner fsdp] [--every 5 10] [--actions kill stop] [--seed 0]. Prints what the
 faults were, how long the run took to go on after each, and what grew; fails if anything hung, grew, or was left over,
 or if the curve is not that of an undisturbed run of as many steps.
 """
@@ -12,7 +12,6 @@ import contextlib
 import csv
 import itertools
 import json
-import logging
 import os
 import re
 import signal
@@ -26,198 +25,20 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-MARK: Final = "ECHELON_TEST_MARK"
-MEMORY: Final = Path("/dev/shm")
+import torch
+from soak_holdings import MARK, MEMORY, Sample, names, node_folders, parent, processes_of, take_sample, text
+
+from echelon import Chaos
+from echelon.trainer.sample_audit import audit, samples_folder
+
+PROGRAM: Final = Path(__file__).with_name("soak_program.py")
 EXACT: Final = 1e-12
 ACTIONS: Final = ("kill", "stop", "exit", "raise", "hang")
-
-# --- the program that is watched -------------------------------------------------------------------------------------
-
-
-def train(folder: Path, plan: dict[str, Any]) -> None:
-    """Train with the faults of a plan, until told to stop; or without any, for `steps` steps."""
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    import echelon
-
-    class Regression(echelon.TrainModule):
-        """A small network in double precision, with a schedule of every step, in which nothing is random but data."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            layers = (nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-            self.net = nn.Sequential(*layers).double()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(plan["pause"])
-            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-            self.log("loss", loss, on_step=True)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.003)
-            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    class Course(echelon.Callback):
-        """Writes a line for each step, and ends the run once it is told to."""
-
-        def on_fit_start(self, trainer: Any, module: nn.Module) -> None:
-            self.round = trainer.strategy.supervisor.round.number
-            self.file = os.open(folder / "steps", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
-
-        def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
-            if trainer.is_global_zero:
-                os.write(self.file, f"{time.time()} {self.round} {trainer.global_step}\n".encode())
-            trainer.should_stop = (folder / "stop").exists()
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    echelon.seed_everything(1)
-    inputs = torch.randn(1000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
-    strategy: Any = plan["inner"]
-    callbacks: list[Any] = [echelon.ModelCheckpoint(every_n_train_steps=200), echelon.SampleLedger()]
-    if plan["chaos"]:
-        strategy = echelon.ElasticStrategy(
-            plan["inner"],
-            chaos=plan["chaos"],
-            max_restarts=1 << 20,
-            hang_timeout=timedelta(seconds=plan["hang_timeout"]),
-        )
-        callbacks.append(Course())
-    trainer = echelon.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        global_batch_size=8,
-        max_epochs=1 << 20,
-        max_steps=plan["steps"],
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        callbacks=callbacks,
-        logger=echelon.CSVLogger(folder, "csv"),
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Regression()
-    trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(TensorDataset(*data[:32]), 8))
-    torch.save(module.state_dict(), folder / "weights.pt")
-
-
-# --- what is seen from outside ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What the run holds of the machine at one moment, between two faults."""
-
-    agent_mib: float
-    """Resident memory."""
-    server_mib: float
-    """Of the fork server, likewise."""
-    processes: int
-    threads: int
-    """Of the agent."""
-    descriptors: int
-    """Of the agent and the fork server."""
-    ports: int
-    """On which any of the processes listens."""
-    memory_kib: float
-    """Of files in shared memory."""
-    temporary: int
-    """Files in the temporary folder."""
-
-
 MAY_GROW: Final = Sample(6.0, 6.0, 0, 0, 0, 0, 512.0, 4)
 """From the first quarter of the rounds to the last; in memory the list of the rounds grows."""
-
-
-def take_sample(agent: int, mark: str, temporary: Path) -> Sample:
-    """Look at a run."""
-    family = processes_of(agent, mark)
-    server = next(
-        (one for one in family if parent(one) == agent and "forkserver" in text(Path(f"/proc/{one}/cmdline"))), agent
-    )
-    return Sample(
-        agent_mib=resident(agent),
-        server_mib=resident(server),
-        processes=len(family),
-        threads=len(names(Path(f"/proc/{agent}/task"))),
-        descriptors=len(names(Path(f"/proc/{agent}/fd"))) + len(names(Path(f"/proc/{server}/fd"))),
-        ports=len(listening(family)),
-        memory_kib=sum(size(path) for folder in node_folders(agent) for path in folder.rglob("*")) / 1024,
-        temporary=sum(1 for _ in temporary.rglob("*")),
-    )
-
-
-def processes_of(agent: int, mark: str) -> set[int]:
-    """Return a process, all below it, ended ones that nobody has awaited included, and those that have left it."""
-    parents = {int(name): parent(int(name)) for name in names(Path("/proc")) if name.isdigit()}
-    family = {agent} if agent in parents else set()
-    while more := {one for one, above in parents.items() if above in family} - family:
-        family |= more
-    return family | {one for one in parents if f"{MARK}={mark}" in text(Path(f"/proc/{one}/environ"))}
-
-
-def parent(process: int) -> int | None:
-    stat = text(Path(f"/proc/{process}/stat"))
-    return int(stat.rpartition(")")[2].split()[1]) if stat else None
-
-
-def resident(process: int) -> float:
-    """Return the MiB of a process that are in memory."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", text(Path(f"/proc/{process}/status")))
-    return int(found[1]) / 1024 if found else 0.0
-
-
-def listening(family: set[int]) -> set[str]:
-    """Return the sockets on which processes listen for TCP."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        rows = [line.split() for line in text(Path(table)).splitlines()[1:]]
-        sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
-    held = set()
-    for one in family:
-        for name in names(Path(f"/proc/{one}/fd")):
-            with contextlib.suppress(OSError):
-                held.add(os.readlink(f"/proc/{one}/fd/{name}"))
-    return sockets & held
-
-
-def node_folders(agent: int) -> list[Path]:
-    return [path for pattern in ("", ".") for path in MEMORY.glob(f"{pattern}echelon-node-{agent}-*")]
-
-
-def text(path: Path) -> str:
-    """Return what a file holds, if it is still there."""
-    with contextlib.suppress(OSError):
-        return path.read_bytes().decode(errors="replace")
-    return ""
-
-
-def names(folder: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return os.listdir(folder)
-    return []
-
-
-def size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
-# --- the watch -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -262,7 +83,7 @@ def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterat
     """Run the program; nothing of it is left at the end. Notes the faults of which it tells."""
     (folder / "temporary").mkdir(parents=True)
     process = subprocess.Popen(
-        [sys.executable, __file__, "--train", str(folder), json.dumps(plan)],
+        [sys.executable, str(PROGRAM), str(folder), json.dumps(plan)],
         env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -353,10 +174,6 @@ def tail(folder: Path) -> str:
 
 def check_curve(folder: Path, plan: dict[str, Any]) -> int:
     """Compare the curve of a run, its weights and its samples with an undisturbed one; return its steps."""
-    import torch
-
-    from echelon.trainer.sample_audit import audit, samples_folder
-
     found = curve(folder)
     steps = len(found)
     assert [step for step, _ in found] == list(range(1, steps + 1))
@@ -403,18 +220,14 @@ def check_growth(seen: Seen) -> None:
         AssertionError: if anything has.
     """
     first, last = seen.quarters()
-    grown = {name: f"{first[name]} -> {last[name]}" for name in first if last[name] - first[name] > limit(name)}
+    grown = {
+        name: f"{first[name]} -> {last[name]}" for name in first if last[name] - first[name] > getattr(MAY_GROW, name)
+    }
     assert not grown, f"held by the run, first and last quarter: {grown}"
-
-
-def limit(name: str) -> float:
-    return float(getattr(MAY_GROW, name))
 
 
 def soak(folder: Path, options: argparse.Namespace) -> str:
     """Do all of it; return the report."""
-    from echelon import Chaos
-
     plan = {
         "inner": options.inner,
         "chaos": str(Chaos.random(options.seed, tuple(options.every), options.actions)),
@@ -446,11 +259,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--pause", type=float, default=0.03, help="seconds by which each step takes longer")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without a step that are a hang")
     parser.add_argument("--keep", type=Path, help="a folder that stays")
-    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    if options.train:
-        train(Path(options.train[0]), json.loads(options.train[1]))
-        return
     with tempfile.TemporaryDirectory() as folder:
         print(soak(options.keep or Path(folder), options))
 
