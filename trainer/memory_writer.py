@@ -18,6 +18,9 @@ def take_snapshot(session: Session) -> None:
         return
     began = time.monotonic()
     with session.profiler.record("snapshot"):
+        # what they hold back would be lost with this process, and the run that goes on does not log it again
+        for logger in session.loggers if session.strategy.rank == 0 else ():
+            logger.save()
         session.is_taking_snapshot = True
         try:
             state = take_state(session, weights_only=False)
