@@ -36,6 +36,7 @@ from ..errors import ConfigError, ProcessError
 from ..network import address_towards
 from ..rendezvous import Rendezvous
 from ..stores import host_store
+from .known_state import check_state
 from .quick_steps import QuickSteps
 from .shared_store import SharedStore
 from .store_process import CLOSED, KEPT, LIFE, check_clock, reach_store
@@ -282,6 +283,11 @@ class ManyNodes(DynamicRendezvousHandler):
     def _lost(self, error: RendezvousError) -> ProcessError:
         if self._link.is_cancelled and self._link.is_waited_for:
             return ProcessError(f"The wait for other nodes at {self._endpoint} was ended; start the program again.")
+        if isinstance(error, RendezvousStateError):
+            return ProcessError(
+                f"What lies in the store at {self._endpoint} is no state of a rendezvous ({error}) and was not loaded; "
+                "find out who writes there, and let only nodes of the run reach that port."
+            )
         return ProcessError(
             f"The store at {self._endpoint} does not answer any more ({error.__cause__ or error}), and without it "
             "nodes cannot meet; start the run again, with `echelon rendezvous` on a machine that stays."
@@ -302,12 +308,18 @@ class _Link(C10dRendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         self._check()
-        return super().get_state()
+        found = super().get_state()
+        if found is not None:
+            check_state(found[0])
+        return found
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         self._check()
         self._call_store("add", LIFE, 1)
-        return super().set_state(state, token)
+        found = super().set_state(state, token)
+        if found is not None:
+            check_state(found[0])
+        return found
 
     def _check(self) -> None:
         if self.is_cancelled and self.is_waited_for:

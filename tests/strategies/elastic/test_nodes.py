@@ -1,8 +1,10 @@
 """Nodes meet, come, leave and are lost; the store outlives each of them, and its own loss is told."""
 
+import base64
 import contextlib
 import json
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -171,6 +173,21 @@ def test_a_run_that_is_over(node, endpoint):
         second.next_rendezvous()
     with pytest.raises(ProcessError, match=told):
         node()
+
+
+def test_what_others_put_in_the_store_is_not_run(node, endpoint, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was here"),)
+
+    one = node()
+    meet(one)
+    one._link.store.set(one._link._key, base64.b64encode(pickle.dumps(Payload())).decode())
+    told = rf"What lies in the store at {endpoint} is no state of a rendezvous \(it holds posix.mkdir\)"
+    for call in (one.num_nodes_waiting, one.num_nodes_lost, one.next_rendezvous):
+        with pytest.raises(ProcessError, match=told):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_agents_that_start_at_once_have_one_store_which_ends_with_their_run():
