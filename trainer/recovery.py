@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -19,30 +20,39 @@ from .session import Session
 _KEPT: Final = 10
 """Checkpoints that are kept in mind; all but the newest few are deleted by and by."""
 
+_FITS: Final = itertools.count()
+"""Counts the fits of this process: a program that has several does all of them again in each round."""
+
 _log = logging.getLogger("echelon")
 
 
 def go_on(session: Session) -> None:
     """Have a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
 
-    Of a run that had saved nothing yet, the folders are left; it begins anew. Collective: every rank calls it, before
-    loggers are opened.
+    Of a run that had saved nothing yet, the folders are left; it begins anew. So does, in a program of several fits,
+    one that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
     strategy, supervisor = session.strategy, session.strategy.supervisor
     if supervisor is None:
         return
+    session.fit = next(_FITS)
     in_memory = supervisor.snapshots.agree()
     session.snapshots = MemoryWriter(supervisor.snapshots)
-    if not supervisor.is_restarted:
-        return
-    known = on_first_rank(strategy, partial(supervisor.noted, "run"))
+    known, newest_fit = on_first_rank(
+        strategy, lambda: (supervisor.noted(f"run/{session.fit}"), supervisor.noted("fit"))
+    )
+    if newest_fit != session.fit:  # snapshots are of the fit that was running
+        in_memory = None
     if known is None:
+        supervisor.snapshots.clear()
         return
     session.is_restarted = True
     # what a run that has saved nothing would otherwise choose anew
     session.state.seed, session.state.data_size = known["seed"], known["data_size"]
     continue_loggers(session.loggers, known["versions"])
-    step, path = on_first_rank(strategy, partial(_newest, supervisor))
+    least = -1 if in_memory is None else in_memory.step
+    step, path = on_first_rank(strategy, partial(_newest, supervisor, session.fit, least))
+    session.last_checkpoint = path
     if in_memory is not None and in_memory.step >= step:
         step, path = in_memory.step, in_memory.path
     if path is not None:
@@ -59,7 +69,8 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
         return
     folder = str(Path(session.run.log_dir).absolute())
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
-    supervisor.note("run", {"versions": list(versions), "folder": folder, **state})
+    supervisor.note(f"run/{session.fit}", {"versions": list(versions), "folder": folder, **state})
+    supervisor.note("fit", session.fit)
 
 
 def note_end(session: Session) -> None:
@@ -73,17 +84,24 @@ def note_checkpoint(session: Session, path: Path) -> None:
     """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
     supervisor = session.strategy.supervisor
     if supervisor is not None and session.strategy.rank == 0:
-        known = [one for one in supervisor.noted("checkpoints") or [] if one != str(path.absolute())]
-        supervisor.note("checkpoints", [*known, str(path.absolute())][-_KEPT:])
+        name = f"checkpoints/{session.fit}"
+        known = [one for one in supervisor.noted(name) or [] if one != str(path.absolute())]
+        supervisor.note(name, [*known, str(path.absolute())][-_KEPT:])
 
 
-def _newest(supervisor: Supervisor) -> tuple[int, Path | None]:
-    """Return the newest sound checkpoint that this run has written, and its step; (-1, None) if there is none."""
-    for name in reversed(supervisor.noted("checkpoints") or []):
+def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | None]:
+    """Return the newest sound checkpoint that a fit has written, and its step; (-1, None) if there is none.
+
+    One of a step before `least` is not read as a whole to see whether it is sound: there is something better.
+    """
+    for name in reversed(supervisor.noted(f"checkpoints/{fit}") or []):
         path = Path(name)
         try:
-            checkpoint.verify(path)
-            return checkpoint.load(path, parts=("loop",), verify=False)["loop"]["global_step"], path
+            step = int(checkpoint.load(path, parts=("loop",))["loop"]["global_step"])
+            if step > least:
+                checkpoint.verify(path)
         except CheckpointError as error:  # deleted since, as there are better ones; or being written when its rank died
             _log.info("%s", error)
+        else:
+            return step, path
     return -1, None

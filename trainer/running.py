@@ -35,7 +35,8 @@ def fit(session: Session, request: Request) -> None:
         if saved is not None:
             load_weights(session, saved)
             load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
-            session.last_checkpoint = session.resumed_from
+            if not session.is_restarted:  # else it may be a snapshot, which the next one replaces
+                session.last_checkpoint = session.resumed_from
         # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)

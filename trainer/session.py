@@ -124,6 +124,8 @@ class Session:
     """Takes snapshots into memory, in an elastic run."""
     is_taking_snapshot: bool = False
     """Whether the state is being taken for one of these."""
+    fit: int = 0
+    """Which fit of its process, in an elastic run."""
     is_restarted: bool = False
     """Whether the run has had other workers before."""
     last_checkpoint: Path | None = None
