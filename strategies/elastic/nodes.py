@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import os
 import time
 from datetime import timedelta
 from typing import Any, Final
@@ -31,8 +30,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ..environment import DEFAULT_PORT, LOOPBACK, Environment
-from ..errors import ConfigError, ProcessError
+from ..environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
+from ..errors import ConfigError, ProcessError, RunError
 from ..network import address_towards
 from ..rendezvous import Rendezvous
 from ..stores import host_store
@@ -76,7 +75,7 @@ def meeting(
         raise ConfigError(f"nodes={nodes[0]}:{nodes[1]} need an endpoint to meet at; give HOST:PORT of one of them.")
     host, port = _place(endpoint)
     # else MASTER_PORT would be that of the first round for ever, whoever has left since (torch 2.14)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     shared_at = SharedStore(host, port, f"echelon/{run_id}")
     _await_end_of_last_run(shared_at, start_timeout)
     timeout = RendezvousTimeout(join=start_timeout, last_call=last_call)
@@ -124,7 +123,7 @@ def _over(place: SharedStore) -> ProcessError:
     )
 
 
-class SpareError(ProcessError):
+class SpareError(RunError):
     """A run that ended while this node stood by."""
 
 

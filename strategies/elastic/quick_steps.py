@@ -43,6 +43,12 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Any = None,
     ) -> None:
+        """Take steps until the operation is done.
+
+        Raises:
+            RendezvousError: if it cannot be.
+        """
+
         def decide(context: _RendezvousContext, deadline: float) -> _Action:
             action = state_handler(context, deadline)
             while action == _Action.SYNC:

@@ -37,6 +37,8 @@ _PROGRAM: Final = """\
 import os
 if os.fork():
     os._exit(0)  # so that the agent has no child of which it would have to hear
+import sys
+sys.path[:] = {path!r}
 from {module} import serve
 serve({address!r}, {port}, {file})
 """
@@ -100,7 +102,7 @@ def _start(address: str, port: int) -> bool:
         return False
     with listener:
         file = listener.fileno()
-        program = _PROGRAM.format(module=__name__, address=address, port=port, file=file)
+        program = _PROGRAM.format(path=sys.path, module=__name__, address=address, port=port, file=file)
         subprocess.run(
             [sys.executable, "-c", program],
             pass_fds=[file],
@@ -108,7 +110,6 @@ def _start(address: str, port: int) -> bool:
             # else who reads the agent's output to its end would wait for this process, too
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the agent
             check=True,
         )
