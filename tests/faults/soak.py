@@ -52,8 +52,14 @@ class Seen:
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """When rank 0 has completed a step, of which round, and its number."""
 
+    def note(self, lines: list[str]) -> bool:
+        """Take in what the program has written of its steps; return whether there is anything new."""
+        for moment, number, step in map(str.split, lines):
+            self.steps.append((float(moment), int(number), int(step)))
+        return bool(lines)
+
     def recoveries(self) -> list[tuple[str, float]]:
-        """Return the kind of each fault, and the seconds from there to the next step of workers that are alive."""
+        """Return the kind of each fault, and the seconds from there to the first step of the next workers."""
         found = []
         for moment, kind in self.faults:
             round_then = max((number for when, number, _ in self.steps if when <= moment), default=-1)
@@ -81,7 +87,7 @@ class Seen:
 @contextlib.contextmanager
 def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterator[subprocess.Popen[str]]:
     """Run the program; nothing of it is left at the end. Notes the faults of which it tells."""
-    (folder / "temporary").mkdir(parents=True)
+    (folder / "temporary").mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(folder), json.dumps(plan)],
         env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
@@ -112,35 +118,40 @@ def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterat
 
 
 def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -> Seen:
-    """Let a run suffer for so long, look at it every second, and return what was seen once it has ended.
+    """Let a run suffer for so long, and once at least; return what was seen of it once it has ended.
 
     Raises:
         AssertionError: if it came no further for `patience` seconds, failed, or left anything.
     """
     seen, mark = Seen(), uuid.uuid4().hex
-    with started(folder, plan, mark, seen) as process:
-        begun = moved = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            while not (folder / "steps").exists() and process.poll() is None:
-                assert time.monotonic() < begun + patience, f"it did not begin:\n{tail(folder)}"
-                time.sleep(0.1)
-            assert process.poll() is None, f"it ended with {process.returncode}:\n{tail(folder)}"
-            course = stack.enter_context((folder / "steps").open())
-            pids = {process.pid}
-            while process.poll() is None:
-                time.sleep(1.0)
-                if new := [line.split() for line in course.readlines()]:
-                    seen.steps += [(float(moment), int(number), int(step)) for moment, number, step in new]
-                    moved = time.monotonic()
-                pids |= processes_of(process.pid, mark)
-                assert time.monotonic() < moved + patience, f"it hangs:\n{where(pids)}\n{tail(folder)}"
-                if time.monotonic() > begun + seconds:
-                    (folder / "stop").touch()
-                elif new and (number := seen.steps[-1][1]) not in seen.samples:
-                    seen.samples[number] = take_sample(process.pid, mark, folder / "temporary")
+    (folder / "temporary").mkdir(parents=True)
+    (folder / "steps").touch()
+    with started(folder, plan, mark, seen) as process, (folder / "steps").open() as course:
+        pids = {process.pid}
+        begun, moved = None, time.monotonic()
+        while process.poll() is None:
+            time.sleep(1.0)
+            pids |= processes_of(process.pid, mark)
+            if seen.note(course.readlines()):
+                moved = time.monotonic()
+                begun = begun or moved
+            assert time.monotonic() < moved + patience, f"it hangs:\n{where(pids)}\n{tail(folder)}"
+            if begun is None or (folder / "last").exists():
+                continue
+            if time.monotonic() > begun + seconds and seen.faults:
+                write(folder / "last", str(max(step for _, _, step in seen.steps)))
+            elif (number := seen.steps[-1][1]) not in seen.samples:
+                seen.samples[number] = take_sample(process.pid, mark, folder / "temporary")
+        seen.note(course.readlines())
         assert process.returncode == 0, f"it ended with {process.returncode}:\n{tail(folder)}"
         check_nothing_is_left(process.pid, mark, pids, folder)
     return seen
+
+
+def write(path: Path, content: str) -> None:
+    """Write a small file that others read meanwhile."""
+    (part := path.with_name(f"{path.name}.part")).write_text(content)
+    part.rename(path)
 
 
 def check_nothing_is_left(agent: int, mark: str, pids: set[int], folder: Path) -> None:
@@ -232,12 +243,12 @@ def soak(folder: Path, options: argparse.Namespace) -> str:
         "inner": options.inner,
         "chaos": str(Chaos.random(options.seed, tuple(options.every), options.actions)),
         "hang_timeout": options.hang_timeout,
+        "snapshot_every": options.snapshot_every,
         "pause": options.pause,
         "steps": -1,
     }
     run = folder / "soak"
     seen = watch(run, plan, options.minutes * 60, options.patience)
-    assert seen.faults, f"there was no fault:\n{tail(run)}"
     told = report(seen, check_curve(run, plan))
     try:
         check_growth(seen)
@@ -256,6 +267,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--actions", nargs="+", default=ACTIONS, help="which faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hang-timeout", type=float, default=3.0, help="seconds that a step may take")
+    parser.add_argument("--snapshot-every", type=int, help="steps; by default as often as costs less than 1%%")
     parser.add_argument("--pause", type=float, default=0.03, help="seconds by which each step takes longer")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without a step that are a hang")
     parser.add_argument("--keep", type=Path, help="a folder that stays")

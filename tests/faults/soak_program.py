@@ -55,7 +55,7 @@ class Regression(TrainModule):
 
 
 class Course(Callback):
-    """Writes a line for each step, and ends the run once it is told to."""
+    """Writes a line for each step, and ends the run at the step in the file `last`, once it is there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,8 @@ class Course(Callback):
     def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
         if trainer.is_global_zero:
             os.write(self.file, f"{time.time()} {self.round} {trainer.global_step}\n".encode())
-        trainer.should_stop = (self.folder / "stop").exists()
+        last = self.folder / "last"
+        trainer.should_stop = last.exists() and trainer.global_step >= int(last.read_text())
 
 
 def train(folder: Path, plan: dict[str, Any]) -> None:
@@ -83,6 +84,7 @@ def train(folder: Path, plan: dict[str, Any]) -> None:
             plan["inner"],
             chaos=plan["chaos"],
             max_restarts=1 << 20,
+            snapshot_every=plan["snapshot_every"],
             hang_timeout=timedelta(seconds=plan["hang_timeout"]),
         )
         callbacks.append(Course(folder))
