@@ -1,0 +1,73 @@
+"""A node that is lost, whatever the run is doing: the others go on to the same end, or stop and say why."""
+
+import signal
+import socket
+from datetime import timedelta
+
+import pytest
+from elastic_nodes import Undisturbed, nodes_of_a_run
+from elastic_program import Plan
+from torch.distributed import TCPStore
+
+from echelon.strategies.elastic.store_process import LIFE
+
+EPOCHS = 3
+TWO = Plan(epochs=EPOCHS, strategy="ddp", last_call=60.0)  # both come before the first step
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param({"chaos": "lose:node=1@step=1"}, id="first_step"),
+        pytest.param({"chaos": "lose:node=1+delay=0.3@step=5", "sleeps": "0 1 5 20"}, id="all_reduce"),
+        pytest.param({"chaos": "lose:node=1@snapshot=2", "strategy": "fsdp"}, id="snapshot"),
+        pytest.param({"chaos": "lose:node=0+delay=0.002@snapshot=2"}, id="snapshot_of_the_first"),
+        pytest.param({"lost_at": "commit", "checkpoint_every": 5, "snapshot_every": 0}, id="checkpoint_commit"),
+        pytest.param({"chaos": "lose:node=1@validation=1"}, id="evaluation"),
+        pytest.param({"lost_at": "on_train_end"}, id="shutdown"),
+    ],
+)
+def test_a_node_is_lost(memory_path, undisturbed, what):
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        both = [nodes.start(slot, **what) for slot in range(2)]
+        codes = [nodes.end(one) for one in both]
+        assert sorted(codes) == [-signal.SIGKILL, 0], nodes.told()
+        weights = nodes.finish(both[codes.index(0)])
+    nodes.check_no_scar(weights, undisturbed)
+
+
+def test_a_node_is_lost_while_it_waits_for_others(memory_path, undisturbed):
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        lost = nodes.start(0, nodes="2")
+        wait_for_signs_of_life(nodes)
+        lost.process.kill()
+        lost.process.wait()
+        weights = nodes.finish(*(nodes.start(slot, nodes="2") for slot in range(2)))
+    nodes.check_no_scar(weights, undisturbed)
+
+
+def test_too_few_nodes_are_left(memory_path):
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        both = [nodes.start(slot, nodes="2", chaos="lose:node=1@step=9", start_timeout=20.0) for slot in range(2)]
+        assert sorted(nodes.end(one) for one in both) == [-signal.SIGKILL, 1], nodes.told()
+    assert "1 of at least 2 nodes came to" in nodes.told()
+
+
+def wait_for_signs_of_life(nodes):
+    host, port = nodes.plan.rdzv.split(":")
+    nodes.wait(lambda _: listens(host, int(port)), "the store is there")
+    store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=60))
+    nodes.wait(lambda _: store.add(LIFE, 0) >= 3, "the node waits for others")
+
+
+def listens(host, port):
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True

@@ -1,0 +1,9 @@
+"""Kills, nodes that come, leave and are lost: the run that results takes the same steps as an undisturbed one."""
+
+import pytest
+from no_scar import suffer
+
+
+@pytest.mark.parametrize("inner", ["ddp", "fsdp"])
+def test_a_run_with_faults_and_resizes_ends_as_if_nothing_had_been(memory_path, inner):
+    suffer(memory_path, inner=inner, kills=3, joins=1, leaves=1)
