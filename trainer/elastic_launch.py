@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..strategies.worker import Job
 
 _START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
-_GRACE: Final = 30.0  # seconds that workers have to end their step when this node is told to leave; Kubernetes' default
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,13 @@ def run(
     endpoint: str | None,
     run_id: str,
     max_restarts: int,
+    grace: float,
+    hang_timeout: float | None,
 ) -> int:
-    """Run the program in so many processes of this node, round after round; return the exit code of the launch."""
+    """Run the program in so many processes of this node, round after round; return the exit code of the launch.
+
+    The arguments are those of `ElasticStrategy`; times are in seconds.
+    """
     from ..strategies.elastic.agent import ElasticAgent
     from ..strategies.elastic.node_folder import NodeFolder
     from ..strategies.elastic.nodes import meeting
@@ -72,8 +76,9 @@ def run(
 
     def make_agent(job: Job) -> Agent:
         where = meeting(nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
-        policy, limits = RestartPolicy(max_restarts), Limits(None)
-        agents.append(ElasticAgent(job, num_processes, where, folder.path, policy, limits=limits, grace=_GRACE))
+        policy = RestartPolicy(max_restarts, first_step_limit=None)
+        limits = Limits(hang_timeout, has_beats=False)
+        agents.append(ElasticAgent(job, num_processes, where, folder.path, policy, limits=limits, grace=grace))
         return agents[0]
 
     _show_log()

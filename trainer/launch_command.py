@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         help="start all again up to K times if one fails (0; 10 with --nodes)",
     )
     parser.add_argument("--run-id", default="echelon", metavar="ID", help="what tells elastic runs on one store apart")
+    parser.add_argument(
+        "--grace", type=_seconds, default=30.0, metavar="S", help="elastic: to end a step in, when told to leave (30)"
+    )
+    parser.add_argument("--hang-timeout", type=_seconds, metavar="S", help="elastic: how long a step may take (adapts)")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
@@ -112,6 +117,16 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give seconds, above 0")
+    return seconds
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -161,6 +176,8 @@ def _run_elastic(options: argparse.Namespace) -> int:
         endpoint=options.rdzv,
         run_id=options.run_id,
         max_restarts=_MAX_RESTARTS if options.max_restarts is None else options.max_restarts,
+        grace=options.grace,
+        hang_timeout=options.hang_timeout,
     )
 
 

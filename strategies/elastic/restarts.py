@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -9,7 +10,6 @@ from typing import Final
 from ..errors import ConfigError
 from .rounds import RoundEnd
 
-_FIRST_STEP_LIMIT: Final = 2
 _SHOWN: Final = 300  # characters of a cause in a report
 _EXCEPTION: Final = re.compile(r"failed with ([\w.]+)")
 _NUMBER: Final = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
@@ -41,12 +41,19 @@ class RestartPolicy:
         max_restarts: how many failures and hangs of this node a run survives.
         backoff: the first and the longest delay, in seconds.
         same_step_limit: how many failures in a row at one step and of one cause end the run, whatever the budget.
+        first_step_limit: likewise, before any step is done; None for a program that may not tell of its steps.
 
     Raises:
         ConfigError: for numbers that cannot be.
     """
 
-    def __init__(self, max_restarts: int, backoff: tuple[float, float] = (1.0, 60.0), same_step_limit: int = 3) -> None:
+    def __init__(
+        self,
+        max_restarts: int,
+        backoff: tuple[float, float] = (1.0, 60.0),
+        same_step_limit: int = 3,
+        first_step_limit: int | None = 2,
+    ) -> None:
         if max_restarts < 0:
             raise ConfigError(f"max_restarts={max_restarts} is not possible; give 0 or more.")
         if not 0 <= backoff[0] <= backoff[1]:
@@ -57,6 +64,7 @@ class RestartPolicy:
         self.failures: list[RoundEnd] = []
         """The ends that have used up the budget."""
         self._backoff, self._same_step_limit = backoff, same_step_limit
+        self._first_step_limit = math.inf if first_step_limit is None else min(first_step_limit, same_step_limit)
         self._furthest: int | None = None
         self._without_progress: list[RoundEnd] = []
 
@@ -79,7 +87,7 @@ class RestartPolicy:
         self.failures.append(end)
         alike = _alike_at_the_end(own)
         has_ever_stepped = self._furthest is not None
-        limit = self._same_step_limit if has_ever_stepped else min(_FIRST_STEP_LIMIT, self._same_step_limit)
+        limit = self._same_step_limit if has_ever_stepped else self._first_step_limit
         if len(alike) >= limit:
             return GiveUp(_report_repetition(alike))
         if len(self.failures) > self.max_restarts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -37,9 +38,12 @@ class Limits:
     start: float = 1800.0
     """What is allowed before a round has done its first steps, while torch compiles, and at the end; the most ever."""
 
+    has_beats: bool = True
+    """False for a program that may have none: before the first one it is allowed any time."""
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not value > 0:
+            if value is not None and name != "has_beats" and not value > 0:
                 raise ConfigError(f"{name}={value} is not possible; give a number above 0.")
 
     @property
@@ -256,7 +260,8 @@ class Watch:
         return workers
 
     def _worker(self, index: int, record: Record, now: float, silent: float) -> _Worker:
-        phase, longest = record.phase, self.limits.longest
+        phase = record.phase
+        longest = math.inf if record.pid is None and not self.limits.has_beats else self.limits.longest
         is_warm = not record.is_compiling and record.step is not None
         if record.step is not None:
             is_warm &= record.step - self._first_step.setdefault(index, record.step) >= _WARM_UP
