@@ -37,13 +37,12 @@ class Limits:
     """What is allowed at least between steps and in an evaluation; as long as `start` if the processor is in use."""
     start: float = 1800.0
     """What is allowed before a round has done its first steps, while torch compiles, and at the end; the most ever."""
-
     has_beats: bool = True
     """False for a program that may have none: before the first one it is allowed any time."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and name != "has_beats" and not value > 0:
+        for name in ("timeout", "floor", "factor", "pause", "start"):
+            if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"{name}={value} is not possible; give a number above 0.")
 
     @property
