@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -37,11 +36,12 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
         MissingDependencyError: without matplotlib.
         RunError: if the file cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
         raise MissingDependencyError(
-            "Drawing needs the package matplotlib, which is not installed; run `pip install matplotlib`."
-        )
-    from matplotlib.figure import Figure
+            f"Drawing needs matplotlib, which is not installed ({error}); run: pip install matplotlib."
+        ) from error
 
     rows = len(goodput.rounds)
     height = min(12.0, 2.6 + 0.3 * rows)
