@@ -42,6 +42,7 @@ class Stopwatch(Callback):
         self.stalls: list[float] = []
         self.costs: list[tuple[float, float]] = []
         """Of each: seconds to get the state, and to copy and write it."""
+        self.newest: Any = None
 
     def on_save_checkpoint(self, trainer: Any, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         self.taken.append(trainer.global_step - self.warmup)
@@ -55,7 +56,8 @@ class Stopwatch(Callback):
         if trainer.global_step >= self.warmup:
             self.times.append(time.perf_counter())
         cost = trainer.strategy.supervisor.snapshots.cost
-        if len(self.costs) < len(self.taken) and cost is not None:
+        if self.taken and cost is not None and cost is not self.newest:
+            self.newest = cost
             self.costs.append((cost.gathering, cost.writing))
 
     def on_train_end(self, trainer: Any, module: nn.Module) -> None:
