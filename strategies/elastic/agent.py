@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from ..agent import Agent
+from ..errors import ProcessError
 from ..failures import End
 from ..worker import Job
 from .nodes import ManyNodes, OneNode
@@ -28,6 +30,7 @@ from .watch import Hang, Limits, Standing, Watch, clocks
 _LOOK: Final = 0.25  # seconds between two looks at heartbeats and other nodes; the end of a worker is seen at once
 _SETTLE: Final = 0.1  # seconds in which the peers of a failed worker tell of their loss, so that the cause is known
 _LEFT: Final = 2.0  # seconds that workers have to end by themselves when a node has left theirs
+_GIVEN_UP: Final = "given_up"
 _MANY: Final = 1 << 30  # restarts that elastic allows; the policy decides
 
 _LATER: Final = ("torch.utils.tensorboard",)
@@ -114,6 +117,15 @@ class ElasticAgent(Agent):
                 return int(store.get("echelon/round"))
             except DistStoreError as error:  # a node did not tell the others what they need to know
                 _log.info("The nodes meet again, as one did not answer: %s", error)
+            except RendezvousGracefulExitError as error:
+                raise ProcessError(
+                    "The run ended while this node stood by for others to leave; its results are with those."
+                ) from error
+            except ProcessError as error:
+                with contextlib.suppress(RuntimeError):  # the store is gone, and with it what others said
+                    if self._meeting.shared.check([_GIVEN_UP]):
+                        error.add_note(f"A node has given up:\n{self._meeting.shared.get(_GIVEN_UP).decode()}")
+                raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failed = []
@@ -152,6 +164,7 @@ class ElasticAgent(Agent):
         elif isinstance(decision, GiveUp):
             self.report = decision.report
             self._remaining_restarts = 0
+            self._meeting.shared.set(_GIVEN_UP, decision.report)
             self._meeting.shutdown()
         else:
             self._delay = decision.delay
@@ -200,8 +213,8 @@ class ElasticAgent(Agent):
     def _keep(self, stacks: Mapping[int, str]) -> Path:
         """Write where ranks stood to the run's folder, or to the node folder if there is none yet; return where."""
         shared = self._meeting.shared
-        known = shared.check(["run"])
-        folder = (Path(json.loads(shared.get("run"))["folder"]) if known else self._node_folder) / "stacks"
+        run = f"run/{shared.get('fit').decode()}" if shared.check(["fit"]) else None
+        folder = (self._node_folder if run is None else Path(json.loads(shared.get(run))["folder"])) / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"round_{self._round.number}_rank_{rank}.txt").write_text(text)
