@@ -81,14 +81,11 @@ class Nodes:
             return {"round": -1, "step": 0, "workers": []}
         return found
 
-    def wait(
-        self, condition: Callable[[dict[str, Any]], bool], what: str, *, while_running: bool = True
-    ) -> dict[str, Any]:
+    def wait(self, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         """Return where the run is once the condition holds, unless a program fails before that."""
         end = time.monotonic() + self.timeout
         while not condition(seen := self.progress):
-            has_failed = while_running and any(one.process.poll() == 1 for one in self.programs)
-            assert not has_failed, f"{what}, but:\n{self.told()}"
+            assert all(one.process.poll() != 1 for one in self.programs), f"{what}, but:\n{self.told()}"
             assert time.monotonic() < end, f"not within {self.timeout} s: {what}; {seen}\n{self.told()}"
             time.sleep(0.05)
         return seen
@@ -186,8 +183,9 @@ def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **
     nodes = Nodes(folder, replace(plan, rdzv=f"{address}:{free_port()}"), namespaces, **options)
     try:
         yield nodes
-        # the store's process goes a few seconds after the last node
-        nodes.wait(lambda _: not running(nodes.mark), "nothing is left", while_running=False)
+        # the store's process goes some time after the last node, soon after a run that has come to an end
+        if all(one.process.returncode != 1 for one in nodes.programs):
+            nodes.wait(lambda _: not running(nodes.mark), "nothing is left")
         if any(one.process.returncode == -signal.SIGKILL for one in nodes.programs):
             sweep()
         for one in nodes.programs:

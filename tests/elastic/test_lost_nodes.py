@@ -20,6 +20,7 @@ def undisturbed(tmp_path_factory):
     return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "what",
     [
@@ -56,6 +57,15 @@ def test_too_few_nodes_are_left(memory_path):
         both = [nodes.start(slot, nodes="2", chaos="lose:node=1@step=9", start_timeout=20.0) for slot in range(2)]
         assert sorted(nodes.end(one) for one in both) == [-signal.SIGKILL, 1], nodes.told()
     assert "1 of at least 2 nodes came to" in nodes.told()
+
+
+def test_a_node_that_gives_up_ends_the_run_for_all_and_says_why(memory_path):
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        both = [nodes.start(slot, chaos=", ".join(["raise:rank=1@step=5"] * 3)) for slot in range(2)]
+        assert [nodes.end(one) for one in both] == [1, 1], nodes.told()
+    told = [one.log.read_text() for one in both]
+    assert all("The run failed 3 times in a row after step 4 for one cause" in text for text in told), nodes.told()
+    assert sum("A node has given up:" in text for text in told) == 1
 
 
 def wait_for_signs_of_life(nodes):

@@ -142,7 +142,7 @@ def test_whatever_befalls_the_workers_the_run_takes_the_same_steps(memory_path, 
         assert re.match(pattern, text), told
     assert len(told) == 7, told
     assert sum(bool(re.search(r"Rank 1 \(process \d+\) is stopped by a signal", text)) for text in told) == 1
-    assert sum(bool(re.search(r"Rank 0 \(process \d+\) made no progress", text)) for text in told) == 1
+    assert sum("made no progress for" in text for text in told) == 1
     assert sum("ended with exit code 3" in text for text in told) == 1
     folder = memory_path / "csv" / "version_0"
     assert difference(weights, undisturbed.weights) <= EXACT
