@@ -94,6 +94,7 @@ class ElasticAgent(Agent):
             _log.warning("The workers start again in %.0f s", self._delay)
             self._is_told_to_leave.wait(self._delay)
         number = self._meet(worker_group)
+        assert worker_group.group_rank is not None
         for pattern in ("*.failure", "*.result", "*.stacks"):
             for file in self.folder.glob(pattern):
                 file.unlink()
