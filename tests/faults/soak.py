@@ -29,7 +29,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from soak_holdings import MARK, MEMORY, Sample, names, node_folders, parent, processes_of, take_sample, text
+from soak_holdings import (
+    MARK,
+    Sample,
+    names,
+    node_folders,
+    parent,
+    processes_of,
+    shared_files,
+    take_sample,
+    text,
+)
 
 from echelon import Chaos
 from echelon.trainer.sample_audit import audit, samples_folder
@@ -111,8 +121,9 @@ def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterat
         yield process
     finally:
         for one in processes_of(process.pid, mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+            if "resource_tracker" not in text(Path(f"/proc/{one}/cmdline")):  # it clears away what the others leave
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
         process.wait()
         listener.join()
 
@@ -127,15 +138,16 @@ def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -
     (folder / "temporary").mkdir(parents=True)
     (folder / "steps").touch()
     with started(folder, plan, mark, seen) as process, (folder / "steps").open() as course:
-        pids = {process.pid}
+        files: set[Path] = set()
         begun, moved = None, time.monotonic()
         while process.poll() is None:
             time.sleep(1.0)
-            pids |= processes_of(process.pid, mark)
+            family = processes_of(process.pid, mark)
+            files |= shared_files(family)
             if seen.note(course.readlines()):
                 moved = time.monotonic()
                 begun = begun or moved
-            assert time.monotonic() < moved + patience, f"it hangs:\n{where(pids)}\n{tail(folder)}"
+            assert time.monotonic() < moved + patience, f"it hangs:\n{where(family)}\n{tail(folder)}"
             if begun is None or (folder / "last").exists():
                 continue
             if time.monotonic() > begun + seconds and seen.faults:
@@ -144,7 +156,7 @@ def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -
                 seen.samples[number] = take_sample(process.pid, mark, folder / "temporary")
         seen.note(course.readlines())
         assert process.returncode == 0, f"it ended with {process.returncode}:\n{tail(folder)}"
-        check_nothing_is_left(process.pid, mark, pids, folder)
+        check_nothing_is_left(process.pid, mark, files, folder)
     return seen
 
 
@@ -154,16 +166,14 @@ def write(path: Path, content: str) -> None:
     part.rename(path)
 
 
-def check_nothing_is_left(agent: int, mark: str, pids: set[int], folder: Path) -> None:
+def check_nothing_is_left(agent: int, mark: str, files: set[Path], folder: Path) -> None:
     end = time.monotonic() + 10  # the fork server and the tracker of resources end when they see that the agent has
-    while (left := processes_of(agent, mark)) and time.monotonic() < end:
+    while (family := processes_of(agent, mark)) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not left, f"processes are left:\n{where(left)}"
-    assert not node_folders(agent), node_folders(agent)
+    assert not family, f"processes are left:\n{where(family)}"
     own = [name for name in names(folder / "temporary") if not name.startswith("torchinductor_")]  # torch's, for good
-    assert not own, f"files are left: {own}"
-    files = [name for name in names(MEMORY) if any(str(one) in re.findall(r"\d+", name) for one in pids)]
-    assert not files, f"files in {MEMORY} are left: {files}"
+    left = [*node_folders(agent), *(path for path in files if path.exists()), *own]
+    assert not left, f"files are left: {[str(one) for one in left]}"
 
 
 def where(pids: set[int]) -> str:

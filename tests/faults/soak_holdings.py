@@ -90,6 +90,12 @@ def node_folders(agent: int) -> list[Path]:
     return [path for pattern in ("", ".") for path in MEMORY.glob(f"{pattern}echelon-node-{agent}-*")]
 
 
+def shared_files(family: set[int]) -> set[Path]:
+    """Return the files in shared memory that processes use, semaphores among them, but for those of a node folder."""
+    found = {Path(name) for one in family for name in re.findall(rf"{MEMORY}/\S+", text(Path(f"/proc/{one}/maps")))}
+    return {path for path in found if path.parent == MEMORY}
+
+
 def text(path: Path) -> str:
     """Return what a file holds, if it is still there."""
     with contextlib.suppress(OSError):
