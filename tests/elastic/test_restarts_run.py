@@ -130,20 +130,18 @@ class DiesWithItsSnapshots(Dies):
 def test_whatever_befalls_the_workers_the_run_takes_the_same_steps(memory_path, undisturbed, rounds):
     chaos = (
         "kill:rank=1@step=5, raise:rank=0@step=9, kill:node=0@step=14, exit:rank=1+code=3@snapshot=2, "
-        "kill:rank=1@validation=1, stop:rank=1@step=22, hang:rank=0@step=30"
+        "kill:rank=1@validation=1, stop:rank=1@step=22, slow:rank=1+ms=150@step=23, hang:rank=0@step=31"
     )
     weights = fit(memory_path, chaos=chaos, hang_timeout=timedelta(seconds=2))
     told = rounds()
-    patterns = [
-        r"Rank 1 of 2 \(process \d+\) was killed by SIGKILL",
-        r"Rank 0 of 2 \(process \d+\) failed with RuntimeError: A drill asked",
-    ]
-    for pattern, text in zip(patterns, told, strict=False):
-        assert re.match(pattern, text), told
-    assert len(told) == 7, told
-    assert sum(bool(re.search(r"Rank 1 \(process \d+\) is stopped by a signal", text)) for text in told) == 1
-    assert sum("made no progress for" in text for text in told) == 1
-    assert sum("ended with exit code 3" in text for text in told) == 1
+    patterns = {
+        r"Rank [01] of 2 \(process \d+\) was killed by SIGKILL": 3,
+        r"Rank 0 of 2 \(process \d+\) failed with RuntimeError: A drill asked": 1,
+        r"Rank 1 of 2 \(process \d+\) ended with exit code 3": 1,
+        r"Rank 1 \(process \d+\) is stopped by a signal": 1,
+        r"Rank .* made no progress for": 1,
+    }
+    assert {pattern: sum(bool(re.match(pattern, text)) for text in told) for pattern in patterns} == patterns, told
     folder = memory_path / "csv" / "version_0"
     assert difference(weights, undisturbed.weights) <= EXACT
     assert [step for step, _ in curve(folder)] == list(range(1, STEPS + 1))
@@ -173,7 +171,7 @@ def test_a_failure_that_repeats_is_the_users_own_exception_with_a_report(memory_
     with pytest.raises(ZeroDivisionError, match="what step 7 always does") as raised:
         fit(memory_path, failing := Fails(memory_path, rank=1, step=7, rounds=100))
     notes = "\n".join(raised.value.__notes__)
-    assert "The run failed 3 times in a row after step 6" in notes or "after step 7" in notes, notes
+    assert re.search("The run failed 3 times in a row after step [67] for one cause", notes), notes
     assert failing.began() == [0, 6, 6]
 
 
