@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -36,12 +38,11 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
         MissingDependencyError: without matplotlib.
         RunError: if the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
+    if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(
-            f"Drawing needs matplotlib, which is not installed ({error}); run: pip install matplotlib."
-        ) from error
+            f"Drawing needs matplotlib, which {sys.executable} does not find; run: pip install matplotlib."
+        )
+    from matplotlib.figure import Figure
 
     rows = len(goodput.rounds)
     height = min(12.0, 2.6 + 0.3 * rows)
