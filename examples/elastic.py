@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +52,8 @@ def tell_goodput(folder):
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     for one in found["rounds"]:
         steps = f"steps {one['first_step'] + 1} to {one['last_step']}"
-        print(f"Round {one['round']}, {one['world_size']} workers: {steps}. {one['cause'] or 'Finished'}.")
+        cause = textwrap.shorten(one["cause"] or "Finished", 80, placeholder=" ...")
+        print(f"Round {one['round']}, {one['world_size']} workers: {steps}. {cause}")
     shares = [(name.replace("_", " "), seconds / found["total_seconds"]) for name, seconds in found["seconds"].items()]
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares)
     print(f"Goodput {found['goodput']:.0%} of {found['total_seconds']:.1f} s: {told}.")

@@ -33,7 +33,7 @@ def test_a_drill_ends_with_the_numbers_of_a_run_without_one_and_is_told(tmp_path
     assert all(int(before) + 1 - int(step) == int(lost) < 24 for step, before, lost in pauses)
     rounds = re.findall(r"^Round (\d), 2 workers: steps \d+ to (\d+)\. (.*)$", done.stdout, re.MULTILINE)
     assert [(number, last) for number, last, _ in rounds] == [("0", "29"), ("1", "59"), ("2", "72")]
-    assert "SIGKILL" in rounds[0][2] and "exit code 3" in rounds[1][2] and rounds[2][2] == "Finished."
+    assert "SIGKILL" in rounds[0][2] and "exit code 3" in rounds[1][2] and rounds[2][2] == "Finished"
     assert re.search(r"^Goodput \d+% of [\d.]+ s: productive \d+%, ", done.stdout, re.MULTILINE)
 
 
