@@ -124,7 +124,7 @@ def measure(size: Size) -> tuple[Times, int]:
     dist.init_process_group("gloo")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     dataset = CASE.data(size.num_steps * CASE.batch_size * dist.get_world_size())
-    trained = {
+    trained: dict[str, Callable[[Entry], Any]] = {
         BY_HAND: train_by_hand,
         "echelon": partial(train_by_echelon, barebones=False),
         "echelon barebones": partial(train_by_echelon, barebones=True),

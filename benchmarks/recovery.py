@@ -55,10 +55,10 @@ def train_by_echelon(folder: Path) -> None:
     from echelon import Callback, ElasticStrategy, Trainer, seed_everything
 
     class Steps(Callback):
-        def setup(self, trainer, module, stage):  # type: ignore[no-untyped-def]
+        def setup(self, trainer, module, stage):
             self.log = StepLog(folder, trainer.strategy.rank)
 
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # type: ignore[no-untyped-def]
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             self.log(trainer.global_step)
 
     seed_everything(1)
@@ -118,7 +118,7 @@ def network(width: int = 32) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.2), nn.Linear(4 * width * 4, 10))
 
 
-class Images(Dataset):  # type: ignore[type-arg]
+class Images(Dataset):
     """The training images of examples/digits.py."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class Heartbeat(Callback):
         """Tell that this process is there, and listen for compilations."""
         from torch._dynamo.callback import callback_handler
 
-        self._beat.beat(Phase.START, trainer.global_step)
+        self._beat.begin(trainer.global_step)
         if self._compiles not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._compiles)
             callback_handler.register_end_callback(self._has_compiled)

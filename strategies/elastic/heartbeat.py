@@ -17,7 +17,7 @@ _MAGIC: Final = float(0xECE1_0001)
 
 # The file is float64 numbers: one record with the magic, then one for each worker, in a cache line of its own.
 _RECORD: Final = 8
-_TIME, _PLACE, _IS_COMPILING, _PID = range(4)
+_TIME, _PLACE, _IS_COMPILING, _PID, _FIRST = range(5)
 _PHASES: Final = 8  # the place is the step times this, plus the phase: one number, which is never read half written
 
 
@@ -45,6 +45,8 @@ class Record(NamedTuple):
     """Optimizer steps completed; None before the first beat."""
     is_compiling: bool = False
     pid: int | None = None
+    first_step: int | None = None
+    """The steps that were completed when this round began; None where nobody has said so."""
 
 
 class Beat:
@@ -65,6 +67,11 @@ class Beat:
         if not self._record:
             raise ProcessError(f"{folder / _NAME} holds no record of local rank {local_rank}; start it by its agent.")
         self._record[_PID] = os.getpid()
+
+    def begin(self, step: int) -> None:
+        """Tell that training will begin after so many optimizer steps."""
+        self._record[_FIRST] = step
+        self.beat(Phase.START, step)
 
     def beat(self, phase: Phase, step: int) -> None:
         """Tell that this process goes on, now in `phase`, with `step` optimizer steps completed."""
@@ -88,7 +95,8 @@ def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
     records = _mapped(folder / _NAME)
     records[0] = _MAGIC
     for local_rank in range(local_world_size):
-        records[(local_rank + 1) * _RECORD + _PLACE] = -1.0
+        for number in (_PLACE, _FIRST):
+            records[(local_rank + 1) * _RECORD + number] = -1.0
     return records
 
 
@@ -100,7 +108,8 @@ def read_record(records: memoryview[float], local_rank: int) -> Record:
         now = again
     has_begun = now[_PLACE] >= 0
     step, phase = divmod(int(now[_PLACE]), _PHASES) if has_begun else (None, Phase.START)
-    return Record(now[_TIME], Phase(phase), step, bool(now[_IS_COMPILING]), int(now[_PID]) or None)
+    first_step = int(now[_FIRST]) if now[_FIRST] >= 0 else None
+    return Record(now[_TIME], Phase(phase), step, bool(now[_IS_COMPILING]), int(now[_PID]) or None, first_step)
 
 
 def _records(folder: Path) -> memoryview[float]:

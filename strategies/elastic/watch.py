@@ -263,7 +263,8 @@ class Watch:
         longest = math.inf if record.pid is None and not self.limits.has_beats else self.limits.longest
         is_warm = not record.is_compiling and record.step is not None
         if record.step is not None:
-            is_warm &= record.step - self._first_step.setdefault(index, record.step) >= _WARM_UP
+            seen_first = self._first_step.setdefault(index, record.step)
+            is_warm &= record.step - (seen_first if record.first_step is None else record.first_step) >= _WARM_UP
         idle = now - self._active[index].newest if phase in _PAUSES else silent
         limit = self.limits.of(phase, self._pace.longest(phase)) if is_warm else longest
         return _Worker(index, record, silent, idle, limit, longest, is_warm)

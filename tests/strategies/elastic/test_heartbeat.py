@@ -20,8 +20,8 @@ def test_each_worker_has_a_record_of_its_own(tmp_path):
     before = monotonic()
     Beat(tmp_path, 2).beat(Phase.EVALUATE, 10**12)
     one, two = read_record(records, 1), read_record(records, 2)
-    assert one[1:] == (Phase.TRAIN, 41, False, os.getpid())
-    assert two[1:] == (Phase.EVALUATE, 10**12, False, os.getpid())
+    assert one[1:] == (Phase.TRAIN, 41, False, os.getpid(), None)
+    assert two[1:] == (Phase.EVALUATE, 10**12, False, os.getpid(), None)
     assert one.time <= before <= two.time <= monotonic()
     assert read_record(records, 0) == Record(0.0)
 

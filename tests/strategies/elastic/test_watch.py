@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from echelon.strategies.elastic import heartbeat
-from echelon.strategies.elastic.heartbeat import Phase
+from echelon.strategies.elastic.heartbeat import Beat, Phase
 from echelon.strategies.elastic.processes import Activity, look_at
 from echelon.strategies.elastic.watch import Hang, Limits, Standing, Watch, clocks
 from echelon.strategies.errors import ConfigError
@@ -365,3 +365,14 @@ def test_one_that_is_debugged_is_no_hang_and_silence_counts_anew_after_it(tmp_pa
 def test_limits_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match=r"timeout=0.0 is not possible"):
         Limits(timeout=0.0)
+
+
+def test_steps_that_were_done_between_two_looks_count_as_done(tmp_path):
+    watch = Watch(tmp_path, 1)
+    beat = Beat(tmp_path, 0)
+    beat.begin(20)
+    beat.beat(Phase.TRAIN, 29)
+    began = time.monotonic()
+    assert watch.look(began) is None
+    hangs = [watch.look(began + seconds) for seconds in range(1, 8)]
+    assert hangs[-1] is not None and hangs[-1].step == 29
