@@ -36,12 +36,14 @@ class Limits:
     pause: float = 60.0
     """What is allowed at least between steps and in an evaluation; as long as `start` if the processor is in use."""
     start: float = 1800.0
-    """What is allowed before a round has done its first steps, while torch compiles, and at the end; the most ever."""
+    """What is allowed before a round trains, while torch compiles, and at the end; the most ever."""
+    first: float = 300.0
+    """What is allowed in the first steps of a round."""
     has_beats: bool = True
     """False for a program that may have none: before the first one it is allowed any time."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "floor", "factor", "pause", "start"):
+        for name in ("timeout", "floor", "factor", "pause", "start", "first"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"{name}={value} is not possible; give a number above 0.")
 
@@ -266,7 +268,11 @@ class Watch:
             seen_first = self._first_step.setdefault(index, record.step)
             is_warm &= record.step - (seen_first if record.first_step is None else record.first_step) >= _WARM_UP
         idle = now - self._active[index].newest if phase in _PAUSES else silent
-        limit = self.limits.of(phase, self._pace.longest(phase)) if is_warm else longest
+        limit = longest
+        if is_warm:
+            limit = self.limits.of(phase, self._pace.longest(phase))
+        elif not record.is_compiling and phase not in (Phase.START, Phase.END):
+            limit = max(min(self.limits.first, self.limits.start), self.limits.timeout or 0.0)
         return _Worker(index, record, silent, idle, limit, longest, is_warm)
 
     def _rearmost(self, workers: list[_Worker], now: float) -> list[_Worker]:
