@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from ..agent import Agent
 from ..errors import ProcessError
@@ -118,10 +117,6 @@ class ElasticAgent(Agent):
                 return int(store.get("echelon/round"))
             except DistStoreError as error:  # a node did not tell the others what they need to know
                 _log.info("The nodes meet again, as one did not answer: %s", error)
-            except RendezvousGracefulExitError as error:
-                raise ProcessError(
-                    "The run ended while this node stood by for others to leave; its results are with those."
-                ) from error
             except ProcessError as error:
                 with contextlib.suppress(RuntimeError):  # the store is gone, and with it what others said
                     if self._meeting.shared.check([_GIVEN_UP]):

@@ -208,6 +208,10 @@ class ManyNodes(DynamicRendezvousHandler):
                 raise RendezvousConnectionError from error
             except DistStoreError:
                 _log.info("A node was lost while all met; they meet again")
+            except RendezvousTimeoutError:
+                if len(self._state_holder.state.participants) < self.settings.min_nodes:
+                    raise
+                _log.info("This node goes on standing by: the run is going on without it")
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait for the next round: new ones, or those whose workers failed.
