@@ -275,6 +275,9 @@ class ManyNodes(DynamicRendezvousHandler):
             self.shared.set(_OVER, "")
             self._link.store.set(CLOSED, "")
 
+    def _record(self, *_: Any, **__: Any) -> None:
+        """Do nothing, as `QuickSteps` does."""
+
     def _too_few(self) -> ProcessError:
         came = len(self._state_holder.state.participants) + 1  # this one has left again
         least, limit = self.settings.min_nodes, self.settings.timeout.join.total_seconds()

@@ -63,6 +63,9 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
 
         super().run(decide, deadline, update_deadline)
 
+    def _record(self, *_: Any, **__: Any) -> None:
+        """Do nothing: torch would look through the whole stack and all modules for a name, many times a second."""
+
     def _all_are_there(self, context: _RendezvousContext) -> bool:
         state = context.state
         is_open = not state.complete and context.node in state.participants
