@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,14 @@ elif os.environ["RANK"] == "1":
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A working directory with a program, and beside it where temporary files go."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "program.py").write_text(PROGRAM)
-    (tmp_path / "temporary").mkdir()
-    return tmp_path
+def folder():
+    """A working directory with a program, and beside it where temporary files go: a socket's path must be short."""
+    with tempfile.TemporaryDirectory(prefix="e-") as name:
+        folder = Path(name)
+        (folder / "work").mkdir()
+        (folder / "work" / "program.py").write_text(PROGRAM)
+        (folder / "temporary").mkdir()
+        yield folder
 
 
 def start(folder, *options, **variables):
