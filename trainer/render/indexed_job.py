@@ -6,23 +6,24 @@ from typing import Any, Final
 
 from . import kubernetes
 from .job import Job
-from .yaml_text import yaml_text
 
-_NOTES: Final = {
-    "strategy": "two stores at once would be two runs",
-    "completions": "change both together and the run grows or shrinks: kubectl patch job",
+NODE_NOTES: Final = {
     "backoffLimitPerIndex": "failures of a pod after which it is given up, of which so many may be",
     "successPolicy": "the nodes end together, and one that comes later finds the run over",
     "podFailurePolicy": "the first rule that fits: evictions and preemption count for nothing, nor does 143, by which "
     "a node says that it was told to leave and has saved; 2 is a wrong command or config, which no restart puts right",
 }
+"""On what `node_job` returns."""
+
+_NOTES: Final = {
+    **NODE_NOTES,
+    "completions": "change both together and the run grows or shrinks: kubectl patch job",
+}
 
 
 def render(job: Job) -> str:
     """Return the manifests of a Job and of what stands around it."""
-    name = job.deploy.name
-    heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
-    return yaml_text([*kubernetes.surroundings(job), _job(job)], heading, {**kubernetes.NOTES, **_NOTES})
+    return kubernetes.manifests(job, [_job(job)], _NOTES)
 
 
 def node_job(job: Job) -> dict[str, Any]:

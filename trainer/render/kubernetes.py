@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from .job import CONFIG, ENV, RUNS, Job
+from .yaml_text import yaml_text
 
 Object = dict[str, Any]
 
-NOTES: Final[Mapping[str, str]] = {
+_NOTES: Final[Mapping[str, str]] = {
     "data.config.yaml": "the run itself, as `echelon fit` takes it",
     "unhealthyPodEvictionPolicy": "pods that are not ready train nothing: they do not stand in a drain's way",
     "minAvailable": "so many nodes are left by drains; the others are taken, save, and are made anew elsewhere",
@@ -25,14 +26,22 @@ NOTES: Final[Mapping[str, str]] = {
     "agent's to watch, which restarts them in seconds: no probe of Kubernetes could know better",
     "readOnlyRootFilesystem": "what is written goes to /runs, /tmp and /dev/shm",
     "limits": "the same as the requests: of pods such as these a machine in need of memory evicts the last",
+    "strategy": "two stores at once would be two runs",
     "emptyDir.medium": "shared memory, for snapshots and the workers of data loaders (64 MiB without this); what is in "
     "it counts as memory of the pod",
 }
 """Comments of `yaml_text` for what a reader may stumble over."""
 
 
-def surroundings(job: Job) -> list[Object]:
-    """Return what stands around the pods of a run: its config, where nodes meet, and what keeps them from harm."""
+def manifests(job: Job, objects: Sequence[Object], notes: Mapping[str, str]) -> str:
+    """Return the objects of a target, after those around the pods of every run, with notes for those who read them."""
+    name = job.deploy.name
+    heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
+    return yaml_text([*_surroundings(job), *objects], heading, {**_NOTES, **notes})
+
+
+def _surroundings(job: Job) -> list[Object]:
+    """Return the config, where nodes meet, and what keeps them from harm."""
     shared = [_config(job), _network_policy(job)]
     if not job.meets:
         return shared

@@ -6,10 +6,8 @@ from typing import Any, Final
 
 from . import kubernetes
 from .job import Job
-from .yaml_text import yaml_text
 
 _NOTES: Final = {
-    "strategy": "two stores at once would be two runs",
     "elasticPolicy": "without it the operator wants a master, whose end would be that of the run; with it the job has "
     "succeeded once a worker has. Echelon reads none of the variables that it sets",
     "cleanPodPolicy": "what still runs when the job has ended is not needed",
@@ -19,9 +17,7 @@ _NOTES: Final = {
 
 def render(job: Job) -> str:
     """Return the manifests of a PyTorchJob and of what stands around it."""
-    name = job.deploy.name
-    heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
-    return yaml_text([*kubernetes.surroundings(job), _pytorchjob(job)], heading, {**kubernetes.NOTES, **_NOTES})
+    return kubernetes.manifests(job, [_pytorchjob(job)], _NOTES)
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:

@@ -5,28 +5,20 @@ from __future__ import annotations
 from typing import Any, Final
 
 from . import kubernetes
-from .indexed_job import node_job
+from .indexed_job import NODE_NOTES, node_job
 from .job import Job
-from .yaml_text import yaml_text
 
 _NOTES: Final = {
-    "strategy": "two stores at once would be two runs",
+    **NODE_NOTES,
     "mlPolicy": "no torch policy: it would set variables for torchrun, and Echelon has a rendezvous of its own",
     "trainer.kubeflow.org/trainjob-ancestor-step": "by which Trainer finds the job whose container, named node, gets "
     "what the TrainJob says",
-    "successPolicy": "the nodes end together, and one that comes later finds the run over",
-    "backoffLimitPerIndex": "failures of a pod after which it is given up, of which so many may be",
-    "podFailurePolicy": "the first rule that fits: evictions and preemption count for nothing, nor does 143, by which "
-    "a node says that it was told to leave and has saved; 2 is a wrong command or config, which no restart puts right",
 }
 
 
 def render(job: Job) -> str:
     """Return the manifests of a TrainJob, of its runtime, and of what stands around them."""
-    name = job.deploy.name
-    heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
-    objects = [*kubernetes.surroundings(job), _runtime(job), _trainjob(job)]
-    return yaml_text(objects, heading, {**kubernetes.NOTES, **_NOTES})
+    return kubernetes.manifests(job, [_runtime(job), _trainjob(job)], _NOTES)
 
 
 def _runtime(job: Job) -> dict[str, Any]:
