@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ..strategies.elastic.strategy import parse_nodes
 from ..strategies.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
-from ..strategies.errors import EchelonError
+from ..strategies.errors import ConfigError, EchelonError
 from ..strategies.network import address_towards, is_this_machine, loopback_variables
 
 if TYPE_CHECKING:
@@ -107,10 +108,11 @@ def _nproc(text: str) -> str:
 
 
 def _nnodes(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    if not all(word.isdigit() for word in (least, most or least)) or not 1 <= int(least) <= int(most or least):
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 1, or MIN:MAX such as 1:4")
-    return int(least), int(most or least)
+    try:
+        return parse_nodes(text)
+    except ConfigError:
+        reason = f"{text!r} is not possible; give a number from 1, or MIN:MAX such as 1:4"
+        raise argparse.ArgumentTypeError(reason) from None
 
 
 def _count(text: str) -> int:

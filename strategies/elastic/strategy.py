@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -145,10 +146,11 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     Raises:
         ConfigError: for what means none.
     """
-    least, _, most = str(nodes).partition(":")
-    if not all(word.isdecimal() for word in (least, most or least)) or not 1 <= int(least) <= int(most or least):
+    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", str(nodes))
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
         raise ConfigError(f"nodes={nodes!r} is not possible; give a number from 1, or 'MIN:MAX' such as '1:4'.")
-    return int(least), int(most or least)
+    return least, most
 
 
 def _inner(inner: str | Strategy) -> Strategy:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, get_type_hints
 
+from ...strategies.elastic.strategy import parse_nodes
 from ...strategies.errors import ConfigError, did_you_mean
 from ..settings import describe, fits
 
@@ -72,9 +73,12 @@ class Deploy:
             raise ConfigError(
                 f"deploy.name={self.name!r} is no name of a job; give up to 40 small letters, digits and hyphens."
             )
-        least, most = self._range()
-        if not 1 <= least <= most:
-            raise ConfigError(f"deploy.nodes={self.nodes!r} is not possible; give a number from 1, or such as '1:4'.")
+        try:
+            parse_nodes(self.nodes)
+        except ConfigError:
+            raise ConfigError(
+                f"deploy.nodes={self.nodes!r} is not possible; give a number from 1, or such as '1:4'."
+            ) from None
         for name, smallest in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
@@ -93,19 +97,15 @@ class Deploy:
             if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
                 raise ConfigError(f"deploy.env.{name}={value!r} is no variable; give a name and a text in quotes.")
 
-    def _range(self) -> tuple[int, int]:
-        found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", str(self.nodes))
-        return (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-
     @property
     def min_nodes(self) -> int:
         """The number of nodes with which the run begins."""
-        return self._range()[0]
+        return parse_nodes(self.nodes)[0]
 
     @property
     def max_nodes(self) -> int:
         """The number of nodes that it can use."""
-        return self._range()[1]
+        return parse_nodes(self.nodes)[1]
 
     @property
     def processes(self) -> int:
