@@ -322,7 +322,7 @@ class Trainer(RunView):
         strategy, environment = self.strategy, self._hardware.environment
         session.resumed_from = request.checkpoint
         if strategy.world_size > 1:
-            if self.is_global_zero and not self._is_introduced and not session.is_restarted:
+            if self.is_global_zero and not self._is_introduced:
                 say(environment.describe())
             self._is_introduced = True
             if environment.is_external:
