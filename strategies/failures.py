@@ -41,6 +41,8 @@ class Failure:
     time: float
     blames_a_peer: bool
     is_exit: bool
+    exit_code: int | None
+    """That of a SystemExit, where it is a number."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -57,6 +59,7 @@ class Failure:
             time=time.time(),
             blames_a_peer=blames_a_peer(error),
             is_exit=isinstance(error, SystemExit | KeyboardInterrupt),
+            exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         )
 
 
@@ -101,7 +104,7 @@ class End:
     @property
     def was_interrupted(self) -> bool:
         """Whether this worker has brought its run to an end because a signal asked a rank for that."""
-        return self.failure is not None and self.failure.is_exit and self.failure.text.endswith(f": {INTERRUPTED}")
+        return self.failure is not None and self.failure.exit_code == INTERRUPTED
 
     @property
     def blames_a_peer(self) -> bool:

@@ -117,8 +117,8 @@ def code_of_end(cause: End) -> int:
     """Return what an interpreter of its own would have ended with, or a shell would say of its end."""
     if cause.failure is None:
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
-    said = cause.failure.text.removeprefix("SystemExit: ")
-    return int(said) if said.isdecimal() else 1
+    code = cause.failure.exit_code
+    return 1 if code is None or code < 0 else code
 
 
 def _told(message: str, code: int) -> int:
