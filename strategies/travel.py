@@ -71,7 +71,13 @@ def installed(modules: Iterable[str]) -> list[str]:
 
 def _is_installed(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    return file is not None and file.startswith(_places())
+
+
+@functools.cache
+def _places() -> tuple[str, ...]:
+    """Return where packages are installed."""
+    return sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
 
 def _home(value: Any) -> str | None:
