@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ..strategies.elastic.shared_store import RUN_FOLDER
 from ..strategies.elastic.supervisor import Supervisor
 from ..strategies.errors import CheckpointError
 from . import checkpoint
@@ -67,9 +68,9 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     strategy, supervisor = session.strategy, session.strategy.supervisor
     if supervisor is None or session.is_restarted or strategy.rank:
         return
-    folder = str(Path(session.run.log_dir).absolute())
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
-    supervisor.note(f"run/{session.fit}", {"versions": list(versions), "folder": folder, **state})
+    supervisor.note(f"run/{session.fit}", {"versions": list(versions), **state})
+    supervisor.note(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))
     supervisor.note("fit", session.fit)
 
 

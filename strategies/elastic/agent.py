@@ -23,6 +23,7 @@ from ..worker import Job
 from .nodes import ManyNodes, OneNode
 from .restarts import GiveUp, RestartPolicy
 from .rounds import Kind, Round, RoundEnd, append_round
+from .shared_store import RUN_FOLDER
 from .stacks import dump_stacks
 from .watch import Hang, Limits, Standing, Watch, clocks
 
@@ -209,8 +210,8 @@ class ElasticAgent(Agent):
     def _keep(self, stacks: Mapping[int, str]) -> Path:
         """Write where ranks stood to the run's folder, or to the node folder if there is none yet; return where."""
         shared = self._meeting.shared
-        run = f"run/{shared.get('fit').decode()}" if shared.check(["fit"]) else None
-        folder = (self._node_folder if run is None else Path(json.loads(shared.get(run))["folder"])) / "stacks"
+        is_known = shared.check([RUN_FOLDER])
+        folder = (Path(json.loads(shared.get(RUN_FOLDER))) if is_known else self._node_folder) / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"round_{self._round.number}_rank_{rank}.txt").write_text(text)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
+RUN_FOLDER: Final = "run_folder"
+"""Where workers keep, as JSON, the folder of their run; for the agents."""
+
 _PATIENCE: Final = timedelta(seconds=30)
 
 
