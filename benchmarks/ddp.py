@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from turns import Size, Times, Turns, compete, print_rows, summarise, times_of
+from turns import Size, Times, Turns, compete, print_rows, stay_on_core, summarise, times_of
 
 from echelon import Trainer, TrainModule
 from echelon.testing import run_ranks
@@ -161,6 +161,7 @@ def measure(case: str, size: Size, with_lightning: bool) -> Times:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    stay_on_core(dist.get_rank())
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     dataset = CASES[case].data(size.num_steps * CASES[case].batch_size * dist.get_world_size())
     with tempfile.TemporaryDirectory() as folder:

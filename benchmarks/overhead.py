@@ -1,9 +1,9 @@
 """What a Trainer costs a step: the same tiny MLP trained by a plain loop, by Echelon and, if installed, by Lightning.
 
-Run ``python benchmarks/overhead.py``. All contenders train in this process on one thread, in interleaved rounds whose
-order rotates, so that a slow moment of the machine meets everyone. A round times the steps between two batches of one
-epoch (start-up, warm-up and the end of the epoch are outside); a contender's ratio is the median over rounds of its
-time to the plain loop's of the same round. Bars draw on a pseudo-terminal, as they would for a user.
+Run ``python benchmarks/overhead.py``. All contenders train in this process on one thread, and take turns of some
+milliseconds (turns.py), so that a slow moment of the machine meets everyone; start-up and the ends of epochs are not
+timed. A contender's ratio is its time to the plain loop's in the same round; "+-" is the standard error of that, and
+"excess" what a step takes more, in microseconds. Bars draw on a pseudo-terminal, as they would for a user.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import json
 import logging
 import os
 import pty
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,37 +28,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from turns import Size, Times, Turns, compete, stay_on_core, summarise, times_of
 
 Batch = tuple[Tensor, Tensor]
+PLAIN = "plain loop"
 
 
 class Batches:
-    """Batches in memory; remembers when the first timed one and the last one were asked for."""
+    """Batches in memory, before each of which the others may have their turn."""
 
-    def __init__(self, steps: int, warmup: int) -> None:
+    def __init__(self, turns: Turns, num_steps: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.steps, self.warmup = steps, warmup
+        self._turns, self._num_steps = turns, num_steps
         self._data: list[Batch] = [
             (torch.randn(4, 32, generator=generator), torch.randint(2, (4,), generator=generator)) for _ in range(64)
         ]
 
     def __len__(self) -> int:
-        return self.warmup + self.steps + 1
+        return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        data = self._data
-        for index in range(self.warmup):
+        data, mark = self._data, self._turns.mark
+        for index in range(self._num_steps):
+            mark()
             yield data[index % 64]
-        self.begin = time.perf_counter()
-        for index in range(self.steps):
-            yield data[index % 64]
-        self.end = time.perf_counter()
-        yield data[0]
-
-    @property
-    def microseconds_per_step(self) -> float:
-        """The time of the steps between the two marks, divided by their number."""
-        return (self.end - self.begin) / self.steps * 1e6
 
 
 def mlp() -> nn.Module:
@@ -108,7 +99,7 @@ def contenders() -> dict[str, Callable[[Batches, str], None]]:
     from echelon import Trainer, TrainModule
 
     found = {
-        "plain loop": plain_loop,
+        PLAIN: plain_loop,
         "echelon": trained_by(TrainModule, Trainer),
         "echelon barebones": trained_by(TrainModule, Trainer, barebones=True),
     }
@@ -141,53 +132,40 @@ def terminal() -> Iterator[None]:
         reader.wait()
 
 
-def measure(steps: int, warmup: int, rounds: int) -> dict[str, list[float]]:
-    """Return microseconds per step of each contender in each round."""
-    names = contenders()
-    times: dict[str, list[float]] = {name: [] for name in names}
+def measure(size: Size) -> Times:
+    """Return the microseconds of a step of each contender, by contest and turn."""
     with terminal(), tempfile.TemporaryDirectory() as folder:
-        for turn in range(rounds):
-            order = list(names)[turn % len(names) :] + list(names)[: turn % len(names)]
-            for name in order:
-                batches = Batches(steps, warmup)
-                names[name](batches, folder)
-                times[name].append(batches.microseconds_per_step)
-    return times
+        stay_on_core()
 
+        def enter(train: Callable[[Batches, str], None]) -> Callable[[Turns], None]:
+            return lambda turns: train(Batches(turns, size.num_steps), folder)
 
-def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return for each contender its median time, its median ratio to the plain loop, and the excess over it."""
-    base = times["plain loop"]
-    return {
-        name: {
-            "us_per_step": statistics.median(values),
-            "ratio": statistics.median(value / plain for value, plain in zip(values, base, strict=True)),
-            "excess_us": statistics.median(value - plain for value, plain in zip(values, base, strict=True)),
-        }
-        for name, values in times.items()
-    }
+        return times_of(compete({name: enter(train) for name, train in contenders().items()}, size))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="timed steps of a round")
-    parser.add_argument("--warmup", type=int, default=100, help="steps before them")
-    parser.add_argument("--rounds", type=int, default=15, help="short and many: other load meets everyone")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--steps", type=int, default=25, help="timed steps of a turn")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them in each turn")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each contender in a contest")
+    parser.add_argument("--contests", type=int, default=12, help="how often all begin anew")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every turn")
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        times = measure(arguments.steps, arguments.warmup, arguments.rounds)
-    summary = summarise(times)
-    if arguments.json:
-        rows = {name: {**row, "rounds": times[name]} for name, row in summary.items()}
-        print(json.dumps({"torch": torch.__version__, **vars(arguments), "contenders": rows}, indent=2))
+        times = measure(Size(options.contests, options.rounds, options.steps, options.warmup))
+    rows = summarise(times, PLAIN)
+    if options.json:
+        found = {name: {**row, "ratio": 1 / row["speed"], "rounds": times[name]} for name, row in rows.items()}
+        print(json.dumps({"torch": torch.__version__, **vars(options), "contenders": found}, indent=2))
         return
-    print(f"{'':22}{'us/step':>10}{'ratio':>9}{'excess us':>12}")
-    for name, row in summary.items():
-        print(f"{name:22}{row['us_per_step']:10.1f}{row['ratio']:9.3f}{row['excess_us']:12.1f}")
+    print(f"{'':22}{'us/step':>10}{'ratio':>9}{'+-':>7}{'excess':>10}")
+    for name, row in rows.items():
+        ratio = 1 / row["speed"]
+        error = row["speed_error"] * ratio**2
+        print(f"{name:22}{row['us_per_step']:10.1f}{ratio:9.3f}{error:7.3f}{row['excess_us']:10.1f}")
 
 
 if __name__ == "__main__":

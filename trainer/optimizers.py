@@ -78,6 +78,23 @@ class ManagedOptimizer:
         return f"ManagedOptimizer({self.optimizer!r})"
 
 
+def zero_grad_of(optimizer: Optimizer) -> Callable[[], None]:
+    """Return the optimizer's `zero_grad`, or what does the same to the gradients in an eighth of the time.
+
+    `torch.optim.Optimizer.zero_grad` opens a range for the profiler and looks at each gradient before it drops it; for
+    a small model that is 5% of a step.
+    """
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        return optimizer.zero_grad
+
+    def zero_grad() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return zero_grad
+
+
 def parse_optimizers(returned: Any) -> Optimizers:
     """Bring what ``configure_optimizers`` returned into one form.
 

@@ -26,7 +26,7 @@ from .loading import EvaluationData, TrainData
 from .meeting import Meetings
 from .metrics import Metrics
 from .module import TrainModule
-from .optimizers import LRSchedulerConfig, ManagedOptimizer
+from .optimizers import LRSchedulerConfig, ManagedOptimizer, zero_grad_of
 from .profiler import Profiler
 from .sample_trail import Trail
 from .settings import Settings
@@ -168,9 +168,10 @@ class Session:
         self.backward = (
             self._backward_with_hooks if hooks.on_before_backward or hooks.on_after_backward else self._backward
         )
-        zeroes_plainly = not (hooks.on_before_zero_grad or overrides(self.module, "optimizer_zero_grad", TrainModule))
+        asks = hooks.on_before_zero_grad or overrides(self.module, "optimizer_zero_grad", TrainModule)
+        zeroes_plainly = not (asks or self.profiler.is_active)
         self.zero_grads = [
-            optimizer.zero_grad if zeroes_plainly else partial(self._zero_grad, optimizer)
+            zero_grad_of(optimizer) if zeroes_plainly else partial(self._zero_grad, optimizer)
             for optimizer in self.optimizers
         ]
         self.steps = [
