@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -118,13 +119,21 @@ class Replica:
             return getattr(self._module, step_name)(*args)
         return self._caller.rebuild(self._wrapper(step_name, *args))
 
+    def runner(self, step_name: str) -> Callable[..., Any]:
+        """Return what does the same for one step, as directly as can be."""
+        if self._wrapper is None or step_name != "training_step":
+            return getattr(self._module, step_name)  # type: ignore[no-any-return]
+        return partial(self.run if self._caller.returns_tensors else self._wrapper, step_name)
+
     def accumulate(self, *, is_last: bool) -> None:
         """Note that a micro-batch begins; only the last of a step synchronises."""
         if self._wrapper is not None:
             # a static graph learns its graph in the first backward, which therefore has to be a synchronised one;
             # averaging what has been averaged changes nothing
             learns = self._options.static_graph and self._is_first_backward
-            self._wrapper.require_backward_grad_sync = (is_last and self.synchronises) or learns
+            is_due = (is_last and self.synchronises) or learns
+            if self._wrapper.require_backward_grad_sync != is_due:  # setting an attribute of a module takes a while
+                self._wrapper.require_backward_grad_sync = is_due
 
     def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
         """Return a loss of 0 whose backward takes part in a step of the other ranks."""

@@ -42,6 +42,9 @@ class ReplicaStrategy(Strategy):
         with self.forward_context:
             return self._replica.run(step_name, *args)
 
+    def runner(self, step_name: str) -> Callable[..., Any]:
+        return self._replica.runner(step_name) if self.precision.is_plain else super().runner(step_name)
+
     def accumulate(self, *, is_last: bool) -> None:
         self._replica.accumulate(is_last=is_last)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from .errors import ConfigError
@@ -24,9 +25,8 @@ class SingleDeviceStrategy(Strategy):
                 "and num_nodes=1, or choose another strategy, such as 'ddp'."
             )
 
-    @property
-    def is_transparent(self) -> bool:
-        return self.precision.autocast_dtype is None and self.precision.param_dtype is None
+    def runner(self, step_name: str) -> Callable[..., Any]:
+        return getattr(self.module, step_name) if self.precision.is_plain else super().runner(step_name)
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:

@@ -18,7 +18,8 @@ class StepCaller(nn.Module):
     def __init__(self, module: nn.Module, *, returns_tensors: bool) -> None:
         super().__init__()
         self.module = module
-        self._returns_tensors = returns_tensors
+        self.returns_tensors = returns_tensors
+        self._own = (module,)  # the same, where torch finds it without a call
         self._structure: Any = None
 
     def forward(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -30,15 +31,15 @@ class StepCaller(nn.Module):
         if step_name == _WITHOUT_SAMPLES:
             output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
         else:
-            output = getattr(self.module, step_name)(*args, **kwargs)
-        if not self._returns_tensors:
+            output = getattr(self._own[0], step_name)(*args, **kwargs)
+        if not self.returns_tensors:
             return output
         self._structure = output
         return list(iterate_tensors(output))
 
     def rebuild(self, output: Any) -> Any:
         """Return what the step returned, with these tensors in place of its own."""
-        if not self._returns_tensors:
+        if not self.returns_tensors:
             return output
         structure, self._structure, tensors = self._structure, None, iter(output)
         return map_tensors(lambda _: next(tensors), structure)

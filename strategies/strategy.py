@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
@@ -199,14 +200,13 @@ class Strategy(ABC):
         """Move a batch to this process's device."""
         return to_device(batch, self.device)
 
-    @property
-    def is_transparent(self) -> bool:
-        """Whether steps, backward and updates are torch's own, with nothing around them, to be called directly."""
-        return False
-
     @abstractmethod
     def run(self, step_name: str, *args: Any) -> Any:
         """Call the module's step through whatever synchronises it, in the precision's context."""
+
+    def runner(self, step_name: str) -> Callable[..., Any]:
+        """Return what does the same for one step, once the module is set up, with as few calls in between as can be."""
+        return partial(self.run, step_name)
 
     def accumulate(self, *, is_last: bool) -> None:
         """Note that a micro-batch begins, in a step that has several; only the last has to synchronise gradients."""

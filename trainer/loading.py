@@ -19,7 +19,7 @@ from .sample_trail import Trail
 from .sampling import Ranks, length_of
 from .seed import derive
 from .streams import Cut, IterableStream, MapStream, stream_of
-from .weights import Window
+from .weights import Window, num_samples
 
 Count = int | float
 """A number of batches; infinity where the data does not know."""
@@ -147,11 +147,10 @@ class TrainData:
         stream = self._streams[0]
         assert isinstance(stream, MapStream)
         for window, totals in stream.parts(self._sized_batches(), remaining):
-            known = [total for total in totals if total is not None]
-            if len(known) == len(totals):
-                self.window_total = sum(known)
+            if None in totals:
+                self.window_total = sum(int(row[0]) for row in self._cut.ranks.gather(num_samples(window)))
             else:
-                self.window_total = sum(int(row[0]) for row in self._cut.ranks.gather(_num_samples(window)))
+                self.window_total = sum(totals)  # type: ignore[arg-type]
             self.window_length = len(totals)
             yield window
 
@@ -160,7 +159,7 @@ class TrainData:
         batches = self._sized_batches()
         while remaining > 0:
             window = list(islice(batches, int(min(self._per_step, remaining))))
-            rows = self._cut.ranks.gather(len(window), _num_samples(window))
+            rows = self._cut.ranks.gather(len(window), num_samples(window))
             self.window_length = max(int(length) for length, _ in rows)
             self.window_total = sum(int(total) for _, total in rows)
             if self.window_length == 0:
@@ -189,10 +188,6 @@ class TrainData:
         """Let workers go that outlive an epoch."""
         for stream in self._streams:
             stream.close()
-
-
-def _num_samples(window: Window) -> int:
-    return sum(size for _, size in window)
 
 
 def _check_global_batch(cut: Cut, found: int | None, source: Any) -> None:

@@ -226,30 +226,26 @@ class IndexStream:
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
         self.parts.clear()
-        entries = self._order.entries(self._epoch, self._start)
-        place = self._start
-        while global_batch := list(islice(entries, self._share.global_batch_size)):
-            if self._drop_last and len(global_batch) < self._share.global_batch_size:
-                return
-            end = place + len(global_batch)
-            if self._share.data_size > 1:
-                self.parts.append(self._part(global_batch, end))
-            yield from self._cut(global_batch, place)
-            place = end
-
-    def _part(self, global_batch: list[Any], end: int) -> Part:
-        mine = self._share.of(len(global_batch))
-        num_micro_batches = math.ceil((mine.stop - mine.start) / (self._share.micro_batch_size or 1))
-        return Part(num_micro_batches, self._share.totals(global_batch), end)
-
-    def _cut(self, global_batch: list[Any], place: int) -> Iterator[Any]:
-        part = self._share.of(len(global_batch))
-        width = self._share.micro_batch_size or 1
-        starts = range(part.start, part.stop, width)
-        for start in starts:
-            entries = global_batch[start : min(start + width, part.stop)]
-            advance = len(global_batch) if start == starts[-1] else 0
-            yield self._micro_batch(entries, place + start, advance)
+        share, place = self._share, self._start
+        entries = self._order.entries(self._epoch, place)
+        size, width = share.global_batch_size, share.micro_batch_size
+        length, totals = 0, []
+        mine, starts = slice(0), range(0)
+        while global_batch := list(islice(entries, size)):
+            if len(global_batch) != length:  # the first, or the last
+                length = len(global_batch)
+                if self._drop_last and length < size:
+                    return
+                mine = share.of(length)
+                starts = range(mine.start, mine.stop, width or 1)
+                totals = share.totals(global_batch)
+            if share.data_size > 1:
+                known = totals if width is not None else share.totals(global_batch)
+                self.parts.append(Part(len(starts), known, place + length))
+            for start in starts:
+                stop = min(start + starts.step, mine.stop)
+                yield self._micro_batch(global_batch[start:stop], place + start, length if stop == mine.stop else 0)
+            place += length
 
     def _micro_batch(self, entries: list[Any], place: int, advance: int) -> Any:
         batch = entries if self._share.micro_batch_size is not None else entries[0]

@@ -156,12 +156,14 @@ class Session:
     def bind(self) -> None:
         """Bind what a step calls, as directly as strategy and hooks allow: every frame in between costs the step."""
         strategy, hooks, measured = self.strategy, self.hooks, self.profiler.measured
-        is_transparent = strategy.is_transparent
-        forward = self.module.training_step if is_transparent else partial(strategy.run, "training_step")
+        forward = strategy.runner("training_step")
         if self.num_step_args("training_step", 2) == 1:
             forward = _without_index(forward)
         self.forward = measured("training_step", forward)
-        backward: Callable[..., None] = Tensor.backward if is_transparent else strategy.backward
+        scales = strategy.precision.uses_scaler
+        backward: Callable[..., None] = strategy.backward
+        if not scales and not overrides(strategy, "backward", Strategy):
+            backward = Tensor.backward
         if overrides(self.module, "backward", TrainModule):
             backward = self._module_backward
         self._backward = measured("backward", backward)
@@ -174,13 +176,13 @@ class Session:
             zero_grad_of(optimizer) if zeroes_plainly else partial(self._zero_grad, optimizer)
             for optimizer in self.optimizers
         ]
+        updates_plainly = not scales and not overrides(strategy, "step", Strategy)
         self.steps = [
-            measured("optimizer_step", optimizer.step if is_transparent else partial(strategy.step, optimizer))
+            measured("optimizer_step", optimizer.step if updates_plainly else partial(strategy.step, optimizer))
             for optimizer in self.optimizers
         ]
         self.is_automatic = self.module.automatic_optimization
         self.passes_closure = self.overrides_optimizer_step or any(self.needs_closure)
-        scales = strategy.precision.uses_scaler
         self.updates_directly = not (scales or self.clips or self.passes_closure or hooks.on_before_optimizer_step)
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..strategies.errors import DataError, ModuleError
 from .loss import loss_of, mean_of
 from .session import Session
-from .weights import Weights, Window
+from .weights import Weights, Window, num_samples
 
 
 def make_weights(session: Session, window: Window) -> Weights:
@@ -22,7 +22,8 @@ def make_weights(session: Session, window: Window) -> Weights:
         return Weights(window)
     data = session.train_data
     assert data is not None
-    session.loss_weight = session.strategy.data_size * sum(size for _, size in window) / data.window_total
+    if not session.is_automatic:
+        session.loss_weight = session.strategy.data_size * num_samples(window) / data.window_total
     if window:
         session.spare_batch = window[-1]
     return Weights(window, session.strategy, data.window_total)
@@ -137,5 +138,5 @@ def count_shared(session: Session, window: Window) -> int:
     data, state = session.train_data, session.state
     assert data is not None
     state.batches_in_epoch += data.window_length - len(window)
-    state.samples_seen += data.window_total - sum(size for _, size in window)
+    state.samples_seen += data.window_total - num_samples(window)
     return data.window_length

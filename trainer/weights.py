@@ -16,6 +16,14 @@ Window = Sequence[tuple[Any, int]]
 """The micro-batches of one step on this rank, each with its number of samples."""
 
 
+def num_samples(window: Window) -> int:
+    """Return how many samples a window has on this rank."""
+    total = 0
+    for _, size in window:
+        total += size
+    return total
+
+
 class Weights:
     """Weighs losses so that the gradient of a step is the mean over all its samples, however they are cut.
 
@@ -28,16 +36,19 @@ class Weights:
         total: samples of the step over all ranks; with a strategy only.
     """
 
-    _used = 0
-    _divisor: Tensor | float | None = None
-    """Of the totals, as long as the counts are not known."""
-    _count: Tensor | float = 0.0
+    __slots__ = ("_count", "_divisor", "_is_whole", "_planned", "_ranks", "_strategy", "_used", "has_units", "losses")
 
     def __init__(self, window: Window, strategy: Strategy | None = None, total: int = 0) -> None:
         self._strategy = strategy
-        self._planned = sum(size for _, size in window) if strategy is None else total
+        self._planned = num_samples(window) if strategy is None else total
         self._is_whole = len(window) == 1 and strategy is None
         self._ranks = 1 if strategy is None else strategy.data_size
+        self._used = 0
+        # of the totals, as long as the counts are not known
+        self._divisor: Tensor | float = 1.0
+        self._count: Tensor | float = 0.0
+        self.has_units = False
+        """Whether the losses were `Loss`."""
         self.losses: list[Tensor] = []
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
@@ -48,13 +59,14 @@ class Weights:
         """
         if self._is_whole:
             weighed = mean_of(loss)
-        elif self.losses and isinstance(loss, Loss) == (self._divisor is None):
+        elif self.losses and isinstance(loss, Loss) != self.has_units:
             raise ModuleError(
                 f"training_step returned a {type(loss).__name__} after another kind of loss in the same step; "
                 "return a Loss always, or never."
             )
         elif isinstance(loss, Loss):
-            if self._divisor is None:
+            if not self.has_units:
+                self.has_units = True
                 # a number that all ranks share, where there are several
                 self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._ranks
             self._count = self._count + loss.count
@@ -77,7 +89,6 @@ class Weights:
             is_skipped = self._strategy is None and self._used != self._planned
             return self._planned / self._used if is_skipped else None
         if self._strategy is None:
-            assert self._divisor is not None
             like = self.losses[0]
             return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
         like = self._like(self._strategy)
@@ -86,11 +97,6 @@ class Weights:
 
     def _like(self, strategy: Strategy) -> Tensor:
         return self.losses[0] if self.losses else torch.zeros((), device=strategy.device)
-
-    @property
-    def has_units(self) -> bool:
-        """Whether the losses were `Loss`."""
-        return self._divisor is not None
 
     def total(self) -> Tensor:
         """Return the loss of the step, detached: what an optimizer that evaluates it itself gets. Collective."""
