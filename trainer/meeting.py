@@ -8,7 +8,7 @@ from typing import Final
 from ..strategies import Strategy
 from .interruption import Interruption
 
-_SECONDS_APART: Final = 0.25
+_SECONDS_APART: Final = 1.0
 
 
 class Meetings:
@@ -16,7 +16,7 @@ class Meetings:
 
     A signal reaches one process, and clocks differ; a rank that stopped by itself would leave the others waiting for
     its gradients. Agreeing at every step would cost each 0.2 ms. So each meeting sets the next one, as many steps ahead
-    as were done in a quarter of a second; slow steps meet at each. A run of one process never has to.
+    as were done in a second; slow steps meet at each. A run of one process never has to.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption) -> None:
