@@ -13,7 +13,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from . import worker
 from .errors import ProcessError
 from .failures import End
+from .processes import look_at
 
 _WORD = 2.0  # seconds in which the fork server tells how a worker has ended that is no more
 _UNKNOWN = 255  # what multiprocessing says of a process whose fork server is gone
@@ -160,23 +160,12 @@ def _exit_code(process: Any) -> int | None:
     It is the fork server that tells, by a pipe. Where it cannot, because it was stopped or killed while somebody else
     has the pipe open, a worker that is no more would else be waited for without end.
     """
-    if process.exitcode is None and not _is_there(process.pid):
+    if process.exitcode is None and look_at(process.pid).state == "ended":
         process.join(_WORD)
         if process.exitcode is None:
             process._popen.returncode = _UNKNOWN  # noqa: SLF001 - elastic, too, would wait for it
     code: int | None = process.exitcode
     return code
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return False
-    except OSError:  # no Linux
-        return True
-    return state not in "ZX"
 
 
 def _preload(modules: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..strategies.elastic.shared_store import RUN_FOLDER
 from ..strategies.elastic.supervisor import Supervisor
@@ -39,11 +39,9 @@ def go_on(session: Session) -> None:
     session.fit = next(_FITS)
     in_memory = supervisor.snapshots.agree()
     session.snapshots = MemoryWriter(supervisor.snapshots)
-    known, newest_fit = on_first_rank(
-        strategy, lambda: (supervisor.noted(f"run/{session.fit}"), supervisor.noted("fit"))
+    known, may_go_on_from_memory, step, path = on_first_rank(
+        strategy, partial(_noted, supervisor, session.fit, -1 if in_memory is None else in_memory.step)
     )
-    if newest_fit != session.fit:  # snapshots are of the fit that was running
-        in_memory = None
     if known is None:
         supervisor.snapshots.clear()
         return
@@ -51,10 +49,8 @@ def go_on(session: Session) -> None:
     # what a run that has saved nothing would otherwise choose anew
     session.state.seed, session.state.data_size = known["seed"], known["data_size"]
     continue_loggers(session.loggers, known["versions"])
-    least = -1 if in_memory is None else in_memory.step
-    step, path = on_first_rank(strategy, partial(_newest, supervisor, session.fit, least))
     session.last_checkpoint = path
-    if in_memory is not None and in_memory.step >= step:
+    if in_memory is not None and may_go_on_from_memory and in_memory.step >= step:
         step, path = in_memory.step, in_memory.path
     if path is not None:
         session.resumed_from = path
@@ -88,6 +84,14 @@ def note_checkpoint(session: Session, path: Path) -> None:
         name = f"checkpoints/{session.fit}"
         known = [one for one in supervisor.noted(name) or [] if one != str(path.absolute())]
         supervisor.note(name, [*known, str(path.absolute())][-_KEPT:])
+
+
+def _noted(supervisor: Supervisor, fit: int, in_memory: int) -> tuple[Any, bool, int, Path | None]:
+    """Return what `note_run` kept of a fit, whether snapshots in memory are its own, and its newest checkpoint."""
+    known = supervisor.noted(f"run/{fit}")
+    is_own = supervisor.noted("fit") == fit  # snapshots are of the fit that was running
+    newest = (-1, None) if known is None else _newest(supervisor, fit, in_memory if is_own else -1)
+    return known, is_own, *newest
 
 
 def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | None]:

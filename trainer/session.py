@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -66,8 +67,9 @@ class Session:
     """Whether nothing stands between complete gradients and the optimizers' steps."""
     clips: bool = field(init=False)
     overrides_optimizer_step: bool = field(init=False)
-    steps: list[Callable[..., Any]] = field(init=False)
-    """The updates, one for each optimizer."""
+    updaters: Sequence[Any] = field(init=False)
+    """What has the ``step`` of each optimizer: itself, where nothing is around it. A scheduler that is made later
+    replaces that method, which therefore is not bound before."""
     needs_closure: Sequence[bool] = ()
     """For each optimizer whether it evaluates the loss itself (LBFGS)."""
     schedulers: Sequence[LRSchedulerConfig] = ()
@@ -176,9 +178,11 @@ class Session:
             zero_grad_of(optimizer) if zeroes_plainly else partial(self._zero_grad, optimizer)
             for optimizer in self.optimizers
         ]
-        updates_plainly = not scales and not overrides(strategy, "step", Strategy)
-        self.steps = [
-            measured("optimizer_step", optimizer.step if updates_plainly else partial(strategy.step, optimizer))
+        updates_plainly = not (scales or overrides(strategy, "step", Strategy) or self.profiler.is_active)
+        self.updaters = [
+            optimizer
+            if updates_plainly
+            else SimpleNamespace(step=measured("optimizer_step", partial(strategy.step, optimizer)))
             for optimizer in self.optimizers
         ]
         self.is_automatic = self.module.automatic_optimization

@@ -118,8 +118,8 @@ def update(session: Session, weights: Weights | None, window: Window) -> None:
         session.writer.settle()  # a checkpoint is copying what changes now
     has_updated = True
     if session.updates_directly:
-        for index, step in enumerate(session.steps):
-            step()
+        for index, updater in enumerate(session.updaters):
+            updater.step()
             state.optimizer_steps[index] += 1
     else:
         has_updated = _update_each(session, closure)
@@ -143,7 +143,7 @@ def _update_each(session: Session, closure: Callable[[], Any] | None) -> bool:
             managed: Any = session.managed_optimizers[index]
             session.module.optimizer_step(session.state.epoch, session.batch_idx, managed, closure)
         else:
-            session.steps[index](closure if session.needs_closure[index] else None)
+            session.updaters[index].step(closure if session.needs_closure[index] else None)
             session.state.optimizer_steps[index] += 1
     return session.strategy.end_step()
 
@@ -160,7 +160,7 @@ def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | 
             session.strategy.unscale(session.optimizers[index])
             for hook in session.hooks.on_before_optimizer_step:
                 hook(session.optimizers[index])
-        session.steps[index](closure)
+        session.updaters[index].step(closure)
         session.state.optimizer_steps[index] += 1
         if is_manual:
             session.has_stepped = True

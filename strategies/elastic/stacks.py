@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from ..processes import catches, look_at, status_of
 from ..worker import SHOW_STACKS
-from .processes import catches, look_at, status_of
 
 _PATIENCE: Final = 2.0
 _POLL: Final = 0.05

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
+from ..processes import Activity, Process, is_traced, look_at
 from .heartbeat import Phase, Record, make_records, read_record
 from .pace import Pace
-from .processes import Activity, Process, is_traced, look_at
 
 _ASLEEP: Final = 1.0  # seconds of a suspend that are more than the clocks' imprecision
 _PAUSES: Final = (Phase.BETWEEN, Phase.EVALUATE)

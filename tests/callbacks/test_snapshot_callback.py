@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +76,26 @@ def test_the_interval_is_given_or_follows_the_cost(
     assert trainer.taken == taken
 
 
-@pytest.mark.parametrize(("steps", "pick"), [(2000, max), (100, min)])
+@pytest.mark.parametrize(
+    ("seconds", "cost", "gap"),
+    [(1.0, 0.7, 94), (2.0, 0.7, 47), (1.0, 1.4, 187), (0.05, 0.7, None)],  # 0.75% of the time of training
+)
 def test_the_interval_grows_with_the_cost_and_shrinks_with_the_time_of_a_step(
-    steps: int, pick: Any, tmp_path: Path
+    seconds: float, cost: float, gap: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Watch(Callback):
-        """Let a snapshot cost 0.75% of so many of the longest steps, or of the shortest."""
+    class Clock:
+        """Every step takes so long, and nothing else takes any time."""
 
-        def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
-            snapshots.set(0.0075 * steps * pick(callback._times, default=0.0))
+        trainer: Any
 
-    snapshots = Costing(0.0)
-    callback = SnapshotInMemory(snapshots)
-    trainer = counting(tmp_path, callback, Watch(), max_steps=1000, max_epochs=-1)
+        def perf_counter(self) -> float:
+            return float(seconds * self.trainer.global_step)
+
+    clock = Clock()
+    monkeypatch.setattr("echelon.callbacks.memory_snapshots.time", clock)
+    trainer = clock.trainer = counting(tmp_path, SnapshotInMemory(Costing(cost)), max_steps=400, max_epochs=-1)
     trainer.fit(Scripted(), batches())
-    gaps = [later - earlier for earlier, later in pairwise(trainer.taken)]
-    assert trainer.taken[0] == 3
-    assert gaps == [] if pick is max else max(gaps) <= steps
+    assert trainer.taken == [3] if gap is None else list(range(3, 401, gap))
 
 
 def test_a_run_that_is_interrupted_takes_one_at_its_last_step(tmp_path: Path) -> None:

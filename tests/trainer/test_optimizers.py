@@ -323,6 +323,57 @@ def test_backward_zero_grad_and_scheduler_steps_may_be_overridden():
     assert module.calls == ["zero", "backward", "zero", "backward", "schedule"]
 
 
+def test_a_scheduler_may_be_made_and_stepped_by_a_callback():
+    class Schedules(Callback):
+        def on_train_start(self, trainer, module):
+            self.scheduler = StepLR(trainer.optimizers[0], 1)  # replaces the optimizer's step, to count its calls
+
+        def on_train_epoch_end(self, trainer, module):
+            self.scheduler.step()  # a warning, if it had not seen any
+
+    trainer = quiet(max_epochs=2, callbacks=Schedules())
+    trainer.fit(configured(sgd), loader())
+    assert rate(trainer) == pytest.approx(0.1 * 0.1**2)
+
+
+class CountsZeroGrad(SGD):
+    num_zeroed = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.num_zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_is_asked():
+    trainer = quiet(max_epochs=1)
+    trainer.fit(configured(lambda m: CountsZeroGrad(m.parameters(), lr=0.1)), loader(4, 2))
+    assert trainer.optimizers[0].num_zeroed == 2
+
+
+def test_gradients_of_parameters_that_an_optimizer_got_later_are_dropped_too():
+    class Thaws(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.optimizers[0].add_param_group({"params": [module.net.bias]})
+
+        def on_after_backward(self, trainer, module):
+            module.gradients.append(module.net.bias.grad.clone())
+
+    def bias_gradients(*callbacks):
+        torch.manual_seed(0)
+        module = configured(lambda m: SGD([m.net.weight], lr=0.0))
+        module.gradients = []
+        quiet(max_epochs=1, callbacks=[Thaws(), *callbacks]).fit(module, loader(6, 2))
+        return module.gradients
+
+    class AsTheOptimizerDoes(Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            """Nothing: where someone listens, `zero_grad` itself is called."""
+
+    assert len(bias_gradients()) == 3
+    assert torch.equal(torch.stack(bias_gradients()), torch.stack(bias_gradients(AsTheOptimizerDoes())))
+
+
 # --- optimizers that evaluate the loss themselves ---
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from echelon.strategies.elastic.processes import catches
 from echelon.strategies.elastic.stacks import dump_stacks
+from echelon.strategies.processes import catches
 from echelon.strategies.worker import SHOW_STACKS
 
 REGISTER = "import faulthandler, sys; faulthandler.register(int(sys.argv[2]), open(sys.argv[1], 'w'))"

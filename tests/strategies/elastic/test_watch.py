@@ -12,9 +12,9 @@ import pytest
 
 from echelon.strategies.elastic import heartbeat
 from echelon.strategies.elastic.heartbeat import Beat, Phase
-from echelon.strategies.elastic.processes import Activity, look_at
 from echelon.strategies.elastic.watch import Hang, Limits, Standing, Watch, clocks
 from echelon.strategies.errors import ConfigError
+from echelon.strategies.processes import Activity, look_at
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 

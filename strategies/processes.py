@@ -1,4 +1,4 @@
-"""What the kernel tells of another process of this user; on Linux only, elsewhere nothing is known."""
+"""What the kernel tells of another process of this user; elsewhere than on Linux only whether it is there."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class Process(NamedTuple):
 def look_at(pid: int) -> Process:
     """Return what a process does."""
     if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return Process("ended")
         return Process("unknown")
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
