@@ -91,8 +91,8 @@ class Agent(LocalElasticAgent):
         return list(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        _preload(self._modules)
-        with _blank_main(), _without_a_warning():
+        preload(self._modules)
+        with blank_main(), _without_a_warning():
             try:
                 pids: dict[int, Any] = super()._start_workers(worker_group)
             except (EOFError, ConnectionError) as error:
@@ -168,7 +168,7 @@ def _exit_code(process: Any) -> int | None:
     return code
 
 
-def _preload(modules: Iterable[str]) -> None:
+def preload(modules: Iterable[str]) -> None:
     """Have the fork server import what each worker needs; it does so once, when it starts."""
     from multiprocessing import forkserver, resource_tracker
 
@@ -185,7 +185,7 @@ def _preload(modules: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def _blank_main() -> Iterator[None]:
+def blank_main() -> Iterator[None]:
     """Hide the user's program from multiprocessing, which would have each child run it again to import it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -89,6 +89,9 @@ class Settings:
     is_deterministic: bool
     warns_only: bool
     warning_filters: list[Any]
+    start_method: str | None
+    """Of multiprocessing, for the workers of a DataLoader; None for this Python's default."""
+    sharing_strategy: str
     python_random: Any
     numpy_random: Any
     torch_random: torch.Tensor
@@ -103,6 +106,8 @@ class Settings:
             is_deterministic=torch.are_deterministic_algorithms_enabled(),
             warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             warning_filters=list(warnings.filters),
+            start_method=multiprocessing.get_start_method(allow_none=True),
+            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
             python_random=random.getstate(),
             numpy_random=sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None,
             torch_random=torch.get_rng_state(),
@@ -123,6 +128,9 @@ class Settings:
         torch.set_num_threads(threads_of_each(int(os.environ["LOCAL_WORLD_SIZE"])))
         warnings.resetwarnings()  # it also tells the module that its filters have changed
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
+        # that of this process is the fork server's, whose children know no class of the user's program
+        multiprocessing.set_start_method(self.start_method, force=True)
+        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
         random.setstate(self.python_random)
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)

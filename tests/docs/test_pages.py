@@ -2,12 +2,11 @@
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 
 import echelon
 
@@ -29,9 +28,7 @@ def file_name(block):
 
 
 def run(folder, *command):
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_program(*command, folder=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
