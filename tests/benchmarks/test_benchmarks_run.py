@@ -1,18 +1,16 @@
 """The benchmarks run, at a size that measures nothing, and print what they promise."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(name, *arguments, folder):
-    command = [sys.executable, str(BENCHMARKS / name), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(BENCHMARKS / name, *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,20 +1,17 @@
 """The benchmark of DDP runs, at a size that measures nothing, and prints what it promises."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ddp.py"
 
 
 def test_ddp_trains_every_model_by_hand_and_by_echelon(tmp_path):
     words = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--contests", "1", "--no-lightning", "--json")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_program(SCRIPT, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     models = json.loads(done.stdout)["models"]
     assert list(models) == ["mlp", "resnet", "gpt"]

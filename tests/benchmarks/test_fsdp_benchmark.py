@@ -1,20 +1,17 @@
 """benchmarks/fsdp.py runs, at a size that measures no time, and counts what a rank holds to the byte."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fsdp.py"
 
 
 def test_a_rank_holds_a_quarter_of_the_whole(tmp_path):
     size = ("--steps", "1", "--warmup", "1", "--rounds", "1", "--contests", "2", "--json")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *size], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_program(SCRIPT, *size, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout[done.stdout.index("{") :])
     assert list(result["contenders"]) == ["by hand", "echelon", "echelon barebones"]

@@ -2,17 +2,16 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "snapshots.py"
 
 
 def test_runs_with_and_without_snapshots_are_compared(tmp_path):
     size = ("--runs", "1", "--steps", "40", "--warmup", "2", "--context", "8", "--width", "8", "--depth", "1")
-    command = [sys.executable, str(SCRIPT), *size, "--heads", "1", "--batch-size", "2", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    done = run_program(SCRIPT, *size, "--heads", "1", "--batch-size", "2", "--json", folder=tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["snapshots"] >= 1

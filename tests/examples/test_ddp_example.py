@@ -4,12 +4,11 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "ddp.py"
 IN_ONE_PROGRAM = """
@@ -21,9 +20,7 @@ for words in {rungs}:
 
 
 def run(folder, *command):
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_program(*command, folder=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr
 

@@ -3,11 +3,10 @@
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
 IN_ONE_PROGRAM = f"""
@@ -21,8 +20,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 
 
 def test_a_drill_ends_with_the_numbers_of_a_run_without_one_and_is_told(tmp_path):
-    command = [sys.executable, "-W", "error", "-c", IN_ONE_PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    done = run_program("-W", "error", "-c", IN_ONE_PROGRAM, folder=tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     undisturbed, drilled = re.findall(r"^(72 steps: loss 0\.\d{10}, accuracy .*)$", done.stdout, re.MULTILINE)
     assert drilled == undisturbed

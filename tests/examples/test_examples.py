@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,15 +12,14 @@ import pytest
 import yaml
 from PIL import Image
 from playwright.sync_api import sync_playwright
+from programs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
 
 
 def run(folder, *command):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *command], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_program("-W", "error", *command, folder=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -4,14 +4,13 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from PIL import Image
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "imagenet.py"
 COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
@@ -24,9 +23,7 @@ for words in (["--epochs", "1"], ["--resume", "last", "--evaluate"]):
 
 
 def run(folder, *words):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *words], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_program("-W", "error", *words, folder=folder)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stderr == ""
     return done.stdout

@@ -9,18 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from test_config import CONFIG, PARTS
 
 from echelon.trainer.cli import main
 
-_ECHELON = [sys.executable, "-W", "error", "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())"]
+_ECHELON = ["-W", "error", "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())"]
 
 
 def _echelon(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [*_ECHELON, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_program(*_ECHELON, *words, folder=folder, environ=environment)
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def test_a_signal_ends_a_run_with_the_code_that_schedulers_know_and_a_checkpoint
 ) -> None:
     path = folder / "configs" / "config_parts.py"
     path.write_text(PARTS.replace('self.log("loss", loss)', 'print("step", self.global_step, flush=True)'))
-    words = [*_ECHELON, "fit", "configs/run.yaml", "trainer.max_epochs=-1", "trainer.logger=true"]
+    words = [sys.executable, *_ECHELON, "fit", "configs/run.yaml", "trainer.max_epochs=-1", "trainer.logger=true"]
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         while run.stdout.readline() != "step 3\n":

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from echelon.strategies.elastic.goodput import CATEGORIES, Span, account
 from echelon.strategies.elastic.goodput_ledger import End, Ended, LedgerFile, Period, Start, read_ledger
@@ -42,15 +43,7 @@ def write_ledger(folder: Path, *, is_long: bool = False) -> Path:
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TZ": "UTC"}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMMAND, "goodput", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run_program("-W", "error", "-c", COMMAND, "goodput", *words, folder=folder, environ=environment)
 
 
 def test_a_run_is_told_in_80_columns_and_drawn_in_its_folder(tmp_path: Path) -> None:
