@@ -19,7 +19,7 @@ demo: $(call installed,examples)
 	$(BIN)/python examples/digits.py
 
 test: $(call installed,test)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(call installed,lint)
 	$(BIN)/ruff check .

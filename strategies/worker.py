@@ -90,7 +90,7 @@ class Settings:
     warns_only: bool
     warning_filters: list[Any]
     start_method: str | None
-    """Of multiprocessing, for the workers of a DataLoader; None for this Python's default."""
+    """Of multiprocessing, for the workers of a DataLoader; None where nobody has chosen."""
     sharing_strategy: str
     python_random: Any
     numpy_random: Any
@@ -128,8 +128,10 @@ class Settings:
         torch.set_num_threads(threads_of_each(int(os.environ["LOCAL_WORLD_SIZE"])))
         warnings.resetwarnings()  # it also tells the module that its filters have changed
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
-        # that of this process is the fork server's, whose children know no class of the user's program
-        multiprocessing.set_start_method(self.start_method, force=True)
+        # that of this process is the fork server's, whose children know no class of the user's program; those of a
+        # fork do, where nobody has chosen
+        is_linux = sys.platform == "linux"
+        multiprocessing.set_start_method(self.start_method or ("fork" if is_linux else None), force=True)
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
         random.setstate(self.python_random)
         if self.numpy_random is not None:
