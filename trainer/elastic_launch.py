@@ -75,6 +75,7 @@ def run(
     agents: list[Agent] = []
 
     def make_agent(job: Job) -> Agent:
+        job = ElasticAgent.prepare(job)
         where = meeting(nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
         policy = RestartPolicy(max_restarts, first_step_limit=None)
         limits = Limits(hang_timeout, has_beats=False)

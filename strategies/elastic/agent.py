@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
-from ..agent import Agent
+from ..agent import Agent, preload
 from ..errors import ProcessError
 from ..failures import End
 from ..worker import Job
@@ -69,7 +69,7 @@ class ElasticAgent(Agent):
         limits: Limits,
         grace: float,
     ) -> None:
-        job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
+        job = replace(job, node_folder=folder, shows_stacks=True)
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
         self._num_processes, self._limits = num_processes, limits
@@ -77,6 +77,13 @@ class ElasticAgent(Agent):
         self._node_rank = 0
         self._delay = 0.0
         self._is_told_to_leave = threading.Event()
+
+    @staticmethod
+    def prepare(job: Job) -> Job:
+        """Return the job with all that its workers import; the fork server begins with that while the nodes meet."""
+        job = replace(job, modules=(*job.modules, *_LATER))
+        preload(job.modules)
+        return job
 
     def cancel(self) -> None:
         self._is_told_to_leave.set()

@@ -114,6 +114,7 @@ class ElasticStrategy(ForwardingStrategy):
         from .agent import ElasticAgent
         from .nodes import meeting
 
+        job = ElasticAgent.prepare(job)
         where = meeting(
             nodes=self.nodes,
             endpoint=self._endpoint,
