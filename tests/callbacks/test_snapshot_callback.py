@@ -95,7 +95,7 @@ def test_the_interval_grows_with_the_cost_and_shrinks_with_the_time_of_a_step(
     monkeypatch.setattr("echelon.callbacks.memory_snapshots.time", clock)
     trainer = clock.trainer = counting(tmp_path, SnapshotInMemory(Costing(cost)), max_steps=400, max_epochs=-1)
     trainer.fit(Scripted(), batches())
-    assert trainer.taken == [3] if gap is None else list(range(3, 401, gap))
+    assert trainer.taken == ([3] if gap is None else list(range(3, 401, gap)))
 
 
 def test_a_run_that_is_interrupted_takes_one_at_its_last_step(tmp_path: Path) -> None:
