@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ..strategies.errors import ConfigError, EchelonError
@@ -75,11 +76,10 @@ def run(
     agents: list[Agent] = []
 
     def make_agent(job: Job) -> Agent:
-        job = ElasticAgent.prepare(job)
-        where = meeting(nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
+        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
         policy = RestartPolicy(max_restarts, first_step_limit=None)
         limits = Limits(hang_timeout, has_beats=False)
-        agents.append(ElasticAgent(job, num_processes, where, folder.path, policy, limits=limits, grace=grace))
+        agents.append(ElasticAgent(job, num_processes, meet, folder.path, policy, limits=limits, grace=grace))
         return agents[0]
 
     _show_log()

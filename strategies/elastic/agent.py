@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +48,7 @@ class ElasticAgent(Agent):
     Args:
         job: what the workers do.
         num_processes: how many there are on this node.
-        meeting: how the nodes meet.
+        meet: has this node meet the others; the fork server imports what workers need meanwhile.
         folder: the node folder, which outlives the workers.
         policy: decides on restarts.
         limits: for how long workers may be silent.
@@ -62,14 +62,16 @@ class ElasticAgent(Agent):
         self,
         job: Job,
         num_processes: int,
-        meeting: OneNode | ManyNodes,
+        meet: Callable[[], OneNode | ManyNodes],
         folder: Path,
         policy: RestartPolicy,
         *,
         limits: Limits,
         grace: float,
     ) -> None:
-        job = replace(job, node_folder=folder, shows_stacks=True)
+        job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
+        preload(job.modules)
+        meeting = meet()
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
         self._num_processes, self._limits = num_processes, limits
@@ -77,13 +79,6 @@ class ElasticAgent(Agent):
         self._node_rank = 0
         self._delay = 0.0
         self._is_told_to_leave = threading.Event()
-
-    @staticmethod
-    def prepare(job: Job) -> Job:
-        """Return the job with all that its workers import; the fork server begins with that while the nodes meet."""
-        job = replace(job, modules=(*job.modules, *_LATER))
-        preload(job.modules)
-        return job
 
     def cancel(self) -> None:
         self._is_told_to_leave.set()

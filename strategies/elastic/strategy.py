@@ -114,8 +114,8 @@ class ElasticStrategy(ForwardingStrategy):
         from .agent import ElasticAgent
         from .nodes import meeting
 
-        job = ElasticAgent.prepare(job)
-        where = meeting(
+        meet = partial(
+            meeting,
             nodes=self.nodes,
             endpoint=self._endpoint,
             run_id=self._run_id,
@@ -126,7 +126,7 @@ class ElasticStrategy(ForwardingStrategy):
         return ElasticAgent(
             job,
             self.environment.local_world_size,
-            where,
+            meet,
             folder,
             policy,
             limits=self._limits,
