@@ -1,10 +1,10 @@
 """What a Trainer costs a step of DDP: a model in two processes, trained by hand, by Echelon and, if there, Lightning.
 
-Run ``python benchmarks/ddp.py``. Two processes of one thread each train an MLP, a ResNet and a GPT, from DataLoaders
-over tensors in memory. The contenders take turns of a fraction of a second (turns.py). A contender's speed is the time
-of a step by hand to its own: 1 is as fast, 0.5 half as fast; "+-" is the standard error of that. "excess" is what a
-step takes more, in microseconds; "cpu" what it takes more of the first process's CPU. Lightning has a launch of its
-own, with the hand-written loop beside it, since its import alone slows other loops.
+Run ``python benchmarks/ddp.py``. Two processes, of one thread and on one core each, train an MLP, a ResNet and a GPT,
+from DataLoaders over tensors in memory. The contenders take turns of a fraction of a second (turns.py). A contender's
+speed is the time of a step by hand to its own: 1 is as fast, 0.5 half as fast; "+-" is the standard error of that.
+"excess" is what a step takes more, in microseconds; "cpu" what it takes more of the first process's CPU. Lightning has
+a launch of its own, with the hand-written loop beside it, since its import alone slows other loops.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Precision:
         self.uses_scaler = self.autocast_dtype is torch.float16
         """Whether gradients are computed of a scaled loss."""
         self.is_plain = self.param_dtype is None and self.autocast_dtype is None
-        """Whether steps, backward and updates are as torch has them."""
+        """Whether a step needs no context, and parameters and batches stay as they are."""
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context in which a step runs: autocast, the parameters' dtype as default dtype, or nothing."""

@@ -113,17 +113,13 @@ class Replica:
         if options.comm_hook is not None:
             register_compression(self._wrapper, options.comm_hook)
 
-    def run(self, step_name: str, *args: Any) -> Any:
-        """Call the module's step."""
-        if self._wrapper is None or step_name != "training_step":
-            return getattr(self._module, step_name)(*args)
-        return self._caller.rebuild(self._wrapper(step_name, *args))
-
     def runner(self, step_name: str) -> Callable[..., Any]:
-        """Return what does the same for one step, as directly as can be."""
+        """Return what calls the module's step, as directly as can be."""
         if self._wrapper is None or step_name != "training_step":
             return getattr(self._module, step_name)  # type: ignore[no-any-return]
-        return partial(self.run if self._caller.returns_tensors else self._wrapper, step_name)
+        if not self._caller.returns_tensors:
+            return partial(self._wrapper, step_name)
+        return lambda *args: self._caller.rebuild(self._wrapper(step_name, *args))
 
     def accumulate(self, *, is_last: bool) -> None:
         """Note that a micro-batch begins; only the last of a step synchronises."""

@@ -40,7 +40,7 @@ class ReplicaStrategy(Strategy):
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:
-            return self._replica.run(step_name, *args)
+            return self._replica.runner(step_name)(*args)
 
     def runner(self, step_name: str) -> Callable[..., Any]:
         return self._replica.runner(step_name) if self.precision.is_plain else super().runner(step_name)

@@ -19,7 +19,6 @@ class StepCaller(nn.Module):
         super().__init__()
         self.module = module
         self.returns_tensors = returns_tensors
-        self._own = (module,)  # the same, where torch finds it without a call
         self._structure: Any = None
 
     def forward(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +30,8 @@ class StepCaller(nn.Module):
         if step_name == _WITHOUT_SAMPLES:
             output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
         else:
-            output = getattr(self._own[0], step_name)(*args, **kwargs)
+            # `self.module` would be a call, which costs each step of a small model
+            output = getattr(self._modules["module"], step_name)(*args, **kwargs)
         if not self.returns_tensors:
             return output
         self._structure = output

@@ -229,19 +229,20 @@ class IndexStream:
         share, place = self._share, self._start
         entries = self._order.entries(self._epoch, place)
         size, width = share.global_batch_size, share.micro_batch_size
-        length, totals = 0, []
-        mine, starts = slice(0), range(0)
+        length, mine, starts = 0, slice(0), range(0)
+        totals: list[int | None] = []
         while global_batch := list(islice(entries, size)):
-            if len(global_batch) != length:  # the first, or the last
+            if len(global_batch) != length:  # the first, or the last: all others are cut in the same way
                 length = len(global_batch)
                 if self._drop_last and length < size:
                     return
                 mine = share.of(length)
                 starts = range(mine.start, mine.stop, width or 1)
-                totals = share.totals(global_batch)
+                totals = []
             if share.data_size > 1:
-                known = totals if width is not None else share.totals(global_batch)
-                self.parts.append(Part(len(starts), known, place + length))
+                if width is None or not totals:  # ready-made batches may differ in size
+                    totals = share.totals(global_batch)
+                self.parts.append(Part(len(starts), totals, place + length))
             for start in starts:
                 stop = min(start + starts.step, mine.stop)
                 yield self._micro_batch(global_batch[start:stop], place + start, length if stop == mine.stop else 0)

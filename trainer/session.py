@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -67,9 +66,9 @@ class Session:
     """Whether nothing stands between complete gradients and the optimizers' steps."""
     clips: bool = field(init=False)
     overrides_optimizer_step: bool = field(init=False)
-    updaters: Sequence[Any] = field(init=False)
-    """What has the ``step`` of each optimizer: itself, where nothing is around it. A scheduler that is made later
-    replaces that method, which therefore is not bound before."""
+    updaters: Sequence[Optimizer | ManagedOptimizer] = field(init=False)
+    """The optimizers as a step updates with them: themselves, where nothing is around that. A scheduler that is made
+    later replaces their method ``step``, which therefore is not bound before."""
     needs_closure: Sequence[bool] = ()
     """For each optimizer whether it evaluates the loss itself (LBFGS)."""
     schedulers: Sequence[LRSchedulerConfig] = ()
@@ -182,7 +181,7 @@ class Session:
         self.updaters = [
             optimizer
             if updates_plainly
-            else SimpleNamespace(step=measured("optimizer_step", partial(strategy.step, optimizer)))
+            else ManagedOptimizer(optimizer, measured("optimizer_step", partial(strategy.step, optimizer)))
             for optimizer in self.optimizers
         ]
         self.is_automatic = self.module.automatic_optimization

@@ -18,10 +18,7 @@ Window = Sequence[tuple[Any, int]]
 
 def num_samples(window: Window) -> int:
     """Return how many samples a window has on this rank."""
-    total = 0
-    for _, size in window:
-        total += size
-    return total
+    return sum(size for _, size in window)
 
 
 class Weights:
