@@ -41,6 +41,7 @@ from .strategies import (
     Strategy,
     ZeroStrategy,
 )
+from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
 from .strategies.errors import (
     CheckpointError,
     CollectiveError,
@@ -53,15 +54,14 @@ from .strategies.errors import (
     ProcessError,
     RunError,
 )
-from .strategies.rank_zero import rank_zero_first, rank_zero_only
 from .trainer.checkpoint import export, load_weights
-from .trainer.combined_loader import CombinedLoader
-from .trainer.data import DataModule
+from .trainer.data.combined_loader import CombinedLoader
+from .trainer.data.seed import seed_everything
 from .trainer.loggers import CSVLogger, TensorBoardLogger
-from .trainer.loss import Loss
-from .trainer.module import TrainModule
-from .trainer.profiler import Profiler, PyTorchProfiler, SimpleProfiler
-from .trainer.seed import seed_everything
+from .trainer.module.data_module import DataModule
+from .trainer.module.loss import Loss
+from .trainer.module.train_module import TrainModule
+from .trainer.session.profiler import Profiler, PyTorchProfiler, SimpleProfiler
 from .trainer.trainer import Trainer
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .strategies.launcher import launch_all
+from .strategies.launch.launcher import launch_all
 
 T = TypeVar("T")
 

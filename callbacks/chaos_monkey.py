@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.elastic.chaos import Action, Chaos, Event, Point
-from ..strategies.elastic.chaos_marks import FileMarks, Marks
 from ..strategies.errors import ConfigError
+from ..strategies.resilience.fault_marks import FileMarks, Marks
+from ..strategies.resilience.faults import Action, Chaos, Event, Point
 from .callback import Callback
 from .run import Run
 

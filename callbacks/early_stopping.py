@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .monitored import Mode, MonitoredMetric
+from .helpers.monitored import Mode, MonitoredMetric
 from .run import Run
 
 _log = logging.getLogger(__name__)

@@ -15,21 +15,10 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.elastic.goodput import Category, account, clock, goodput_of, made_of
-from ..strategies.elastic.goodput_ledger import (
-    FILE_NAME,
-    End,
-    Ended,
-    LedgerFile,
-    Period,
-    Record,
-    SeenEnd,
-    Start,
-    micros,
-    read_ledger,
-)
 from ..strategies.errors import ConfigError
 from .callback import Callback
+from .goodput.ledger import FILE_NAME, End, Ended, LedgerFile, Period, Record, SeenEnd, Start, micros, read_ledger
+from .goodput.spans import Category, account, clock, goodput_of, made_of
 from .run import Run
 
 RoundOf = Callable[[], tuple[int, Sequence[SeenEnd]]]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.elastic.heartbeat import Beat, Phase
+from ..strategies.resilience.heartbeat import Beat, Phase
 from .callback import Callback
 from .run import Run
 

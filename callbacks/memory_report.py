@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..strategies.errors import ConfigError
-from ..strategies.memory import KeptForBackward, expected_memory, held_memory
+from ..strategies.module.memory_estimate import KeptForBackward, expected_memory, held_memory
 from .callback import Callback
-from .console import say
+from .helpers.console import say
+from .helpers.table import boxed
 from .run import Run
-from .table import boxed
 
 _KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "GPU memory, at most")
 

@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 from torch import nn
 
-from ..strategies.elastic.memory_snapshots import SnapshotCost
 from ..strategies.errors import ConfigError
+from ..strategies.snapshots.snapshots import SnapshotCost
 from .callback import Callback
 from .run import Run
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .checkpoint_name import CheckpointName, numbered
-from .interval_clock import IntervalClock
-from .monitored import Mode, MonitoredMetric, check_mode
+from .helpers.checkpoint_name import CheckpointName, numbered
+from .helpers.interval_clock import IntervalClock
+from .helpers.monitored import Mode, MonitoredMetric, check_mode
 from .run import Run
 
 _DEFAULT_NAME: Final = "{epoch}-{step}"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..strategies import Precision
+from ..strategies.distributed.nested import to_device
 from ..strategies.errors import ConfigError
-from ..strategies.nested import to_device
 from .callback import Callback
-from .console import say
+from .helpers.console import say
+from .helpers.table import boxed
 from .run import Run
-from .table import boxed
 
 _OWN: Final = "(own parameters)"
 

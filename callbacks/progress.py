@@ -10,9 +10,9 @@ from typing import Any, Final
 from torch import nn
 
 from ..strategies.errors import ConfigError
-from .bars import Bar, Postfix, open_bar
 from .callback import Callback
-from .console import current_console
+from .helpers.bars import Bar, Postfix, open_bar
+from .helpers.console import current_console
 from .run import Run
 
 _NEVER: Final = math.inf

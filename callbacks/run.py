@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..strategies import Strategy
-from .sample_file import Reading, Source
+from .samples.file import Reading, Source
 
 Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
 

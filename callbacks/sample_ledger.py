@@ -10,9 +10,9 @@ from typing import Any, Final
 from torch import nn
 
 from .callback import Callback
-from .console import say
+from .helpers.console import say
 from .run import Run, SampleTrail
-from .sample_file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
+from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
 
 _SYNC_EVERY: Final = 1.0
 """Seconds; snapshots in memory may be many a second, and to wait for a disk costs more than they do."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies.errors import ConfigError
-from .averaged_weights import AverageOne
+from .helpers.averaged_weights import AverageOne
 from .run import Run
 from .weight_averaging import WeightAveraging
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
+from .helpers.step_clock import StepClock, StepTimes
+from .helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
 from .run import Run
-from .step_clock import StepClock, StepTimes
-from .stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
 
 _MOST_RANKS: Final = 16  # so many get curves of their own
 _PARTS: Final = ("compute", "communication_wait", "data_wait")

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .peak_flops import peak_flops
+from .helpers.peak_flops import peak_flops
 from .run import Run
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..strategies.errors import ConfigError, did_you_mean
 from .callback import Callback
-from .console import say
+from .helpers.console import say
 from .run import Run
 
 TimedStage = Literal["train", "sanity_check", "validate", "test", "predict"]

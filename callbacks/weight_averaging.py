@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..strategies.errors import ConfigError
-from .averaged_weights import AveragedWeights, AverageMany, AverageOne
 from .callback import Callback
+from .helpers.averaged_weights import AveragedWeights, AverageMany, AverageOne
 from .run import Run
 
 _WEIGHTS: Final = "state_dict"

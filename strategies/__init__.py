@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from .activation_checkpointing import ActivationCheckpointing
-from .by_name import check_strategy
+from .cluster.hardware import Hardware
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
-from .elastic.chaos import Chaos
-from .elastic.strategy import ElasticStrategy
+from .elastic import ElasticStrategy
 from .fsdp import FSDPStrategy
-from .hardware import Hardware
 from .local_sgd import LocalSGDStrategy
+from .module.activation_checkpointing import ActivationCheckpointing
+from .module.precision import Precision
+from .parallel.replica import DDPOptions
 from .placement import place
-from .precision import Precision
-from .replica import DDPOptions
+from .registry import check_strategy
+from .resilience.faults import Chaos
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
 from .zero import ZeroStrategy

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .cluster.hardware import Hardware
+from .distributed.nested import to_device
 from .errors import ConfigError, ModuleError
-from .hardware import Hardware
-from .nested import to_device
-from .parts import combine, split
-from .precision import Precision
+from .module.precision import Precision
+from .parallel.batch_split import combine, split
 from .strategy import Strategy
 
 

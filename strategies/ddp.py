@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Unpack
 
-from .compression import CommHook, Compression
-from .process_group import ProcessSettings
-from .replica import DDPOptions
-from .replica_strategy import ReplicaStrategy
+from .distributed.process_group import ProcessSettings
+from .parallel.compression import CommHook, Compression
+from .parallel.replica import DDPOptions
+from .replicated import ReplicaStrategy
 
 
 class DDPStrategy(ReplicaStrategy):

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .deferred_init import DeferredInit
+from .cluster.hardware import Hardware
+from .distributed.process_group import ProcessSettings
 from .errors import ConfigError, ModuleError
-from .hardware import Hardware
-from .memory import MemoryShare
-from .mesh import Degrees, Replicas, make_mesh
-from .precision import Precision
-from .process_group import ProcessSettings
-from .replica import copy_from_first
-from .sharded_module import ShardedModule, ShardingOptions
-from .sharding_policy import Policy, Reshard, ShardingPlan
-from .shards import clip_by_norm, gather_whole, is_shard, local_part, shard_like
+from .module.deferred_init import DeferredInit
+from .module.memory_estimate import MemoryShare
+from .module.precision import Precision
+from .parallel.mesh import Degrees, Replicas, make_mesh
+from .parallel.replica import copy_from_first
+from .parallel.sharded_module import ShardedModule, ShardingOptions
+from .parallel.sharding_policy import Policy, Reshard, ShardingPlan
+from .state.dtensor import clip_by_norm, gather_whole, is_shard, local_part, shard_like
 from .strategy import ClipAlgorithm, Strategy
 
 

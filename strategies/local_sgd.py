@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Final, Unpack
 import torch
 from torch.optim import Optimizer
 
-from .closures import needs_closure
+from .cluster.hardware import Hardware
+from .distributed.process_group import ProcessSettings
 from .errors import ConfigError
-from .hardware import Hardware
-from .model_averaging import ModelAverage
-from .precision import Precision
-from .process_group import ProcessSettings
-from .replica import DDPOptions
-from .replica_strategy import ReplicaStrategy
+from .module.precision import Precision
+from .parallel.model_averaging import ModelAverage
+from .parallel.replica import DDPOptions
+from .replicated import ReplicaStrategy
+from .state.closures import needs_closure
 
 _NUM_STEPS: Final = "local_sgd_steps"
 """Under what a checkpoint holds, with an optimizer's state, the number of its steps."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .by_name import strategy_by_name
-from .environment import Environment, reconcile
-from .hardware import Hardware
+from .cluster.environment import Environment, reconcile
+from .cluster.hardware import Hardware
+from .registry import strategy_by_name
 from .strategy import Strategy
 
 

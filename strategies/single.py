@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from .cluster.hardware import Hardware
 from .errors import ConfigError
-from .hardware import Hardware
-from .precision import Precision
+from .module.precision import Precision
 from .strategy import Strategy
 
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .collectives import Collectives, ReduceOp
-from .environment import Environment
+from .cluster.environment import Environment
+from .cluster.hardware import Hardware
+from .distributed.collectives import Collectives, ReduceOp
+from .distributed.nested import to_device
+from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 from .errors import ConfigError, ProcessError
-from .hardware import Hardware
-from .memory import MemoryShare
-from .nested import to_device
-from .optimizer_state import state_by_name, state_by_position
-from .precision import Precision
-from .process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
+from .module.memory_estimate import MemoryShare
+from .module.precision import Precision
+from .state.optimizer_state import state_by_name, state_by_position
 
 if TYPE_CHECKING:
-    from .elastic.supervisor import Supervisor
+    from .resilience.supervisor import Supervisor
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
@@ -103,7 +103,7 @@ class Strategy(ABC):
             on_result: gets the result before a signal that has come to this process is raised in it.
             parts: what travels, by the names that an error is to use for it.
         """
-        from .launcher import fixed_agents, launch
+        from .launch.launcher import fixed_agents, launch
 
         environment = self.environment
         make_agent = fixed_agents(environment.local_world_size, environment, self.start_timeout)
@@ -133,7 +133,7 @@ class Strategy(ABC):
 
     def explain(self, error: BaseException) -> ProcessError | None:
         """Tell the other ranks of an error of this one; return one that names the culprit, if that is another rank."""
-        from .last_words import last_words
+        from .launch.peer_failures import last_words
 
         return last_words(self.group, error) if self.group is not None else None
 

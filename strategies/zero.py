@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Unpack
 
 from torch.optim import Optimizer
 
-from .memory import MemoryShare
-from .optimizer_state import parameter_names
-from .process_group import ProcessSettings
-from .replica import DDPOptions
-from .replica_strategy import ReplicaStrategy
-from .sharded import Sharded
-from .sharded_optimizer import ShardedOptimizer
+from .distributed.process_group import ProcessSettings
+from .module.memory_estimate import MemoryShare
+from .parallel.replica import DDPOptions
+from .parallel.sharded_optimizer import ShardedOptimizer
+from .replicated import ReplicaStrategy
+from .state.optimizer_state import parameter_names
+from .state.sharded import Sharded
 
 
 class ZeroStrategy(ReplicaStrategy):

@@ -1,6 +1,7 @@
-"""Dependencies point down: every import of the package is walked, also those in functions and under TYPE_CHECKING."""
+"""Imports point down: every import of the package is walked, also those in functions and under TYPE_CHECKING."""
 
 import ast
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -8,26 +9,35 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Which floors the modules of a floor may import besides their own; the root and `testing` stand above all.
-FLOORS = {"strategies": (), "callbacks": ("strategies",), "trainer": ("strategies", "callbacks")}
-
-# From the top; a module imports from its own level and those below. Modules not named here form the lowest.
-TRAINER_LEVELS = (
-    ("cli",),
-    ("render_command",),
-    ("config",),
+# From the bottom. A file imports from its own level and from those below; "callbacks" and the like are the files at the
+# top of that folder which are not named themselves. The root, `__main__` and `testing` stand above all.
+LEVELS = (
+    ("strategies.errors",),
+    ("strategies.cluster",),
+    ("strategies.distributed",),
+    ("strategies.launch", "strategies.state"),
+    ("strategies.module", "strategies.snapshots"),
+    ("strategies.parallel", "strategies.resilience"),
+    ("strategies",),
+    ("callbacks.samples", "callbacks.goodput"),
+    ("callbacks.callback", "callbacks.dispatch", "callbacks.run"),
+    ("callbacks.helpers",),
+    ("callbacks",),
+    ("trainer.metrics", "trainer.loggers"),
+    ("trainer.checkpoint",),
+    ("trainer.module",),
+    ("trainer.data",),
+    ("trainer.session",),
+    ("trainer.loop",),
+    ("trainer.resume",),
     ("trainer",),
-    ("recovery", "rollback", "running"),
-    ("assembly", "checks", "outcome", "request", "supervision", "view"),
-    ("memory_writer",),
-    ("snapshot",),
-    ("loop",),
-    ("lockstep", "step"),
-    ("shared_step",),
-    ("session",),
-    ("loading",),
-    ("dealing", "loaders", "sample_trail", "sampling", "streams"),
+    ("trainer.cli",),
 )
+LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+FLOORS = ("strategies", "callbacks", "trainer")
+LARGEST_ROOM = 16
+# It has one file for each callback.
+LARGEST_FLOOR = {"callbacks": 30}
 
 
 def source_files(root):
@@ -54,31 +64,37 @@ def imports_of(name, file, known):
     return found, absolute
 
 
-def floor_of(name):
-    return name.split(".")[0]
+def room_of(name):
+    """Return the room of a module, as `LEVELS` names it; a package's ``__init__`` belongs to its room."""
+    parts = name.split(".")
+    return next((room for room in (".".join(parts[:2]), parts[0]) if room in LEVEL_OF), "")
 
 
 def level_of(name):
-    """Return the level of a module of the trainer, counted from the top."""
-    part = name.split(".")[1] if "." in name else ""
-    return next((level for level, names in enumerate(TRAINER_LEVELS) if part in names), len(TRAINER_LEVELS))
+    return LEVEL_OF.get(room_of(name), len(LEVELS))
+
+
+def cycle_of(graph):
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return sorted(set(error.args[1]))
+    return []
 
 
 def violations(root):
     files = source_files(root)
-    graph, wrong = {}, []
-    for name, file in files.items():
+    graph, rooms, wrong = {}, {}, []
+    for name, file in sorted(files.items()):
         graph[name], absolute = imports_of(name, file, files)
         wrong += [f"{name} imports {other}, not relatively" for other in sorted(absolute)]
         for other in sorted(graph[name]):
-            if floor_of(name) in FLOORS and floor_of(other) not in (floor_of(name), *FLOORS[floor_of(name)]):
-                wrong.append(f"{name} imports {other or 'the root'}, of a higher floor")
-            elif floor_of(name) == floor_of(other) == "trainer" and level_of(other) < level_of(name):
-                wrong.append(f"{name} imports {other}, of a higher level")
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        wrong.append(f"cycle of {', '.join(sorted(set(error.args[1])))}")
+            if name and level_of(other) > level_of(name):
+                wrong.append(f"{name} imports {other or 'the root'}, of a higher level")
+            if room_of(other) != room_of(name):
+                rooms.setdefault(room_of(name), set()).add(room_of(other))
+    for what, found in (("cycle", cycle_of(graph)), ("cycle of rooms", cycle_of(rooms))):
+        wrong += [f"{what}: {', '.join(found)}"] if found else []
     return wrong
 
 
@@ -88,35 +104,53 @@ def test_every_import_points_down_and_none_closes_a_cycle():
 
 def test_the_walk_sees_the_whole_package():
     files = source_files(ROOT)
-    assert {"", "strategies", "callbacks", "trainer", "trainer.checkpoint", "trainer.loop"} <= set(files)
-    assert "trainer.step" in imports_of("trainer.loop", files["trainer.loop"], files)[0]
+    assert {"", "strategies", "callbacks", "trainer", "trainer.checkpoint", "trainer.loop.train"} <= set(files)
+    assert "trainer.loop.step" in imports_of("trainer.loop.train", files["trainer.loop.train"], files)[0]
 
 
-def test_every_named_level_is_a_module():
-    named = {f"trainer.{name}" for names in TRAINER_LEVELS for name in names}
-    assert named - set(source_files(ROOT)) == set()
+def test_every_level_names_what_is_there_and_every_folder_has_a_level():
+    files = set(source_files(ROOT))
+    assert set(LEVEL_OF) - files == set()
+    folders = {file.parent.relative_to(ROOT) for floor in FLOORS for file in ROOT.glob(f"{floor}/*/*.py")}
+    assert {".".join(folder.parts) for folder in folders} - set(LEVEL_OF) == set()
+
+
+def test_no_folder_is_crowded():
+    files = [file.relative_to(ROOT) for floor in FLOORS for file in ROOT.glob(f"{floor}/**/*.py")]
+    sizes = Counter(str(file.parent) for file in files if file.name != "__init__.py")
+    assert {path: n for path, n in sizes.items() if n > LARGEST_FLOOR.get(path, LARGEST_ROOM)} == {}
+
+
+def test_every_room_says_what_it_is_and_what_it_may_import():
+    rooms = [file for floor in FLOORS for file in ROOT.glob(f"{floor}/*/**/__init__.py")]
+    firsts = {str(file.relative_to(ROOT)): file.read_text().splitlines()[0] for file in rooms}
+    assert {path: line for path, line in firsts.items() if "Imports" not in line} == {}
 
 
 @pytest.mark.parametrize(
     ("file", "line", "found"),
     [
-        ("strategies/a.py", "from ..callbacks import b", "strategies.a imports callbacks.b, of a higher floor"),
-        ("callbacks/a.py", "from .. import x", "callbacks.a imports the root, of a higher floor"),
+        ("strategies/a.py", "from ..callbacks import b", "strategies.a imports callbacks.b, of a higher level"),
+        ("callbacks/a.py", "from .. import x", "callbacks.a imports the root, of a higher level"),
         (
             "callbacks/a.py",
             "def f():\n    from ..trainer.loop import x",
-            "callbacks.a imports trainer.loop, of a higher floor",
+            "callbacks.a imports trainer.loop, of a higher level",
         ),
         (
-            "trainer/a.py",
-            "if TYPE_CHECKING:\n    from .loop import x",
-            "trainer.a imports trainer.loop, of a higher level",
+            "trainer/data/a.py",
+            "if TYPE_CHECKING:\n    from ..loop import x",
+            "trainer.data.a imports trainer.loop, of a higher level",
         ),
-        ("trainer/deep/a.py", "from ..loop import x", "trainer.deep.a imports trainer.loop, of a higher level"),
+        (
+            "trainer/data/deep/a.py",
+            "from ...loop import x",
+            "trainer.data.deep.a imports trainer.loop, of a higher level",
+        ),
         ("trainer/a.py", "from echelon.strategies import x", "trainer.a imports echelon.strategies, not relatively"),
         ("trainer/a.py", "import echelon", "trainer.a imports echelon, not relatively"),
-        ("callbacks/a.py", "from .b import x", "cycle of callbacks.a, callbacks.b"),
-        ("callbacks/a.py", "from . import b", "cycle of callbacks.a, callbacks.b"),
+        ("callbacks/a.py", "from .b import x", "cycle: callbacks.a, callbacks.b"),
+        ("callbacks/a.py", "from . import b", "cycle: callbacks.a, callbacks.b"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, file, line, found):
@@ -124,9 +158,17 @@ def test_a_wrong_import_is_found(tmp_path, file, line, found):
     assert violations(tmp_path) == [found]
 
 
+def test_two_rooms_of_one_level_that_import_each_other_are_found(tmp_path):
+    launch, state = "from ..state.b import x", "from ..launch.c import x"
+    write(tmp_path, {"strategies/launch/a.py": launch, "strategies/launch/c.py": "", "strategies/state/b.py": ""})
+    assert violations(tmp_path) == []
+    write(tmp_path, {"strategies/state/d.py": state})
+    assert violations(tmp_path) == ["cycle of rooms: strategies.launch, strategies.state"]
+
+
 def test_right_imports_are_not(tmp_path):
     below = "from ..callbacks.b import x\nfrom .deep import y\nimport torch"
-    write(tmp_path, {"callbacks/b.py": "from .a import x", "trainer/deep.py": "", "trainer/loop.py": below})
+    write(tmp_path, {"callbacks/b.py": "from .a import x", "trainer/deep.py": "", "trainer/c.py": below})
     assert violations(tmp_path) == []
 
 

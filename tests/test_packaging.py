@@ -64,7 +64,7 @@ def import_from(site, folder):
 import site
 site.addsitedir({str(site)!r})
 site.addsitedir({here!r})
-import echelon, echelon.callbacks, echelon.strategies, echelon.trainer.cli
+import echelon, echelon.callbacks, echelon.strategies, echelon.trainer.cli.main
 print(echelon.__file__)
 """
     return Path(run(sys.executable, "-S", "-c", program, folder=folder).strip())
@@ -106,7 +106,7 @@ def test_the_installed_wheel_is_imported_from_any_folder_and_brings_the_command(
     pip("install", "--no-index", "--no-deps", "--target", site, wheel, folder=tmp_path)
     assert import_from(site, elsewhere) == site / "echelon" / "__init__.py"
     scripts = next(site.glob("*.dist-info/entry_points.txt")).read_text()
-    assert "echelon = echelon.trainer.cli:main" in scripts
+    assert "echelon = echelon.trainer.cli.main:main" in scripts
 
 
 def test_an_editable_install_is_imported_from_any_folder(tree, tmp_path):

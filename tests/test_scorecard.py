@@ -22,13 +22,15 @@ ALLOWED = {
     scorecard.many_parameters: ("write_on_batch_end",),
     scorecard.deep_nesting: ("take_steps",),  # the step, in the order in which it runs
     # between processes of one run, nothing of it being on disk afterwards; and what torch is kept from unpickling
-    scorecard.pickles: ("strategies/travel.py", "strategies/elastic/known_state.py"),
-    scorecard.readers_of_the_environment: ("strategies/worker.py",),  # it hands on the caller's variables as they are
+    scorecard.pickles: ("strategies/distributed/pickling.py", "strategies/resilience/known_state.py"),
+    scorecard.readers_of_the_environment: (
+        "strategies/launch/worker.py",
+    ),  # it hands on the caller's variables as they are
     # what is wrong with one file: they are gathered into one message, which says what to do
     scorecard.errors_without_value_or_remedy: (
         r"checkpoint/finding.py:\d+ .*: ; CheckpointError$",
         r"checkpoint/loading.py:\d+ .* (is not in the manifest|is missing|has   bytes, not)",
-        r"checkpoint/ranks.py:\d+ .* _read$",  # what another rank has said
+        r"checkpoint/coordinator.py:\d+ .* _read$",  # what another rank has said
     ),
 }
 
@@ -153,7 +155,7 @@ def test_what_follows_the_rule_is_not(check, text):
 
 def test_every_file_of_the_package_is_read():
     paths = {source.path for source in PACKAGE}
-    assert {"__init__.py", "strategies/strategy.py", "callbacks/run.py", "trainer/checkpoint/disk.py"} <= paths
+    assert {"__init__.py", "strategies/strategy.py", "callbacks/run.py", "trainer/checkpoint/files.py"} <= paths
     assert {"ConfigError", "EchelonError"} <= set(EXCEPTIONS)
 
 

@@ -15,10 +15,10 @@ from ..callbacks.callback import Callback
 from ..callbacks.dispatch import HOOK_NAMES, overrides
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
-from .data import DataModule
-from .module import TrainModule
-from .session import Task
-from .settings import Settings
+from .module.data_module import DataModule
+from .module.train_module import TrainModule
+from .session.session import Task
+from .session.settings import Settings
 
 _STEPS: Final = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 

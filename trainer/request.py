@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .data import DataModule
-from .module import TrainModule
-from .resumed_settings import Winner
-from .session import Task
+from .module.data_module import DataModule
+from .module.train_module import TrainModule
+from .resume.changed_settings import Winner
+from .session.session import Task
 
 
 @dataclass(frozen=True)

@@ -12,49 +12,42 @@ from typing import Any
 
 import torch
 
-from ..callbacks.console import say
 from ..callbacks.dispatch import Hooks, check_state_keys
+from ..callbacks.helpers.console import say
+from ..callbacks.helpers.table import render_table
 from ..callbacks.run import Run
-from ..callbacks.table import render_table
 from ..callbacks.timer import parse_duration
 from ..strategies import Precision, place
 from ..strategies.errors import CheckpointError, ConfigError, RunError
-from .accumulator import to_numbers
-from .assembly import (
-    make_callbacks,
-    make_loggers,
-    open_loggers,
-    root_dir,
-    set_up,
-    with_module_callbacks,
-)
 from .checkpoint import make_writer
 from .checks import check_loggers, check_manual, check_module, check_writable
-from .data import DataModule
-from .first_rank import on_first_rank
-from .interruption import Interruption
+from .data.seed import capture_rng, restore_rng
+from .default_callbacks import supervised
+from .fit import fit, run_evaluation
 from .loggers import silence
-from .loop import Results
-from .memory_writer import end_snapshots
-from .metrics import Metrics
-from .module import TrainModule
-from .module_hooks import ModuleHooks
-from .numerics import numerics
-from .outcome import Outcome, continue_loggers, outcome_of, take_over
-from .profiler import profiler_by_name
-from .recovery import go_on, note_checkpoint, note_end, note_run
+from .loggers.base import continue_loggers
+from .loop.train import Results
+from .metrics.accumulator import to_numbers
+from .metrics.metrics import Metrics
+from .module.data_module import DataModule
+from .module.hooks import ModuleHooks
+from .module.train_module import TrainModule
 from .request import Request
-from .restoring import find_checkpoint
-from .resumed_settings import Winner
-from .rollback import roll_back
-from .running import fit, run_evaluation
-from .seed import capture_rng, restore_rng
-from .session import Session, Task
-from .settings import Settings, accepting
-from .snapshot import still_parts, take_state
-from .state import TrainState
-from .supervision import supervised
-from .view import RunView
+from .result import Outcome, outcome_of, take_over
+from .resume.after_restart import go_on, note_checkpoint, note_end, note_run
+from .resume.changed_settings import Winner
+from .resume.find_checkpoint import find_checkpoint
+from .resume.rollback import roll_back
+from .resume.run_state import still_parts, take_state
+from .resume.take_snapshot import end_snapshots
+from .run_view import RunView
+from .session.interruption import Interruption
+from .session.profiler import profiler_by_name
+from .session.session import Session, Task
+from .session.settings import Settings, accepting
+from .session.torch_flags import numerics
+from .session.train_state import TrainState
+from .setup import make_callbacks, make_loggers, open_loggers, root_dir, set_up, with_module_callbacks
 
 Work = Callable[[Session, Request], Any]
 
@@ -326,14 +319,14 @@ class Trainer(RunView):
                 say(environment.describe())
             self._is_introduced = True
             if environment.is_external:
-                session.resumed_from = on_first_rank(strategy, partial(self._find_checkpoint, request))
+                session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
             session.state.seed = strategy.broadcast(session.state.seed)
         if not self.is_global_zero:
             silence(self.loggers)
         if request.task == "fit":
             go_on(session)
             continued = None if session.is_restarted else session.resumed_from
-            versions = on_first_rank(strategy, partial(open_loggers, self.loggers, continued))
+            versions = strategy.collectives.on_first_rank(partial(open_loggers, self.loggers, continued))
             note_run(session, versions)
             if not self.is_global_zero:
                 continue_loggers(self.loggers, versions)

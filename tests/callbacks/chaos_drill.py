@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from echelon import Trainer, TrainModule
 from echelon.callbacks.chaos_monkey import ChaosMonkey
-from echelon.strategies.elastic.chaos import Chaos
+from echelon.strategies.resilience.faults import Chaos
 
 
 class Noting(TrainModule):

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
 from scripted import Scripted, batches, trainer_in
 
 from echelon import CSVLogger, ModelCheckpoint

@@ -18,8 +18,8 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.chaos_monkey import ChaosMonkey
-from echelon.strategies.elastic.chaos import Chaos
 from echelon.strategies.errors import ConfigError, ProcessError
+from echelon.strategies.resilience.faults import Chaos
 from echelon.testing import run_ranks
 
 DRILL = Path(__file__).with_name("chaos_drill.py")

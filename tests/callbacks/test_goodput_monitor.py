@@ -19,11 +19,11 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon import CSVLogger, ModelCheckpoint
 from echelon.callbacks import LambdaCallback
+from echelon.callbacks.goodput.ledger import End, Ledger, read_ledger
+from echelon.callbacks.goodput.spans import CATEGORIES, Goodput, account
 from echelon.callbacks.goodput_monitor import GoodputMonitor
-from echelon.strategies.elastic.goodput import CATEGORIES, Goodput, account
-from echelon.strategies.elastic.goodput_ledger import End, Ledger, read_ledger
-from echelon.strategies.elastic.rounds import RoundEnd
 from echelon.strategies.errors import ConfigError
+from echelon.strategies.resilience.rounds import RoundEnd
 
 S = 1_000_000
 SHARES = [f"goodput/{category}" for category in CATEGORIES]

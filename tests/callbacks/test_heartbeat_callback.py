@@ -13,7 +13,7 @@ from torch._dynamo.callback import callback_handler
 
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.heartbeat import Heartbeat
-from echelon.strategies.elastic.heartbeat import Beat, Phase, Record, make_records, read_record
+from echelon.strategies.resilience.heartbeat import Beat, Phase, Record, make_records, read_record
 
 
 class Agent:

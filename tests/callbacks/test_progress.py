@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset
 
 from echelon import Callback, Trainer
 from echelon.callbacks import LambdaCallback, TQDMProgressBar
-from echelon.callbacks.bars import LineBar, TqdmBar, open_bar
-from echelon.callbacks.console import current_console, say
+from echelon.callbacks.helpers.bars import LineBar, TqdmBar, open_bar
+from echelon.callbacks.helpers.console import current_console, say
 from echelon.strategies.errors import ConfigError
 
 

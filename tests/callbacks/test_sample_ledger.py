@@ -33,11 +33,11 @@ from echelon import (
     TrainModule,
     seed_everything,
 )
-from echelon.callbacks.sample_file import Record, read_header, read_records
+from echelon.callbacks.samples.audit import Audit, audit
+from echelon.callbacks.samples.file import Record, read_header, read_records
 from echelon.strategies import ElasticStrategy
 from echelon.strategies.errors import ProcessError
 from echelon.testing import run_ranks
-from echelon.trainer.sample_audit import Audit, audit
 
 
 class Numbers(Dataset[Any]):

@@ -13,8 +13,8 @@ from torch import nn
 
 from echelon import Callback, Trainer
 from echelon.callbacks.memory_snapshots import SnapshotInMemory
-from echelon.strategies.elastic.memory_snapshots import SnapshotCost
 from echelon.strategies.errors import ConfigError
+from echelon.strategies.snapshots.snapshots import SnapshotCost
 from echelon.testing import run_ranks
 
 

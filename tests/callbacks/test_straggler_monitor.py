@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from echelon import CSVLogger, Trainer, TrainModule
 from echelon.callbacks import LambdaCallback
-from echelon.callbacks.step_clock import StepClock, StepTimes
+from echelon.callbacks.helpers.step_clock import StepClock, StepTimes
+from echelon.callbacks.helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
 from echelon.callbacks.straggler_monitor import StragglerMonitor, series
-from echelon.callbacks.stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
 from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
 

@@ -12,7 +12,7 @@ import echelon
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = "from echelon.trainer.cli import main"
+COMMANDS = "from echelon.trainer.cli.main import main"
 
 
 def blocks(page, *languages):

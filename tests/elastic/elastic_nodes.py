@@ -22,10 +22,10 @@ import torch
 from elastic_program import STEPS_OF_EPOCH, Plan, train, write
 from two_nodes import MARK, Node, kill_marked
 
-from echelon.strategies.elastic.goodput import account
-from echelon.strategies.elastic.goodput_ledger import read_ledger
-from echelon.strategies.elastic.node_folder import NodeFolder
-from echelon.trainer.sample_audit import audit, samples_folder
+from echelon.callbacks.goodput.ledger import read_ledger
+from echelon.callbacks.goodput.spans import account
+from echelon.callbacks.samples.audit import audit, samples_folder
+from echelon.strategies.launch.node_folder import NodeFolder
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
 MEMORY = Path("/dev/shm")

@@ -9,7 +9,7 @@ from elastic_nodes import Undisturbed, nodes_of_a_run
 from elastic_program import Plan
 from torch.distributed import TCPStore
 
-from echelon.strategies.elastic.store_process import LIFE
+from echelon.strategies.resilience.store_process import LIFE
 
 EPOCHS = 3
 TWO = Plan(epochs=EPOCHS, strategy="ddp", last_call=60.0)  # both come before the first step

@@ -16,8 +16,8 @@ from elastic_nodes import EXACT, MEMORY, Undisturbed, curve, difference
 from elastic_program import BATCH, STEPS_OF_EPOCH, Regression
 
 from echelon import Callback, CSVLogger, ElasticStrategy, ModelCheckpoint, Trainer, seed_everything
-from echelon.strategies.elastic.goodput import account
-from echelon.strategies.elastic.goodput_ledger import read_ledger
+from echelon.callbacks.goodput.ledger import read_ledger
+from echelon.callbacks.goodput.spans import account
 from echelon.strategies.errors import ProcessError
 
 EPOCHS = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 from matrix import CASES, GLOBAL_BATCH, LINES, compare, run
 

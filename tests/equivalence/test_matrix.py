@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matrix import CASES, LINES, UNEVEN, compare, run, train
 
-from echelon.strategies.by_name import _BY_NAME
+from echelon.strategies.registry import _BY_NAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 ONE_PROCESS = LINES[0]

@@ -54,7 +54,7 @@ def test_many_processes_look_like_one_on_the_terminal(rungs):
 
 def test_the_last_rung_survives_a_killed_process_with_the_same_numbers(rungs, tmp_path):
     # as `echelon launch` does; it ends in the third epoch, after two checkpoints
-    launch = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
+    launch = "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"
     options = ("launch", "--nproc", "2", "--max-restarts", "1")
     words = ("--run", "elastic", "--crash-at", "60", "--max-epochs", "3")
     output, errors = run(tmp_path, "-c", launch, *options, str(SCRIPT), *words)

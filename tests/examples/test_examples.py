@@ -15,7 +15,7 @@ from playwright.sync_api import sync_playwright
 from programs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
+COMMAND = "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"
 
 
 def run(folder, *command):

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp.py"
-COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
+COMMAND = "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"
 
 
 def run(folder, *command):

@@ -13,7 +13,7 @@ from PIL import Image
 from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "imagenet.py"
-COMMAND = "import sys; from echelon.trainer.cli import main; sys.exit(main())"
+COMMAND = "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"
 TRAIN_THEN_EVALUATE = f"""
 import runpy, sys
 for words in (["--epochs", "1"], ["--resume", "last", "--evaluate"]):

@@ -42,7 +42,7 @@ from soak_holdings import (
 )
 
 from echelon import Chaos
-from echelon.trainer.sample_audit import audit, samples_folder
+from echelon.callbacks.samples.audit import audit, samples_folder
 
 PROGRAM: Final = Path(__file__).with_name("soak_program.py")
 EXACT: Final = 1e-12

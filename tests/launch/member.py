@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.environment import Environment, reconcile
-from echelon.strategies.launcher import fixed_agents, launch
-from echelon.strategies.process_group import ProcessGroup
+from echelon.strategies.cluster.environment import Environment, reconcile
+from echelon.strategies.distributed.process_group import ProcessGroup
+from echelon.strategies.launch.launcher import fixed_agents, launch
 
 LISTENING = "0A"
 

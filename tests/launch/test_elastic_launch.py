@@ -14,11 +14,11 @@ import torch
 from launched_fit import fit
 from two_nodes import INTERFACE, MARK, kill_marked, run_together, two_nodes
 
-from echelon.strategies.failures import End, Failure
-from echelon.trainer.cli import main
-from echelon.trainer.elastic_launch import code_of_end
+from echelon.strategies.launch.failures import End, Failure
+from echelon.trainer.cli.launch_elastic import code_of_end
+from echelon.trainer.cli.main import main
 
-ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())", "launch"]
+ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli.main import main; sys.exit(main())", "launch"]
 HERE = Path(__file__).parent
 
 PROGRAM = """

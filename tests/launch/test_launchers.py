@@ -11,7 +11,7 @@ from two_nodes import INTERFACE, absent, run_together, two_nodes
 
 MEMBER = str(Path(__file__).with_name("member.py"))
 PYTHON = sys.executable
-ECHELON = [PYTHON, "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())"]
+ECHELON = [PYTHON, "-c", "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"]
 LOOPBACK = {"0100007F"}
 
 

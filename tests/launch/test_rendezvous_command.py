@@ -9,11 +9,16 @@ from datetime import timedelta
 
 import pytest
 
-from echelon.strategies.elastic.nodes import meeting
 from echelon.strategies.errors import ProcessError
-from echelon.trainer.rendezvous_command import main
+from echelon.strategies.resilience.elastic_rendezvous import meeting
+from echelon.trainer.cli.rendezvous import main
 
-COMMAND = [sys.executable, "-c", "import sys; from echelon.trainer.cli import main; sys.exit(main())", "rendezvous"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from echelon.trainer.cli.main import main; sys.exit(main())",
+    "rendezvous",
+]
 LIMIT = timedelta(seconds=30)
 
 

@@ -1,14 +1,14 @@
-"""Checkpoints: safetensors and JSON in a folder that exists whole or not at all, verified when it is read."""
+"""Checkpoints: safetensors and JSON in a folder that is committed atomically. Imports strategies and callbacks."""
 
-from .commit import point
-from .exporting import export
+from .atomic_folder import point
+from .coordinator import Ranks
+from .export import export
 from .finding import list_checkpoints, newest_valid, resolve
+from .load_weights import Difference, difference, load_into, load_weights
 from .loading import load, verify
-from .memory import MemoryWriter
 from .pruning import remove
-from .ranks import Ranks
 from .saving import save
-from .weights import Difference, difference, load_into, load_weights
+from .snapshot_writer import MemoryWriter
 from .writer import AsyncWriter, SyncWriter, Writer, make_writer
 
 __all__ = [

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...strategies.errors import CheckpointError
-from .commit import is_stranded
-from .disk import explain
+from .atomic_folder import is_stranded
+from .files import explain
 from .loading import verify
 from .manifest import MANIFEST, Manifest, read_manifest
 

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...strategies.elastic.snapshot_index import OUTLINE
 from ...strategies.errors import CheckpointError, did_you_mean
-from .disk import FileRecord, MappedFile, explain
+from ...strategies.snapshots.index import OUTLINE
+from ...strategies.state.pieces import Piece
+from .encoding import decode
+from .files import FileRecord, MappedFile, explain
 from .manifest import LARGEST_JSON, Manifest, read_manifest
-from .pieces import Piece
+from .safetensors_file import collect, read_tensors
 from .saving import STATE
-from .tensors import collect, read_tensors
-from .values import decode
 
 
 def load(

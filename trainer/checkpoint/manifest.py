@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...strategies.errors import CheckpointError
-from .disk import HASH_NAME, FileRecord, explain
+from .files import HASH_NAME, FileRecord, explain
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "echelon-checkpoint"

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from ...strategies.errors import CheckpointError
-from .commit import discard
+from .atomic_folder import discard
 from .finding import Found, list_checkpoints
 
 _logger = logging.getLogger("echelon")

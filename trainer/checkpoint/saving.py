@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 
 from ...strategies.errors import CheckpointError
-from .commit import committed
-from .disk import FileRecord, write_bytes
+from ...strategies.state.pieces import Piece
+from .atomic_folder import committed
+from .encoding import TENSOR_TAGS, Encoder
+from .files import FileRecord, write_bytes
 from .manifest import LARGEST_JSON, MANIFEST, Manifest
-from .pieces import Piece
-from .tensors import write_tensors
-from .values import TENSOR_TAGS, Encoder
+from .safetensors_file import write_tensors
 
 STATE: Final = "state.json"
 MODEL: Final = "model"

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ...strategies.process_group import ProcessGroup
-from .commit import point
-from .pieces import Piece
+from ...strategies.distributed.process_group import ProcessGroup
+from ...strategies.state.pieces import Piece
+from .atomic_folder import point
+from .coordinator import Ranks
 from .pruning import remove
-from .ranks import Ranks
 from .saving import Snapshot, take, write
-from .together import write_together
+from .saving_by_ranks import write_together
 
 _logger = logging.getLogger("echelon")
 

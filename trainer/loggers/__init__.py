@@ -1,4 +1,4 @@
-"""Where metrics go: one file a logger."""
+"""Loggers, one file each, and what they share. Imports strategies and callbacks."""
 
 from __future__ import annotations
 

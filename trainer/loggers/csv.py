@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...strategies.errors import ConfigError
-from .common import FolderLogger, VersionFolder, plain, replace_text, write_hparams
+from .base import FolderLogger, VersionFolder, plain, replace_text, write_hparams
 
 
 class CSVLogger(FolderLogger):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
+from ...strategies.distributed.nested import to_device
 from ...strategies.errors import MissingDependencyError
-from ...strategies.nested import to_device
-from .common import FolderLogger, VersionFolder, flatten, plain, write_hparams
+from .base import FolderLogger, VersionFolder, flatten, plain, write_hparams
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

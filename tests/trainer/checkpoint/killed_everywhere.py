@@ -24,18 +24,9 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from echelon.strategies.sharded import Sharded
-from echelon.trainer.checkpoint import (
-    Ranks,
-    SyncWriter,
-    list_checkpoints,
-    load,
-    newest_valid,
-    point,
-    remove,
-    save,
-)
-from echelon.trainer.checkpoint.commit import is_stranded, sweep, unfinished
+from echelon.strategies.state.sharded import Sharded
+from echelon.trainer.checkpoint import Ranks, SyncWriter, list_checkpoints, load, newest_valid, point, remove, save
+from echelon.trainer.checkpoint.atomic_folder import is_stranded, sweep, unfinished
 
 TOUCHING_THE_DISK = {
     "open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir", "symlink", "scandir",

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.strategies.errors import CheckpointError
-from echelon.strategies.shards import shard_like
-from echelon.strategies.stored import read_block
+from echelon.strategies.state.dtensor import shard_like
+from echelon.strategies.state.lazy_tensor import read_block
+from echelon.strategies.state.pieces import Piece
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import AsyncWriter, Ranks, SyncWriter, export, load, load_weights, save, verify
-from echelon.trainer.checkpoint.disk import MappedFile
+from echelon.trainer.checkpoint.files import MappedFile
 from echelon.trainer.checkpoint.manifest import read_manifest
-from echelon.trainer.checkpoint.pieces import Piece
-from echelon.trainer.checkpoint.tensors import collect, read_tensors, write_tensors
+from echelon.trainer.checkpoint.safetensors_file import collect, read_tensors, write_tensors
 
 SHAPES = {"even": (8, 3), "uneven": (7, 4), "few": (3, 5), "one": (1, 4), "none": (0, 4), "vector": (9,)}
 WHOLE = {name: torch.arange(math.prod(shape)).view(shape).double() for name, shape in SHAPES.items()}

@@ -1,0 +1,1 @@
+"""Code that several callbacks share. Imports the callback contract (run, callback, dispatch)."""

@@ -1,0 +1,110 @@
+"""MonitoredMetric: the value of a metric at the moment at which it was computed, for callbacks that decide by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from ...strategies.errors import ConfigError
+from ..run import Run
+
+Mode = Literal["min", "max"]
+_MODES: Final = ("min", "max")
+
+
+class MonitoredMetric:
+    """A metric that a callback decides by, whether it is computed where training steps, validates or ends an epoch.
+
+    A value counts only at the `global_step` at which it was computed: a decision that is due earlier waits for it.
+    Every rank gets rank 0's value and decides alike. As asking rank 0 costs, a decision that waits asks again when an
+    epoch or a validation has ended, and at every step only if the metric is one that steps log.
+
+    Args:
+        owner: how the callback is called in errors.
+        monitor: the name under which the metric is logged.
+        mode: whether ``min`` or ``max`` is better.
+
+    Raises:
+        ConfigError: for another mode.
+    """
+
+    def __init__(self, owner: str, monitor: str, mode: Mode) -> None:
+        check_mode(owner, mode)
+        self._owner, self._monitor = owner, monitor
+        self._sign = 1.0 if mode == "max" else -1.0
+        self.is_pending = False
+        """Whether a decision waits for a fresh value; an attribute, as it is asked at every step."""
+        self._validated_at: int | None = None
+        self._epoch_ended_at: int | None = None
+        self._is_of_steps = True
+
+    def start(self, *, is_pending: bool = False) -> None:
+        """Forget what was noted; call it when training starts, with whether a resumed run had a decision pending."""
+        self.is_pending = is_pending
+        self._validated_at = self._epoch_ended_at = None
+        self._is_of_steps = True
+
+    def note_validation(self, step: int) -> None:
+        """Remember that a validation has run after a step: what it logs can be asked for from now on."""
+        self._validated_at = step
+
+    def note_epoch(self, step: int) -> None:
+        """Remember that an epoch has ended with a step: what it logs can be asked for from now on."""
+        self._epoch_ended_at = step
+
+    def is_worth_asking(self, trainer: Run) -> bool:
+        """Return whether a decision is pending for which there may be a value now; the same on every rank."""
+        return self.is_pending and (
+            self._is_of_steps or trainer.global_step in (self._validated_at, self._epoch_ended_at)
+        )
+
+    def read(self, trainer: Run, *, strict: bool = True) -> float | None:
+        """Return rank 0's value, or None while it is not of this step; then the decision is pending. Collective.
+
+        Raises:
+            ConfigError: if `strict`, and the metric was never logged although an epoch and a validation have passed.
+        """
+        trainer.reduce_metrics()
+        step, computed_at = trainer.global_step, trainer.metric_step(self._monitor)
+        value = float(trainer.callback_metrics[self._monitor]) if computed_at == step else None
+        found: tuple[int | None, float | None] = trainer.strategy.broadcast((computed_at, value))
+        computed_at, value = found
+        self.is_pending = computed_at != step
+        # what was last computed where neither a validation nor an epoch ended may come at any step
+        is_of_steps = computed_at not in (None, self._validated_at, self._epoch_ended_at)
+        self._is_of_steps = is_of_steps or trainer.strategy.world_size == 1
+        if not self.is_pending:
+            return value
+        if strict and computed_at is None and self._is_overdue(trainer):
+            raise ConfigError(
+                f"{self._owner}(monitor={self._monitor!r}): nothing was logged under this name; "
+                f"{describe_logged(trainer.callback_metrics, self._monitor)}"
+            )
+        return None
+
+    def _is_overdue(self, trainer: Run) -> bool:
+        has_validated = self._validated_at is not None or not sum(trainer.num_val_batches)
+        return self._epoch_ended_at is not None and has_validated
+
+    def rank_of(self, value: float) -> tuple[bool, float]:
+        """Return a key by which the better of two values is the larger; a value that is not finite is worst."""
+        return (True, self._sign * value) if math.isfinite(value) else (False, 0.0)
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Return whether a value is strictly better than another."""
+        return self.rank_of(value) > self.rank_of(than)
+
+
+def check_mode(owner: str, mode: str) -> None:
+    """Raise `ConfigError` unless `mode` is one of the two."""
+    if mode not in _MODES:
+        raise ConfigError(f"{owner}(mode={mode!r}) is not possible; give mode='min' or mode='max'.")
+
+
+def describe_logged(metrics: Mapping[str, object], wanted: str) -> str:
+    """Return what was logged, for the error about a metric that was not."""
+    if not metrics:
+        return f"nothing was logged at all: call self.log({wanted!r}, value) in a step of the module."
+    names = ", ".join(repr(name) for name in sorted(metrics))
+    return f"logged were {names}: monitor one of them, or call self.log({wanted!r}, value)."

@@ -1,0 +1,81 @@
+"""How many operations a second a device could do at best: the denominator of MFU."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+import torch
+
+from ...strategies import Precision
+
+
+class _Peak(NamedTuple):
+    """Dense TFLOP/s with float32 accumulation, in the words of a device's name; None where the device cannot."""
+
+    words: frozenset[str]
+    half: float
+    tf32: float | None
+    single: float
+    has_bfloat16: bool = True
+
+
+def _peak(words: str, half: float, tf32: float | None, single: float, has_bfloat16: bool = True) -> _Peak:
+    return _Peak(frozenset(words.split()), half, tf32, single, has_bfloat16)
+
+
+# Without sparsity. Sources: NVIDIA's datasheets "B200 Tensor Core GPU", "H200", "H100", "A100", "A40", "A30", "A10",
+# "L40S", "L40", "L4", "V100", "T4"; the Ada and Ampere GA102 whitepapers (RTX); AMD's "Instinct MI300X" data sheet.
+# The first entry all of whose words stand in the name is taken.
+_PEAKS: Final = (
+    _peak("B200", 2250, 1125, 75),
+    _peak("H200 NVL", 835.5, 417.5, 60),
+    _peak("H200", 989.4, 494.7, 66.9),
+    _peak("H100 PCIE", 756.5, 378, 51.2),
+    _peak("H100 NVL", 835.5, 417.5, 60),
+    _peak("H100", 989.4, 494.7, 66.9),
+    _peak("A100", 312, 156, 19.5),
+    _peak("A40", 149.7, 74.8, 37.4),
+    _peak("A30", 165, 82, 10.3),
+    _peak("A10", 125, 62.5, 31.2),
+    _peak("L40S", 362.05, 183, 91.6),
+    _peak("L40", 181.05, 90.5, 90.5),
+    _peak("L4", 121, 60, 30.3),
+    _peak("RTX 4090", 165.2, 82.6, 82.6),
+    _peak("RTX 3090", 71, 35.6, 35.6),
+    _peak("V100 PCIE", 112, None, 14, has_bfloat16=False),
+    _peak("V100", 125, None, 15.7, has_bfloat16=False),
+    _peak("T4", 65, None, 8.1, has_bfloat16=False),
+    _peak("MI300X", 1307.4, 653.7, 163.4),
+)
+# slices, and cousins of other speed
+_OTHER_DEVICES: Final = frozenset({"MIG", "LAPTOP", "TI", "SUPER", "D"})
+
+
+def peak_flops(device: torch.device, precision: Precision) -> float | None:
+    """Return the device's peak in FLOP/s for the dtype in which `precision` computes; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    dtype = precision.autocast_dtype or precision.param_dtype or torch.float32
+    return peak_flops_by_name(torch.cuda.get_device_name(device), dtype, uses_tf32=_uses_tf32())
+
+
+def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> float | None:
+    """Return the peak of the device that torch calls `name`; None if it is not known, or not for `dtype`."""
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    found = next((peak for peak in _PEAKS if peak.words <= words), None)
+    if found is None or words & _OTHER_DEVICES:
+        return None
+    teraflops: float | None = None
+    if dtype is torch.float16 or (dtype is torch.bfloat16 and found.has_bfloat16):
+        teraflops = found.half
+    elif dtype is torch.float32:
+        teraflops = found.tf32 if uses_tf32 and found.tf32 is not None else found.single
+    return None if teraflops is None else teraflops * 1e12
+
+
+def _uses_tf32() -> bool:
+    """Return whether float32 matrix products run in TF32, by either of torch's two settings."""
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return True
+    return torch.backends.cuda.matmul.fp32_precision == "none" and torch.get_float32_matmul_precision() != "highest"

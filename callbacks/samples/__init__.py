@@ -1,0 +1,1 @@
+"""Which samples were used: the file and its audit. Imports strategies only."""

@@ -1,0 +1,265 @@
+"""Whether every sample of an epoch came exactly once, over ranks, restarts and changes of their number."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from ...strategies.errors import DataError
+from .file import FOLDER, Header, Line, Record, Source, read_header, read_records
+
+_ALL: Final = -1
+
+
+class Where(NamedTuple):
+    """Who trained on a sample, and when."""
+
+    attempt: int
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} in step {self.step} of attempt {self.attempt}"
+
+
+class Repeated(NamedTuple):
+    """A sample that came more often than it should."""
+
+    what: int
+    """Its index; where a sampler decides how often an index comes, its place in the sampler's order."""
+    wheres: Sequence[Where]
+
+
+class Key(NamedTuple):
+    """One reading of one loader."""
+
+    epoch: int
+    loader: int
+    lap: int
+    """How often the loader had begun again in this epoch, beside a longer one."""
+    stream: int
+    """The data rank whose own order it is; 0 where all share one."""
+
+
+@dataclass(frozen=True)
+class EpochAudit:
+    """What became of the samples of one loader in one epoch."""
+
+    key: Key
+    source: Source
+    used: int
+    """Samples that the weights have seen."""
+    skipped: int
+    """Samples whose steps were rolled back; their data is not read again."""
+    distinct: int
+    """Different indices among both; 0 where there are none."""
+    is_finished: bool
+    repeated: Sequence[Repeated]
+    missing: Sequence[int]
+    """Indices; places where not every index must come. Of an epoch that is not finished, those left out so far."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing came twice, and nothing was left out."""
+        return not self.repeated and not self.missing
+
+    @property
+    def verdict(self) -> str:
+        """The result in a word or two."""
+        if not self.is_exact:
+            return "NOT EXACT"
+        if not self.distinct and self.used:
+            return "counted"
+        return "exact" if self.is_finished else "exact so far"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a run's ledger proves."""
+
+    epochs: Sequence[EpochAudit]
+    faults: Sequence[str]
+    """What the ledger itself lacks."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every sample came as often as it should, and the ledger is complete."""
+        return not self.faults and all(epoch.is_exact for epoch in self.epochs)
+
+
+def samples_folder(run: str | Path) -> Path:
+    """Return the folder of a run's ledger, given either.
+
+    Raises:
+        DataError: if there is none.
+    """
+    for folder in (Path(run, FOLDER), Path(run)):
+        if next(folder.glob("attempt_*.samples"), None) is not None:
+            return folder
+    raise DataError(
+        f"{run} holds no ledger of samples: no {FOLDER}/attempt_*.samples. Give the folder of a run that had "
+        "SampleLedger() among its callbacks."
+    )
+
+
+def audit(folder: Path) -> Audit:
+    """Audit a ledger: the newest attempt and those that led to it. What a kill has undone and was redone counts once.
+
+    Raises:
+        DataError: for a file that is damaged.
+    """
+    attempts: dict[int, dict[int, tuple[Path, Header]]] = {}
+    for path in sorted(folder.glob("attempt_*.samples")):
+        header = read_header(path)
+        attempts.setdefault(header.attempt, {})[header.data_rank] = path, header
+    newest = attempts[max(attempts)]
+    last = newest[min(newest)][1]
+    ledger = _Ledger()
+    if last.start_step and not last.history:
+        ledger.faults.append(f"Steps 1 to {last.start_step} are not in the ledger: it begins where a run was resumed.")
+    for line in [*last.history, Line(last.attempt, _ALL, _ALL)]:
+        if line.skipped_to:
+            ledger.take(line, attempts.get(line.attempt, {}))
+    return ledger.judged()
+
+
+@dataclass
+class _Group:
+    """All that is noted of one loader in one epoch."""
+
+    source: Source
+    used: int = 0
+    skipped: int = 0
+    stretches: list[tuple[int, int, Where]] = field(default_factory=list)
+    """Place, width, and who was there."""
+    indices: array[int] = field(default_factory=lambda: array("q"))
+    starts: list[int] = field(default_factory=list)
+    """Of the stretches, in `indices`."""
+
+    def add(self, record: Record, where: Where, *, is_skipped: bool) -> None:
+        count = abs(record.size)
+        if is_skipped:
+            self.skipped += count
+        else:
+            self.used += count
+        self.stretches.append((record.place, 1 if self.source.in_batches else count, where))
+        self.starts.append(len(self.indices))
+        self.indices.extend(record.indices)
+
+    def covered(self) -> int:
+        """Return at how many places somebody was."""
+        return max((place + width for place, width, _ in self.stretches), default=0) - len(self.gaps(0))
+
+    def repeated_places(self) -> Iterator[Repeated]:
+        """Yield the places that overlap with what lies before them."""
+        end, before = 0, None
+        for place, width, where in sorted(self.stretches):
+            if before is not None:
+                yield from (Repeated(twice, [before, where]) for twice in range(place, min(end, place + width)))
+            if place + width > end:
+                end, before = place + width, where
+
+    def gaps(self, end: int) -> list[int]:
+        """Return the places before `end` (or before the last that was reached) at which nobody was."""
+        stops = [(place, place + width) for place, width, _ in sorted(self.stretches)]
+        reached, missing = 0, list[int]()
+        for start, stop in [*stops, (end, end)]:
+            missing += range(reached, start)
+            reached = max(reached, stop)
+        return missing
+
+    def repeated_indices(self, times: _Times) -> Iterator[Repeated]:
+        """Yield the indices that came more than once, or that the data set does not have."""
+        values, counts = times
+        is_wrong = (counts > 1) | (values < 0) | (values >= self.source.num_indices)
+        wrong: dict[int, list[Where]] = {value: [] for value in values[is_wrong].tolist()}
+        if not wrong:
+            return
+        for at in torch.isin(self.tensor(), values[is_wrong]).nonzero()[:, 0].tolist():
+            wrong[self.indices[at]].append(self.stretches[bisect_right(self.starts, at) - 1][2])
+        yield from (Repeated(value, wheres) for value, wheres in wrong.items())
+
+    def absent_indices(self, times: _Times) -> list[int]:
+        """Return the indices of the data set that never came."""
+        values, num_indices = times[0], self.source.num_indices
+        is_absent = torch.ones(num_indices, dtype=torch.bool)
+        is_absent[values[(values >= 0) & (values < num_indices)]] = False
+        absent: list[int] = is_absent.nonzero()[:, 0].tolist()
+        return absent
+
+    def tensor(self) -> torch.Tensor:
+        return torch.tensor(self.indices, dtype=torch.int64)
+
+
+_Times = tuple[torch.Tensor, torch.Tensor]
+"""Indices, and how often each came."""
+
+
+class _Ledger:
+    """What counts of all files, sorted by epoch and loader."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self._groups: dict[Key, _Group] = {}
+
+    def take(self, line: Line, files: Mapping[int, tuple[Path, Header]]) -> None:
+        """Sort the records of an attempt."""
+        size = next((header.data_size for _, header in files.values()), 1)
+        absent = sorted(set(range(size)) - set(files))
+        if absent:
+            self.faults.append(f"Attempt {line.attempt} lacks the files of data ranks {absent}; copy them here.")
+        turns = {path: max((record.turn for record in read_records(path)), default=0) for path, _ in files.values()}
+        if line.last_turn == _ALL:  # a kill may have come before all ranks had noted their last step
+            line = Line(line.attempt, min(turns.values()), min(turns.values()))
+        for rank, (path, _) in files.items():
+            if turns[path] < line.skipped_to:
+                self.faults.append(
+                    f"{path.name} holds {turns[path]} steps of {line.skipped_to}: it was cut; restore it from a copy."
+                )
+            self._sort(line, rank, read_records(path))
+
+    def _sort(self, line: Line, rank: int, records: Iterable[Record]) -> None:
+        sources: dict[int, Source] = {}
+        for record in takewhile(lambda record: record.turn <= line.skipped_to, records):
+            loader = max(record.loader, ~record.loader)
+            if record.loader < 0:
+                sources[loader] = Source(*record.indices)
+            source = sources.get(loader, Source())
+            key = Key(record.epoch, loader, record.lap, rank if source.num_streams > 1 else 0)
+            group = self._groups.setdefault(key, _Group(source))
+            group.source = source
+            if record.size and record.loader >= 0:
+                group.add(record, Where(line.attempt, rank, record.step), is_skipped=record.turn > line.last_turn)
+
+    def judged(self) -> Audit:
+        """Return what comes of it."""
+        keys = sorted(self._groups)
+        epochs = sorted({key.epoch for key in keys})
+        for before, after in pairwise(epochs):
+            if after > before + 1:
+                self.faults.append(f"Epochs {before + 1} to {after - 1} are not in the ledger.")
+        return Audit([self._judged(key, epochs[-1]) for key in keys], self.faults)
+
+    def _judged(self, key: Key, last_epoch: int) -> EpochAudit:
+        group = self._groups[key]
+        source = group.source
+        laps = max(other.lap for other in self._groups if other[:2] == key[:2])
+        is_finished = key.epoch < last_epoch or key.lap < laps or group.covered() >= source.end >= 0
+        # a loader that begins again beside a longer one may stop anywhere
+        end = source.end if is_finished and not 0 < key.lap == laps else 0
+        times = group.tensor().unique(return_counts=True)
+        repeated = group.repeated_indices(times) if source.comes_once else group.repeated_places()
+        if source.end < 0:  # a limit or a shorter loader cuts the epoch
+            missing = []
+        elif source.comes_once and end == source.num_indices:
+            missing = group.absent_indices(times)
+        else:
+            missing = group.gaps(end)
+        return EpochAudit(key, source, group.used, group.skipped, len(times[0]), is_finished, list(repeated), missing)

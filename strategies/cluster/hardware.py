@@ -1,0 +1,112 @@
+"""Hardware: which devices of how many nodes a run may use, as the user asked for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..errors import ConfigError, did_you_mean
+from .environment import Environment
+
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices of one node, by index, and the number of nodes; resolved and checked by `of`."""
+
+    device_type: str
+    devices: tuple[int, ...]
+    num_nodes: int = 1
+    environment: Environment = field(default_factory=lambda: Environment.detect({}))
+    """The processes that are there, or that are to be started."""
+
+    def for_processes(self, environment: Environment) -> Hardware:
+        """Return this hardware with one device for each process of `environment` on this node.
+
+        Raises:
+            ConfigError: if there are fewer devices.
+        """
+        count, devices = environment.local_world_size, self.devices
+        if self.device_type == "cpu":
+            devices = tuple(range(count))
+        elif len(devices) == 1:  # a launcher that shows each process the one device which is its own
+            devices *= count
+        elif len(devices) < count:
+            raise ConfigError(
+                f"{environment.describe()}, but this machine has {len(devices)} {self.device_type} devices; start one "
+                "process a device."
+            )
+        return replace(self, devices=devices[:count], num_nodes=environment.num_nodes, environment=environment)
+
+    def device(self, local_rank: int) -> torch.device:
+        """Return the device of the process with this rank on its node."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, self.devices[local_rank])
+
+    @classmethod
+    def of(cls, accelerator: str, devices: int | str | Sequence[int], num_nodes: int) -> Hardware:
+        """Resolve ``accelerator`` and ``devices`` as Lightning does: ``"auto"``, a count, ``-1``, or indices.
+
+        Raises:
+            ConfigError: for an accelerator or a device that this machine does not have.
+        """
+        device_type = _device_type(accelerator)
+        if num_nodes < 1:
+            raise ConfigError(f"num_nodes={num_nodes} is not possible; give the number of machines, at least 1.")
+        return cls(device_type, _indices(device_type, devices), num_nodes)
+
+
+def _device_type(accelerator: str) -> str:
+    if accelerator not in _ACCELERATORS:
+        raise ConfigError(
+            f"accelerator={accelerator!r} is not a known accelerator.{did_you_mean(str(accelerator), _ACCELERATORS)}"
+        )
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = [name for name, is_available in is_there.items() if is_available]
+    if accelerator == "cpu":
+        return accelerator
+    if accelerator in ("auto", "gpu"):
+        if accelerator == "gpu" and not found:
+            raise ConfigError("accelerator='gpu', but torch finds no GPU here; use accelerator='cpu' or 'auto'.")
+        return found[0] if found else "cpu"
+    if accelerator not in found:
+        raise ConfigError(f"accelerator={accelerator!r}, but torch finds none here; use accelerator='cpu' or 'auto'.")
+    return accelerator
+
+
+def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int, ...]:
+    available = torch.cuda.device_count() if device_type == "cuda" else 1
+    if isinstance(devices, str):
+        devices = _parse(devices)
+    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
+        raise ConfigError(
+            f"devices={devices!r} is not possible; give a count, -1 for all, 'auto' or a list of indices."
+        )
+    if isinstance(devices, int):
+        if devices == -1:
+            return tuple(range(available))
+        if devices < 1:
+            raise ConfigError(f"devices={devices} is not possible; give at least 1, -1 for all, or 'auto'.")
+        indices = tuple(range(devices))
+    else:
+        indices = tuple(int(index) for index in devices)
+    if device_type != "cpu" and (not indices or max(indices) >= available or len(set(indices)) < len(indices)):
+        raise ConfigError(
+            f"devices={devices!r}, but this machine has {available} {device_type} device(s); choose of those."
+        )
+    return indices or (0,)
+
+
+def _parse(devices: str) -> int | list[int]:
+    if devices == "auto":
+        return -1
+    try:
+        return [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+    except ValueError:
+        raise ConfigError(
+            f"devices={devices!r} is not possible; give a count, 'auto' or indices such as '0,1'."
+        ) from None

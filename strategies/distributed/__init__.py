@@ -1,0 +1,1 @@
+"""Process groups and collectives over nested values. Imports cluster."""

@@ -1,0 +1,319 @@
+"""Collectives: all_reduce ... barrier over nested structures; identity on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, EchelonError, RunError, did_you_mean
+from . import tensor_collectives
+from .buckets import Parcel, fill, joined, pack, refuse, slots, unpack
+from .debug import Aspect, CollectiveChecks, PostedCall, call_here
+from .point_to_point import Mailbox, Transfer
+from .process_group import ProcessGroup
+from .reducible import Reducible
+from .tensor_collectives import REDUCE_OPS, ReduceOp, Wire
+
+T = TypeVar("T")
+
+_CHECK_TIMEOUT: Final = timedelta(minutes=2)
+
+
+class Collectives:
+    """torch's collectives over nested structures: mappings, lists, tuples and dataclasses of tensors and numbers.
+
+    Inputs are never changed, and results have memory of their own. Small tensors of one type travel together. Tensors
+    on the CPU go by gloo, whatever the backend is. Gradients flow through the sum and the mean of `all_reduce` and
+    `reduce_scatter`, through `all_gather` and `broadcast`; the backward is a collective, too: every rank runs it.
+
+    Args:
+        group: the joined processes; None is one process, on which everything is the identity.
+        device: where received tensors go that were not on the sender's CPU.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._checks: CollectiveChecks | None = None
+        self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
+        self._has_group = group is not None
+        if group is None:
+            return
+        self._device = device
+        self._cpu_group = group.cpu_group
+        self._cpu_wire = Wire(group.cpu_group, self.world_size, self.rank, self._announce_backward)
+        self._wire = Wire(None, self.world_size, self.rank, self._announce_backward)
+        self._mailbox = Mailbox(group.cpu_group, device)
+        if group.settings.get("check_collectives"):
+            timeout = group.settings.get("timeout", _CHECK_TIMEOUT)
+            self._checks = CollectiveChecks(group.store, self.rank, self.world_size, timeout)
+
+    # --- every rank gives the same structure -------------------------------------------------------------------------
+
+    def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
+        """Reduce every tensor and number over all ranks. Collective.
+
+        Numbers come back as numbers: integers are exact up to 64 bits, all else is float64, as is every mean. Sum and
+        mean have a gradient. Dictionaries may have their keys in any order; leaves of other types stay.
+
+        Raises:
+            ConfigError: for another `op`, or for the mean of an integer tensor.
+        """
+        if not self._has_group:
+            return data
+        _check_op(op)
+        self._announce(f"all_reduce({op})", data)
+        mine = Reducible(data, op)
+        columns = joined(mine.tensors, lambda flat: tensor_collectives.all_reduce(self._wire_of(flat), flat, op))
+        return mine.replaced(columns, [tensor.shape for tensor in mine.tensors])
+
+    def all_gather(self, data: Any) -> Any:
+        """Return every tensor with a new first dimension of size world_size, over the ranks. Collective.
+
+        A number becomes a tensor of that length. It has a gradient. On one process `data` comes back unchanged.
+        """
+        if not self._has_group:
+            return data
+        self._announce("all_gather", data)
+        mine = Reducible(data)
+        columns = joined(mine.tensors, lambda flat: tensor_collectives.all_gather(self._wire_of(flat), flat))
+        return mine.replaced(columns, [(self.world_size, *tensor.shape) for tensor in mine.tensors])
+
+    def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
+        """Reduce every tensor over all ranks and return this rank's part of the first dimension. Collective.
+
+        Sum and mean have a gradient.
+
+        Raises:
+            ConfigError: for another `op`, or for a leaf whose first dimension is not divisible by world_size.
+        """
+        if not self._has_group:
+            return data
+        _check_op(op)
+        self._announce(f"reduce_scatter({op})", data)
+        mine = Reducible(data, op)
+        shapes = [self._part_shape(name, tensor) for name, tensor in zip(mine.names, mine.tensors, strict=True)]
+        columns = joined(
+            mine.tensors,
+            lambda flat: tensor_collectives.reduce_scatter(self._wire_of(flat), flat, op),
+            num_lines=self.world_size,
+        )
+        return mine.replaced(columns, shapes)
+
+    def _part_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        if tensor.ndim == 0 or tensor.shape[0] % self.world_size:
+            raise ConfigError(
+                f"reduce_scatter cuts the first dimension into {self.world_size} parts, one for each rank; "
+                f"{name or 'data'} has shape {list(tensor.shape)}. Pad it to a multiple, or use all_reduce."
+            )
+        return tensor.shape[0] // self.world_size, *tensor.shape[1:]
+
+    # --- one rank gives, or takes ------------------------------------------------------------------------------------
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data, of any kind, on every rank; others may pass None. Collective.
+
+        Tensors come to the device on which the caller is, or stay on the CPU. It has a gradient.
+
+        Raises:
+            RunError: on every rank, if `src` cannot pickle what is no tensor.
+        """
+        self._check_rank("src", src)
+        if not self._has_group:
+            return data
+        self._announce(f"broadcast(src={src})", data, compared=("name",))
+        parcel = pack(data if self.rank == src else None, self.rank, keeps_gradients=True)
+        payload = self._broadcast_bytes(parcel.payload, src)
+        parcel.check()
+        skeleton = parcel.skeleton if self.rank == src else unpack(payload)
+        tensors = parcel.tensors if self.rank == src else [slot.empty(self._device) for slot in slots(skeleton)]
+        columns = joined(
+            tensors, lambda flat: tensor_collectives.broadcast(self._wire_of(flat), flat, src), by_gradient=True
+        )
+        return fill(skeleton, columns)
+
+    def on_first_rank(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0 and return its result on every rank. Collective.
+
+        Raises:
+            EchelonError: on every rank, if it was raised on rank 0.
+        """
+        result: tuple[T | None, EchelonError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                result = (function(), None)
+            except EchelonError as error:
+                result = (None, error)
+        value, problem = self.broadcast(result)
+        if problem is not None:
+            raise problem
+        return value  # type: ignore[no-any-return]
+
+    def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
+        """Return, on each rank, its element of the list that rank `src` gives; others may pass None. Collective.
+
+        The elements may be of any kind and differ in structure. It has no gradient.
+
+        Raises:
+            ConfigError: on `src`, if `data` has not one element for each rank; `RunError` on the others.
+            RunError: on every rank, if an element cannot be pickled.
+        """
+        self._check_rank("src", src)
+        if not self._has_group:
+            return self._elements(data, src)[0]
+        self._announce(f"scatter(src={src})", data, compared=("name",))
+        if self.rank != src:
+            return self._mailbox.receive(src)
+        others = [rank for rank in range(self.world_size) if rank != src]
+        try:
+            elements = self._elements(data, src)
+            parcels = [pack(elements[rank], self.rank) for rank in others]
+            for parcel in parcels:
+                parcel.check()
+        except EchelonError as error:
+            self._send_all(dict.fromkeys(others, refuse(error)))
+            raise
+        self._send_all(dict(zip(others, parcels, strict=True)))
+        return elements[src]
+
+    def _elements(self, data: Sequence[Any] | None, src: int) -> Sequence[Any]:
+        if isinstance(data, Sequence) and len(data) == self.world_size:
+            return data
+        raise ConfigError(
+            f"scatter got {type(data).__name__}"
+            + (f" of length {len(data)}" if isinstance(data, Sequence) else "")
+            + f" on src={src}; give it a list with one element for each of {self.world_size} ranks."
+        )
+
+    def _send_all(self, parcels: Mapping[int, Parcel]) -> None:
+        for transfer in [self._mailbox.send(parcel, rank) for rank, parcel in parcels.items()]:
+            transfer.wait()
+
+    def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
+        """Return, on rank `dst`, the list of all ranks' data, in order; None elsewhere. Collective.
+
+        The data may be of any kind and differ in structure. It has no gradient; `all_gather` has one.
+        """
+        self._check_rank("dst", dst)
+        if not self._has_group:
+            return [data]
+        self._announce(f"gather(dst={dst})", data, compared=("name",))
+        if self.rank != dst:
+            parcel = pack(data, self.rank)
+            self._send_all({dst: parcel})
+            parcel.check()
+            return None
+        return [data if rank == dst else self._mailbox.receive(rank) for rank in range(self.world_size)]
+
+    def all_gather_object(self, data: Any) -> list[Any]:
+        """Return the list of all ranks' objects, of any kind, in order. Collective.
+
+        Raises:
+            RunError: on every rank, if one cannot pickle its object.
+        """
+        if not self._has_group:
+            return [data]
+        import torch.distributed as dist
+
+        self._announce("all_gather_object", None)
+        payloads: list[Any] = [None] * self.world_size
+        parcel = pack(data, self.rank, is_whole=True)
+        dist.all_gather_object(payloads, parcel.payload, group=self._cpu_group)
+        parcel.check()
+        skeletons = [unpack(payload) for payload in payloads]
+        return [fill(skeleton, [slot.read(self._device) for slot in slots(skeleton)]) for skeleton in skeletons]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+        if not self._has_group:
+            return
+        import torch.distributed as dist
+
+        self._announce("barrier", None, compared=("name",))
+        dist.barrier(group=self._cpu_group)
+
+    # --- two ranks ---------------------------------------------------------------------------------------------------
+
+    def send(self, data: Any, dst: int) -> None:
+        """Send data of any kind to rank `dst`, and wait until it is there. It has no gradient."""
+        self.isend(data, dst).wait()
+
+    def recv(self, src: int) -> Any:
+        """Wait for the data that rank `src` sends next, and return it."""
+        posted = self._announce_transfer("recv", None, src, self.rank)
+        if posted is not None:
+            posted.check()
+        return self._mailbox.receive(src)
+
+    def isend(self, data: Any, dst: int) -> Transfer:
+        """Begin to send data of any kind to rank `dst`; it may be changed at once. ``wait()`` waits for the end."""
+        posted = self._announce_transfer("send", data, self.rank, dst)
+        parcel = pack(data, self.rank)
+        transfer = self._mailbox.send(parcel, dst)
+        parcel.check()
+        return _checked(posted, transfer)
+
+    def irecv(self, src: int) -> Transfer:
+        """Begin to receive what rank `src` sends next; ``wait()`` returns it."""
+        posted = self._announce_transfer("recv", None, src, self.rank)
+        return _checked(posted, self._mailbox.begin_receive(src))
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _wire_of(self, flat: Tensor) -> Wire:
+        return self._cpu_wire if flat.is_cpu else self._wire
+
+    def _broadcast_bytes(self, payload: bytes, src: int) -> bytes:
+        import torch.distributed as dist
+
+        box = [payload if self.rank == src else None]
+        dist.broadcast_object_list(box, src, group=self._cpu_group)
+        return box[0]  # type: ignore[return-value]
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"{name}={rank!r} is no rank; choose one from 0 to {self.world_size - 1}.")
+
+    def _announce(self, name: str, data: Any, compared: Sequence[Aspect] = ("name", "shapes", "where")) -> None:
+        if self._checks is not None:
+            self._checks.check(call_here(name, data, compared))
+
+    def _announce_backward(self, name: str, gradient: Tensor) -> None:
+        self._announce(name, gradient, ("name", "shapes"))
+
+    def _announce_transfer(self, name: str, data: Any, src: int, dst: int) -> PostedCall | None:
+        if not self._has_group:
+            raise RunError(
+                f"{name}(src={src}, dst={dst}) needs a second rank, but this run has one process; "
+                "call it where strategy.world_size > 1."
+            )
+        self._check_rank("src", src)
+        self._check_rank("dst", dst)
+        if src == dst:
+            raise ConfigError(f"{name} from rank {src} to itself is not possible; name another rank.")
+        if self._checks is None:
+            return None
+        return self._checks.post(call_here(f"{name}(src={src}, dst={dst})", data, ()), f"{src}-{dst}", (src, dst))
+
+
+class _CheckedTransfer:
+    def __init__(self, posted: PostedCall, transfer: Transfer) -> None:
+        self._posted: PostedCall | None = posted
+        self._transfer = transfer
+
+    def wait(self) -> Any:
+        if self._posted is not None:
+            self._posted.check()
+            self._posted = None
+        return self._transfer.wait()
+
+
+def _checked(posted: PostedCall | None, transfer: Transfer) -> Transfer:
+    return transfer if posted is None else _CheckedTransfer(posted, transfer)
+
+
+def _check_op(op: str) -> None:
+    if op not in REDUCE_OPS:
+        raise ConfigError(f"op={op!r} is no reduction.{did_you_mean(str(op), REDUCE_OPS)}")

@@ -1,0 +1,194 @@
+"""ElasticStrategy: another strategy, in workers that are started again after faults and when nodes come or leave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar, Final, TypeVar
+
+from .cluster.environment import Environment
+from .cluster.hardware import Hardware
+from .ddp import DDPStrategy
+from .errors import ConfigError, did_you_mean
+from .fsdp import FSDPStrategy
+from .module.precision import Precision
+from .resilience.faults import Chaos
+from .resilience.hang_detection import Limits
+from .resilience.restart_policy import RestartPolicy
+from .resilience.supervisor import ElasticSettings, Supervisor
+from .strategy import Strategy
+from .zero import ZeroStrategy
+
+T = TypeVar("T")
+
+_INNER: Final[Mapping[str, Callable[[], Strategy]]] = {
+    "ddp": DDPStrategy,
+    "zero": ZeroStrategy,
+    "fsdp": FSDPStrategy,
+    "hsdp": partial(FSDPStrategy, replicate="nodes"),
+}
+
+
+class ForwardingStrategy(Strategy):
+    """Contains a strategy and forwards the whole seam to it; a subclass overrides what is to be otherwise.
+
+    What the seam gets in the future is forwarded, too: each member is a property that reads the inner strategy's. That
+    happens in C, and what a step calls is bound once a run, to the inner strategy itself.
+    """
+
+    def __init__(self, inner: Strategy) -> None:
+        # not Strategy's own: what it sets lies in the inner strategy
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that is no part of the seam: the inner strategy's."""
+        if name == "inner":  # a strategy that is just being unpickled has none
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        return self.inner.run(step_name, *args)
+
+
+for _name in vars(Strategy):
+    if not _name.startswith("_") and _name not in vars(ForwardingStrategy):
+        setattr(ForwardingStrategy, _name, property(attrgetter(f"inner.{_name}")))
+
+
+class ElasticStrategy(ForwardingStrategy):
+    """Train as another strategy does, and go on after faults: with the same optimizer steps as an undisturbed run.
+
+    Workers are watched by an agent (torch.distributed.elastic), which starts them again when one dies or hangs, and
+    when nodes come or leave. They go on from a snapshot in memory, else from the newest checkpoint. The global batch
+    stays what it was in the first round. Under torchrun, SLURM or MPI, whose agents know nothing of this, it is its
+    inner strategy and no more; start the program itself, or by ``echelon launch``.
+
+    Args:
+        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, or such a strategy.
+        nodes: how many machines take part, or "MIN:MAX".
+        rdzv: where they meet: "HOST:PORT" of one of them, or of ``echelon rendezvous``. For several nodes.
+        run_id: tells this run from others that meet there.
+        max_restarts: how many failures and hangs a run survives; nodes that come and leave count nothing.
+        snapshot_every: optimizer steps between two snapshots; by default as many as make them cost less than 1% of a
+            step's time; 0 for none.
+        hang_timeout: how long a step may take; by default 20 times the longest recent one, and at least 5 s.
+        grace: how long workers have to end their step when this node is told to leave.
+        last_call: how long nodes that are enough wait for more.
+        chaos: faults that the run is to suffer on purpose, see `Chaos`.
+    """
+
+    name: ClassVar[str] = "elastic"
+    uses_processes: ClassVar[bool] = True
+    uses_many_devices: ClassVar[bool] = True
+    # this strategy's own, not the inner one's
+    supervisor: Supervisor | None = None
+    starts_processes: bool = False
+
+    def __init__(
+        self,
+        inner: str | Strategy = "ddp",
+        *,
+        nodes: int | str = 1,
+        rdzv: str | None = None,
+        run_id: str = "echelon",
+        max_restarts: int = 10,
+        snapshot_every: int | None = None,
+        hang_timeout: timedelta | None = None,
+        grace: timedelta = timedelta(seconds=30),
+        last_call: timedelta = timedelta(seconds=3),
+        chaos: str | Chaos | None = None,
+    ) -> None:
+        super().__init__(_inner(inner))
+        self.nodes = parse_nodes(nodes)
+        self._endpoint, self._run_id, self._last_call = rdzv, run_id, last_call
+        RestartPolicy(max_restarts)  # raises for a number that cannot be
+        self._max_restarts = max_restarts
+        self._limits = Limits(None if hang_timeout is None else hang_timeout.total_seconds())
+        self._grace = grace
+        if snapshot_every is not None and snapshot_every < 0:
+            raise ConfigError(f"snapshot_every={snapshot_every} is not possible; give steps, or 0 for no snapshots.")
+        chaos = chaos if isinstance(chaos, Chaos) else Chaos(chaos or "")
+        self._settings = ElasticSettings(snapshot_every, chaos)
+        if self.nodes != (1, 1) and rdzv is None:
+            raise ConfigError(
+                f"nodes={nodes!r}, but no rdzv; give rdzv='HOST:PORT', of one of the nodes or of `echelon rendezvous`."
+            )
+
+    def check(self, hardware: Hardware, precision: Precision) -> None:
+        self.inner.check(hardware, precision)
+        self.starts_processes = not hardware.environment.is_external
+
+    def launch(
+        self,
+        function: Callable[[], T],
+        *,
+        on_result: Callable[[T], None] | None = None,
+        parts: Mapping[str, object] | None = None,
+    ) -> T:
+        """Run `function` in the workers of this node, round after round, and return what the first one returned."""
+        from .launch.launcher import launch
+        from .launch.node_folder import NodeFolder
+
+        with NodeFolder.create() as folder:
+            make_agent = partial(self._make_agent, folder=folder.path)
+            return launch(function, make_agent, is_local=self.nodes == (1, 1), on_result=on_result, parts=parts)
+
+    def _make_agent(self, job: Any, *, folder: Any) -> Any:
+        from .resilience.elastic_agent import ElasticAgent
+        from .resilience.elastic_rendezvous import meeting
+
+        meet = partial(
+            meeting,
+            nodes=self.nodes,
+            endpoint=self._endpoint,
+            run_id=self._run_id,
+            start_timeout=self.start_timeout,
+            last_call=self._last_call,
+        )
+        policy = RestartPolicy(self._max_restarts)
+        return ElasticAgent(
+            job,
+            self.environment.local_world_size,
+            meet,
+            folder,
+            policy,
+            limits=self._limits,
+            grace=self._grace.total_seconds(),
+        )
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        """Take the device, join the process group of this round, and the agent's node folder."""
+        self.supervisor = Supervisor.find(Environment.detect().local_rank, self._settings)
+        self.inner.connect(hardware, precision)
+        if self.supervisor is not None:
+            self.supervisor.join(self.group)
+
+
+def parse_nodes(nodes: int | str) -> tuple[int, int]:
+    """Return the least and the largest number of nodes that "MIN:MAX", or one number, means.
+
+    Raises:
+        ConfigError: for what means none.
+    """
+    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", str(nodes))
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"nodes={nodes!r} is not possible; give a number from 1, or 'MIN:MAX' such as '1:4'.")
+    return least, most
+
+
+def _inner(inner: str | Strategy) -> Strategy:
+    if isinstance(inner, str):
+        if inner not in _INNER:
+            raise ConfigError(
+                f"ElasticStrategy({inner!r}): it contains {', '.join(_INNER)}.{did_you_mean(inner, _INNER)}"
+            )
+        return _INNER[inner]()
+    if not inner.uses_processes or inner.name not in _INNER:
+        raise ConfigError(
+            f"ElasticStrategy({type(inner).__name__}): it contains {', '.join(_INNER)}, or a strategy of these classes."
+        )
+    return inner

@@ -1,1 +1,0 @@
-"""A strategy that contains another, and what lets its run outlive workers and nodes."""

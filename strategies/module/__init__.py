@@ -1,0 +1,1 @@
+"""Preparing a module: precision, activation checkpointing, deferred init. Imports state and below."""

@@ -1,0 +1,298 @@
+"""Activation checkpointing: what forward does not keep for backward, which computes or fetches it again instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, ClassVar, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, did_you_mean
+from .blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
+
+Mode = Literal["full", "selective"]
+
+_KEPT: Final = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::linear",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "aten::convolution",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+}
+_KEPT_PREFIXES: Final = ("_c10d_functional", "_dtensor::", "flex_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Which parts of a module keep only their inputs for backward, which computes the rest again; the numbers stay.
+
+    A part's forward so runs a second time, with the random numbers, autocast and buffers of the first. Parameters keep
+    their names. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+
+    Raises:
+        ConfigError: for a value that cannot be.
+    """
+
+    mode: Mode | None = "full"
+    """``"full"`` computes a whole part again; ``"selective"`` keeps results of matrix products, convolutions, attention
+    and collectives, and computes the rest. None computes nothing again, for `offload` alone."""
+    every: int = 1
+    """Only every so many parts, from the first one."""
+    modules: type[nn.Module] | Sequence[type[nn.Module]] | Predicate | None = None
+    """The parts: of some classes, or those for which a function of a part's name and the part returns True. By default
+    the repeated blocks: parts of one class side by side in a ModuleList or a Sequential."""
+    offload: bool = False
+    """Move what a part keeps to the CPU, and back for backward. With ``"selective"``, a torch older than 2.14 may move
+    inputs only."""
+
+    _MODES: ClassVar = ("full", "selective", None)
+
+    def __post_init__(self) -> None:
+        if self.mode not in self._MODES:
+            raise ConfigError(
+                f"mode={self.mode!r} of ActivationCheckpointing is not possible; give 'full', 'selective' or None."
+                f"{did_you_mean(str(self.mode), ['full', 'selective'])}"
+            )
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(
+                f"every={self.every!r} of ActivationCheckpointing is not possible; give 1 for each part, or a larger "
+                "int."
+            )
+        if self.modules is not None and as_predicate(self.modules) is None:
+            raise ConfigError(
+                f"modules={self.modules!r:.80} of ActivationCheckpointing names no parts; give module classes, or a "
+                "function of a part's name and the part."
+            )
+        if self.mode is None and not self.offload:
+            raise ConfigError(
+                f"ActivationCheckpointing(mode=None, offload={self.offload}) does nothing; set offload=True, or leave "
+                "activation_checkpointing out."
+            )
+
+    @classmethod
+    def of(cls, setting: Mode | int | ActivationCheckpointing | None) -> ActivationCheckpointing | None:
+        """Return what a short form means: a mode, or a number n for every n-th block.
+
+        Raises:
+            ConfigError: for a value that cannot be.
+        """
+        if setting is None or isinstance(setting, ActivationCheckpointing):
+            return setting
+        return cls(every=setting) if isinstance(setting, int) else cls(mode=setting)
+
+    def parts(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return names and parts of a module that this means.
+
+        Raises:
+            ConfigError: if there are none.
+        """
+        if self.modules is None:
+            found = [(name, part) for name, part in repeated_blocks(module) if not _is_layer(part)]
+        else:
+            is_meant = as_predicate(self.modules)
+            assert is_meant is not None
+            named = ((name, part) for name, part in module.named_modules() if name and not isinstance(part, CONTAINERS))
+            found = [(name, part) for name, part in named if is_meant(name, part)]
+        if not found:
+            kinds = ", ".join(sorted({type(part).__name__ for part in module.modules() if part is not module}))
+            sought = (
+                "two or more blocks of one class, side by side in a ModuleList or a Sequential"
+                if self.modules is None
+                else f"modules={self.modules!r:.80}"
+            )
+            raise ConfigError(
+                f"activation_checkpointing found nothing to do in {type(module).__name__}, which consists of "
+                f"{kinds or 'no parts'}; it looked for {sought}. Name the parts: ActivationCheckpointing(modules=...) "
+                "takes their classes, or a function of a part's name and the part."
+            )
+        unique = {part: name for name, part in reversed(found)}  # a part may stand in two places
+        return [(name, part) for part, name in reversed(unique.items())][:: self.every]
+
+
+@contextmanager
+def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> Iterator[None]:
+    """Let the parts of a module that a setting means compute so; afterwards the module is as it was.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    parts = [] if setting is None else [part for _, part in setting.parts(module)]
+    before = [vars(part).get("forward") for part in parts]
+    for part in parts:
+        assert setting is not None
+        # in the instance: a module around it would change the names of parameters
+        vars(part)["forward"] = MethodType(_make_forward(part, setting), part)
+    try:
+        yield
+    finally:
+        for part, forward in zip(parts, before, strict=True):
+            del vars(part)["forward"]
+            if forward is not None:
+                vars(part)["forward"] = forward
+
+
+def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable[..., Any]:
+    """Return what a part gets as its method ``forward``; a copy of the part can have it, too."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    own = vars(part).get("forward")
+    options: dict[str, Any] = {"use_reentrant": False}
+    is_selective = setting.mode == "selective"
+    if is_selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        # lets hooks such as those of offloading see what is kept; an older torch than 2.14 may not have it
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+            options["respect_saved_tensors_hooks"] = True
+    has_buffers = next(part.buffers(), None) is not None
+    changing = _Changing()
+    is_computed_again, is_offloaded = setting.mode is not None, setting.offload
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(type(self).forward, self) if own is None else own
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu) if is_offloaded else nullcontext():
+            if not is_computed_again:
+                return plain(*args, **kwargs)
+            if kwargs:  # checkpoint has arguments of its own
+                plain = partial(plain, **kwargs)
+            if not torch.compiler.is_compiling():  # compiled code changes buffers once, and has no cache of casts
+                plain = _without_cast_cache(plain) if is_selective else plain
+                plain = _WithBuffers(plain, self, changing) if has_buffers else plain
+            return checkpoint(plain, *args, **options)
+
+    return forward
+
+
+def _is_layer(part: nn.Module) -> bool:
+    """Return whether a part is a single layer of torch's, which keeps little but its input anyway."""
+    return type(part).__module__.startswith("torch.nn.") and next(part.children(), None) is None
+
+
+def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let autocast cast each weight anew: selective checkpointing counts the casts, which have to be as many again."""
+
+    def call(*args: Any) -> Any:
+        was_enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return function(*args)
+        finally:
+            torch.set_autocast_cache_enabled(was_enabled)
+
+    return call
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what selective checkpointing does with the result of an operator."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = operator.name().partition(".")[0]
+    is_kept = (name in _KEPT and not _has_dropout(operator, args, kwargs)) or name.startswith(_KEPT_PREFIXES)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an attention draws random numbers: left out, it would leave them to the next that draws."""
+    for index, argument in enumerate(operator._schema.arguments):  # noqa: SLF001
+        if argument.name == "dropout_p":
+            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
+    return False
+
+
+def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
+    if isinstance(whole, nn.Parameter):  # it stays where it is anyway
+        return tensor.device, tensor
+    if not tensor.is_cuda or tensor.is_sparse or type(tensor) is not Tensor:
+        return tensor.device, tensor.cpu()
+    kept = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _from_cpu(kept: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = kept
+    return tensor.to(device, non_blocking=True)
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+_Buffers = dict[str, Tensor | None]
+
+
+@dataclass
+class _Changing:
+    """Which modules of a part have been seen to change buffers in its forward."""
+
+    indices: set[int] | None = None
+    """In the order of ``part.modules()``; None before the first time."""
+
+
+class _WithBuffers:
+    """A part's forward, to be called once and then again: again with the buffers of the first time, and no trace.
+
+    Without it the running statistics of a batch norm would move twice.
+    """
+
+    def __init__(self, forward: Callable[..., Any], part: nn.Module, changing: _Changing) -> None:
+        self._forward, self._changing = forward, changing
+        self._owners = {index: owner for index, owner in enumerate(part.modules()) if owner._buffers}  # noqa: SLF001
+        self._before: dict[int, _Buffers] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self._first(*args) if self._before is None else self._again(*args)
+
+    def _first(self, *args: Any) -> Any:
+        known, held = self._changing.indices, {i: dict(owner._buffers) for i, owner in self._owners.items()}  # noqa: SLF001
+        versions = {index: _versions(buffers) for index, buffers in held.items()}
+        copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
+        output = self._forward(*args)
+        # the functions of batch norm change statistics without a new version, its module a counter with one
+        now = {index: _versions(owner._buffers) for index, owner in self._owners.items()}  # noqa: SLF001
+        changed = {index for index in now if now[index] != versions[index]}
+        self._changing.indices = changed | (known or set())
+        self._before = {index: copy for index, copy in copies.items() if index in self._changing.indices}
+        return output
+
+    def _again(self, *args: Any) -> Any:
+        assert self._before is not None
+        assert self._changing.indices is not None
+        now = {index: dict(self._owners[index]._buffers) for index in self._changing.indices}  # noqa: SLF001
+        for index, buffers in now.items():
+            self._owners[index]._buffers.update(_copied(self._before.get(index, buffers)))  # noqa: SLF001
+        try:
+            return self._forward(*args)
+        finally:
+            for index, buffers in now.items():
+                self._owners[index]._buffers.update(buffers)  # noqa: SLF001
+
+
+def _copied(buffers: _Buffers) -> _Buffers:
+    return {name: tensor if tensor is None else tensor.clone() for name, tensor in buffers.items()}
+
+
+def _versions(buffers: _Buffers) -> list[tuple[int, int]]:
+    """Return which tensors these are, and numbers that grow when one is changed in place, outside of inference mode."""
+    tensors = (tensor for tensor in buffers.values() if tensor is not None)
+    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]  # noqa: SLF001

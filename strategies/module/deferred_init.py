@@ -1,0 +1,266 @@
+"""Deferred initialisation: a module is built without memory, and its values are made later, a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import ModuleError
+
+_IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_FROM_DATA: Final = (torch.tensor, torch.as_tensor)
+_OVERWRITING: Final = {
+    f"aten::{name}"
+    for name in ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_")
+}
+
+Places = Mapping[int, Sequence[str]]
+"""Names of tensors, by their memory."""
+
+
+class DeferredInit:
+    """A record of how the tensors of a module are initialised, which is done when it is known where they belong.
+
+    Inside of `recording`, new tensors have no memory, and what is done to them is written down. `replay` does it, with
+    the random numbers that would have been drawn; a whole tensor exists only until the last operation on it is done.
+    So a module can be larger than the memory, if none of its tensors is. The idea is that of torchdistx.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._outlines: dict[str, _Outline] = {}
+        self.generator = torch.get_rng_state()
+        """The state of the random generator at the beginning; several ranks agree on one."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Build what is built inside without memory.
+
+        Raises:
+            ModuleError: for what cannot be done later: to read values, or to draw random numbers for other tensors.
+        """
+        self.generator = torch.get_rng_state()
+        try:
+            with torch.device("meta"), _AsIfReal(), _Recorder(self._operations), _whole(self._operations):
+                yield
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if isinstance(error, ModuleError) or "meta" not in str(error).lower():
+                raise
+            raise ModuleError(
+                f"configure_model reads values that are not there yet ({str(error)[:160]}), which deferred_init=True "
+                "cannot replay; build that layer in __init__, or leave deferred_init out."
+            ) from error
+        if not torch.equal(self.generator, torch.get_rng_state()):
+            raise ModuleError(
+                "configure_model changed the state of the random generator by itself, found a torch.manual_seed or "
+                "numbers drawn with a device of their own, which deferred_init=True cannot replay; seed before fit "
+                "(seed_everything), or leave deferred_init out."
+            )
+
+    def places(self, module: nn.Module) -> Places:
+        """Return which of the recorded tensors a module has: what `replay` can make. To be called before it changes."""
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._outlines = {name: _Outline.of(tensor) for name, tensor in named if tensor.device.type == "meta"}
+        recorded = {memory for operation in self._operations for memory in operation.touched()}
+        found: dict[int, list[str]] = {}
+        for name, outline in self._outlines.items():
+            if outline.memory in recorded:
+                found.setdefault(outline.memory, []).append(name)
+        return found
+
+    def replay(self, places: Places, take: Callable[[str, Tensor], None]) -> None:
+        """Make tensors, on the CPU, and give each to `take` under each of its names as soon as it is complete.
+
+        The random generator ends where building has left it in one process, unless it has been used since.
+        """
+        needed = _needed(self._operations, set(places))
+        last = {memory: at for at in sorted(needed) for memory in self._operations[at].touched()}
+        now = torch.get_rng_state()
+        torch.set_rng_state(self.generator)
+        real: dict[int, torch.UntypedStorage] = {}
+        for at, operation in enumerate(self._operations):
+            if at not in needed:
+                if operation.is_random:
+                    operation.perform({})  # for the numbers that it draws
+                continue
+            operation.perform(real)
+            complete = {memory: real.pop(memory) for memory in operation.touched() if last[memory] == at}
+            for name in (name for memory in complete for name in places.get(memory, ())):
+                take(name, self._outlines[name].real(complete))
+        if not torch.equal(now, self.generator):
+            torch.set_rng_state(now)
+
+
+class _AsIfReal(TorchFunctionMode):
+    """Keeps the data of tensors made of it, which have none on the meta device; and hides that this is their device.
+
+    Some functions of torch.nn.init do nothing where ``tensor.is_meta`` (torch 2.14).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _IS_META:
+            return False
+        if func not in _FROM_DATA or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every operation that has to do with a tensor without memory."""
+
+    def __init__(self, operations: list[_Operation]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations = operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _outlined((args, kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        operation = _Operation(func, before[0], before[1], _outlined(output))
+        if operation.touched():
+            self._operations.append(operation)
+        return output
+
+
+@contextmanager
+def _whole(operations: list[_Operation]) -> Iterator[None]:
+    """Write calls of ``nn.init.trunc_normal_`` down as one operation.
+
+    It draws again what lies outside (torch 2.14), and so reads what it has drawn.
+    """
+    original = nn.init.trunc_normal_
+
+    def trunc_normal_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.device.type != "meta":
+            return original(tensor, *args, **kwargs)
+        outline = _Outline.of(tensor)
+        operations.append(_Operation(original, (outline, *args), kwargs, outline))
+        return tensor
+
+    nn.init.trunc_normal_ = trunc_normal_
+    try:
+        yield
+    finally:
+        nn.init.trunc_normal_ = original
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What a tensor without memory is at a moment: operations such as ``t_`` change it in place."""
+
+    storage: torch.UntypedStorage
+    """Without content; tensors that would share memory have it in common."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Outline:
+        """Return the outline of a tensor on the meta device."""
+        offset = int(tensor.storage_offset())
+        return cls(tensor.untyped_storage(), tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    @property
+    def memory(self) -> int:
+        """What identifies the storage."""
+        return int(self.storage._cdata)  # noqa: SLF001
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is all there is in its memory."""
+        return self.shape.numel() * self.dtype.itemsize == self.storage.nbytes()
+
+    def real(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+        """Return the tensor on the CPU, in the storage that stands for its own, which is made if there is none."""
+        if self.memory not in storages:
+            storages[self.memory] = torch.UntypedStorage(self.storage.nbytes())
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storages[self.memory], self.offset, self.shape, self.stride)
+
+
+class _Operation(NamedTuple):
+    """A call of torch, its tensors without memory."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return not self._is_of_torch or torch.Tag.nondeterministic_seeded in self.function.tags
+
+    @property
+    def _is_of_torch(self) -> bool:
+        """Whether it is a single operation of torch, not a function that initialises its first argument."""
+        return isinstance(self.function, torch._ops.OpOverload)  # noqa: SLF001
+
+    def touched(self) -> set[int]:
+        """Return the memory of its arguments and of what it returns."""
+        return _memories((self.args, self.kwargs, self.output))
+
+    def changed(self) -> set[int]:
+        """Return the memory that has other values afterwards."""
+        if not self._is_of_torch:
+            return _memories(self.output)
+        arguments = self.function._schema.arguments  # noqa: SLF001
+        positional = zip(arguments, self.args, strict=False)
+        named = ((argument, self.kwargs[argument.name]) for argument in arguments if argument.name in self.kwargs)
+        written = [value for argument, value in chain(positional, named) if argument.is_write]
+        return _memories(written) | (_memories(self.output) - _memories((self.args, self.kwargs)))
+
+    def read(self) -> set[int]:
+        """Return the memory on whose values the others depend."""
+        first = self.args[0] if self.args else None
+        others = _memories((self.args[1:], self.kwargs))
+        overwrites = not self._is_of_torch or self.function._schema.name in _OVERWRITING  # noqa: SLF001
+        if overwrites and isinstance(first, _Outline):
+            return others if first.is_all else others | {first.memory}
+        return _memories((self.args, self.kwargs))
+
+    def perform(self, real: dict[int, torch.UntypedStorage]) -> None:
+        """Do it on the CPU, in the memory that stands for each; what is missing there is made."""
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, _Outline):
+                return value.real(real)
+            return torch.device("cpu") if value == torch.device("meta") else value
+
+        with torch.no_grad():
+            output = self.function(*tree_map(replace, self.args), **tree_map(replace, self.kwargs))
+        for outline, made in zip(tree_leaves(self.output), tree_leaves(output), strict=True):
+            if isinstance(outline, _Outline) and outline.memory not in real:
+                outline.real(real).copy_(made)
+
+
+def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
+    """Return the operations on which wanted memory depends; values that are overwritten later do not count."""
+    needed, alive = set(), set(wanted)
+    for at in range(len(operations) - 1, -1, -1):
+        changed = operations[at].changed()
+        if changed & alive:
+            needed.add(at)
+            alive = (alive - changed) | operations[at].read()
+    return needed
+
+
+def _outlined(values: Any) -> Any:
+    """Return nested arguments with outlines in place of tensors without memory."""
+    return tree_map(
+        lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
+    )
+
+
+def _memories(values: Any) -> set[int]:
+    return {value.memory for value in tree_leaves(values) if isinstance(value, _Outline)}

@@ -1,0 +1,92 @@
+"""Precision: in which dtypes a module computes, keeps its parameters, and how small gradients survive."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import map_tensors
+from ..errors import ConfigError, did_you_mean
+
+# name -> (dtype of parameters, dtype of autocast)
+_MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
+    "32-true": (None, None),
+    "bf16-mixed": (None, torch.bfloat16),
+    "16-mixed": (None, torch.float16),
+    "bf16-true": (torch.bfloat16, None),
+    "64-true": (torch.float64, None),
+}
+_SHORT: Final = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+
+
+class Precision:
+    """One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``64-true``, with Lightning's meaning.
+
+    ``-mixed`` keeps float32 parameters and autocasts the steps (``torch.amp``); ``16-mixed`` also scales the loss so
+    that small float16 gradients survive (Micikevicius et al. 2018). ``-true`` converts parameters and inputs.
+    ``32``, ``16``, ``bf16`` and ``64`` are short for the first that they begin.
+
+    Raises:
+        ConfigError: for a name that is none of these.
+    """
+
+    def __init__(self, name: str | int = "32-true") -> None:
+        full = _SHORT.get(str(name), str(name))
+        if full not in _MODES:
+            known = [*_MODES, *_SHORT]
+            raise ConfigError(f"precision={name!r} is not a known precision.{did_you_mean(str(name), known)}")
+        self.name = full
+        self.param_dtype, self.autocast_dtype = _MODES[full]
+        self.uses_scaler = self.autocast_dtype is torch.float16
+        """Whether gradients are computed of a scaled loss."""
+        self.is_plain = self.param_dtype is None and self.autocast_dtype is None
+        """Whether a step needs no context, and parameters and batches stay as they are."""
+
+    def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context in which a step runs: autocast, the parameters' dtype as default dtype, or nothing."""
+        if self.autocast_dtype is not None:
+            return torch.autocast(device.type, dtype=self.autocast_dtype)
+        if self.param_dtype is not None:
+            return _DefaultDtype(self.param_dtype)
+        return nullcontext()
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Convert floating-point parameters and buffers in place, if this precision asks for another dtype."""
+        if self.param_dtype is not None:
+            module.to(dtype=self.param_dtype)
+
+    def convert_batch(self, batch: object) -> object:
+        """Return the batch with floating-point tensors in the parameters' dtype."""
+        dtype = self.param_dtype
+        if dtype is None:
+            return batch
+        return map_tensors(lambda tensor: _as_floating(tensor, dtype), batch)
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Return the gradient scaler; one that is disabled where this precision needs none."""
+        return torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
+
+    def __repr__(self) -> str:
+        return f"Precision({self.name!r})"
+
+
+def _as_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class _DefaultDtype:
+    """The default dtype for new tensors while a step runs, and the old one after; enterable many times."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self._before.pop())

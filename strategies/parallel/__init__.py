@@ -1,0 +1,1 @@
+"""Device mesh, replicas, shards and gradient synchronization. Imports module and below."""

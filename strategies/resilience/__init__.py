@@ -1,0 +1,1 @@
+"""Restarts, heartbeats and hang detection of elastic runs. Imports snapshots, launch and below."""

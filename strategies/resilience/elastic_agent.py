@@ -1,0 +1,245 @@
+"""The agent of an elastic run: it starts workers again, after failures and when nodes come or leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+
+from ..errors import ProcessError
+from ..launch.agent import Agent, preload
+from ..launch.failures import End
+from ..launch.worker import Job
+from .elastic_rendezvous import ManyNodes, OneNode
+from .hang_detection import Hang, Limits, Standing, Watch, clocks
+from .restart_policy import GiveUp, RestartPolicy
+from .rounds import Kind, Round, RoundEnd, append_round
+from .shared_store import RUN_FOLDER
+from .stack_dumps import dump_stacks
+
+_LOOK: Final = 0.25  # seconds between two looks at heartbeats and other nodes; the end of a worker is seen at once
+_SETTLE: Final = 0.1  # seconds in which the peers of a failed worker tell of their loss, so that the cause is known
+_LEFT: Final = 2.0  # seconds that workers have to end by themselves when a node has left theirs
+_GIVEN_UP: Final = "given_up"
+_MANY: Final = 1 << 30  # restarts that elastic allows; the policy decides
+
+_LATER: Final = ("torch.utils.tensorboard",)
+"""What workers import, if it is installed, when they first log: in each round anew, if the fork server has not."""
+
+_log = logging.getLogger("echelon")
+
+
+class ElasticAgent(Agent):
+    """Starts workers in rounds, until one round ends well, the policy gives up, or this node is to leave.
+
+    The loop is elastic's own. Workers that end are replaced at once; where others have joined or want to leave, workers
+    are asked to end, and their ranks agree on a last step.
+
+    Args:
+        job: what the workers do.
+        num_processes: how many there are on this node.
+        meet: has this node meet the others; the fork server imports what workers need meanwhile.
+        folder: the node folder, which outlives the workers.
+        policy: decides on restarts.
+        limits: for how long workers may be silent.
+        grace: how many seconds workers have to bring their step to an end when they are asked to.
+    """
+
+    _watch: Watch
+    """Of the workers of this round."""
+
+    def __init__(
+        self,
+        job: Job,
+        num_processes: int,
+        meet: Callable[[], OneNode | ManyNodes],
+        folder: Path,
+        policy: RestartPolicy,
+        *,
+        limits: Limits,
+        grace: float,
+    ) -> None:
+        job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
+        preload(job.modules)
+        meeting = meet()
+        super().__init__(job, num_processes, meeting, max_restarts=_MANY)
+        self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
+        self._num_processes, self._limits = num_processes, limits
+        self._round = Round(0, 1, os.getpid(), meeting.shared_at)
+        self._node_rank = 0
+        self._delay = 0.0
+        self._is_told_to_leave = threading.Event()
+
+    def cancel(self) -> None:
+        self._is_told_to_leave.set()
+        self._meeting.cancel()
+
+    def release(self) -> None:
+        self._store = self._worker_group.store = None
+        self._meeting.release()
+
+    # --- a round ---
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes, agree on the number of the round, and clear away what the last one left."""
+        if self._delay:
+            _log.warning("The workers start again in %.0f s", self._delay)
+            self._is_told_to_leave.wait(self._delay)
+        number = self._meet(worker_group)
+        assert worker_group.group_rank is not None
+        for pattern in ("*.failure", "*.result", "*.stacks"):
+            for file in self.folder.glob(pattern):
+                file.unlink()
+        self._node_rank = worker_group.group_rank
+        self._round = Round(number, worker_group.group_world_size, os.getpid(), self._meeting.shared_at)
+        self._round.write(self._node_folder)
+        _log.info("Round %d begins: this is node %d of %d", number, self._node_rank, self._round.num_nodes)
+        self._watch = Watch(self._node_folder, self._num_processes, self._limits)
+
+    def _meet(self, worker_group: WorkerGroup) -> int:
+        """Meet the other nodes and return the number of the round; again, if one of them is lost just then."""
+        from torch.distributed import DistStoreError
+
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                store = worker_group.store
+                assert store is not None
+                if worker_group.group_rank == 0:
+                    store.set("echelon/round", str(self._meeting.shared.add("rounds", 1) - 1))
+                return int(store.get("echelon/round"))
+            except DistStoreError as error:  # a node did not tell the others what they need to know
+                _log.info("The nodes meet again, as one did not answer: %s", error)
+            except ProcessError as error:
+                with contextlib.suppress(RuntimeError):  # the store is gone, and with it what others said
+                    if self._meeting.shared.check([_GIVEN_UP]):
+                        error.add_note(f"A node has given up:\n{self._meeting.shared.get(_GIVEN_UP).decode()}")
+                raise
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.failed = []
+        pids = super()._start_workers(worker_group)
+        self._watch.follow(self._running)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait_for_an_end(_LOOK)
+        if self._ended_without_result():
+            self._wait(_SETTLE)
+            ends = self._ended_without_result()
+            return self._end_round(self._judge(ends), ends)
+        if not self._running and self._round.is_cut_short(self._node_folder):
+            return self._end_round(self._changed("Nodes come or leave"))
+        if not self._running:
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
+        hang = self._look()
+        if hang is not None:
+            return self._end_round(self._hung(hang))
+        if self._meeting.num_nodes_lost():
+            return self._end_round(self._changed("A node has left"))
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _end_round(self, end: RoundEnd, ends: list[End] | None = None) -> RunResult:
+        """End what is left of a round, and decide what comes next."""
+        # those that are asked to end may be saving, and all of them agree; others could only wait for lost peers
+        self._stop({"preempted": self._grace, "membership": _LEFT}.get(end.kind, 0.0))
+        self.failed = ends or self._ended_without_result()
+        append_round(self._node_folder, end)
+        decision = self._policy.decide(end)
+        self._remaining_restarts = _MANY
+        if end.kind == "preempted":
+            self._remaining_restarts = 0
+            self._meeting.leave()
+        elif isinstance(decision, GiveUp):
+            self.report = decision.report
+            self._remaining_restarts = 0
+            self._meeting.shared.set(_GIVEN_UP, decision.report)
+            self._meeting.shutdown()
+        else:
+            self._delay = decision.delay
+            level = logging.INFO if end.kind == "membership" else logging.WARNING
+            _log.log(level, "Round %d ended: %s. The workers start again.", end.round, end.cause)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _judge(self, ends: list[End]) -> RoundEnd:
+        """Return what the ends of workers say of the round."""
+        cause = min(ends, key=lambda end: end.likelihood)
+        if self._signal is not None or any(end.was_interrupted for end in ends):
+            return self._changed("Nodes come or leave", cause.rank)
+        end = self._ended("failure", cause.describe(), cause.rank)
+        return replace(end, is_consequence=cause.blames_a_peer and self._round.num_nodes > 1)
+
+    def _changed(self, cause: str, rank: int | None = None) -> RoundEnd:
+        """Return what ends a round that no worker has failed in: this node's leave, or what others do."""
+        if self._signal is not None:
+            return self._ended("preempted", f"This node was told to leave ({self._signal.name})", rank)
+        return self._ended("membership", cause, rank)
+
+    def _hung(self, hang: Hang) -> RoundEnd:
+        """Write down where all workers stand, and return what is to be said of them."""
+        place = self._keep(dump_stacks(self._running, self.folder))
+        return self._ended("hang", f"{hang.describe()}; where each rank stood: {place}", hang.ranks[0])
+
+    def _ended(self, kind: Kind, cause: str, rank: int | None = None) -> RoundEnd:
+        rank = self.ranks[0] if rank is None else rank
+        return RoundEnd(self._round.number, time.time(), kind, cause, rank, self._watch.records()[rank].step)
+
+    def _look(self) -> Hang | None:
+        """Return which workers hang, unless those of another node are behind them, where it is that agent's to say."""
+        now, suspended = clocks()
+        return self._watch.look(now, suspended, self._elsewhere(now) if self._round.num_nodes > 1 else ())
+
+    def _elsewhere(self, now: float) -> list[Standing]:
+        """Tell the other agents where this node's rearmost workers stand, and return where theirs do."""
+        keys = [f"standing/{self._round.number}/{node}" for node in range(self._round.num_nodes)]
+        shared, mine, own = self._meeting.shared, self._watch.standing(now), keys.pop(self._node_rank)
+        if mine is None:
+            shared.delete_key(own)
+        else:
+            shared.set(own, json.dumps(astuple(mine)))
+        return [Standing(*json.loads(shared.get(key))) for key in keys if shared.check([key])]
+
+    def _keep(self, stacks: Mapping[int, str]) -> Path:
+        """Write where ranks stood to the run's folder, or to the node folder if there is none yet; return where."""
+        shared = self._meeting.shared
+        is_known = shared.check([RUN_FOLDER])
+        folder = (Path(json.loads(shared.get(RUN_FOLDER))) if is_known else self._node_folder) / "stacks"
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, text in stacks.items():
+            (folder / f"round_{self._round.number}_rank_{rank}.txt").write_text(text)
+        return folder
+
+    # --- the end ---
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the workers again, after a round has ended or because nodes have come."""
+        if self._running:
+            _log.info("Nodes come: the workers of round %d are asked to end", self._round.number)
+            self._stop(self._grace)
+            if not (self._ended_without_result() or self._round.is_cut_short(self._node_folder)):
+                return  # training has just come to its end, as will be seen
+            append_round(self._node_folder, self._ended("membership", "Nodes have come"))
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Do nothing: a round has ended its workers itself."""
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Kill what is left, when the agent itself has failed."""
+        if self._running:
+            self._stop(0.0)
+
+    def _exit_barrier(self) -> None:
+        """Tell nodes that come too late that the run is over; no node has to wait for another."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it all who could come
+            self._meeting.shutdown()

@@ -1,0 +1,77 @@
+"""Where workers stand that do not go on: the stacks of their threads, or what the kernel says instead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ..launch.proc_status import catches, look_at, status_of
+from ..launch.worker import SHOW_STACKS
+
+_PATIENCE: Final = 2.0
+_POLL: Final = 0.05
+_TOLD: Final = ("State", "TracerPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "SigBlk")
+
+
+def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
+    """Return where the threads of each worker stand, by rank; takes two seconds at most.
+
+    Workers write it into their ``RANK.stacks`` in `folder`, the job's, by a handler in C: also where Python is stuck.
+    Of one that cannot answer, the text says why, and what the kernel tells of it.
+    """
+    files = {rank: folder / f"{rank}.stacks" for rank in pids}
+    before = {rank: _size(file) for rank, file in files.items()}
+    reasons = {rank: _ask(pid) for rank, pid in pids.items()}
+    sizes = _wait({rank: file for rank, file in files.items() if reasons[rank] is None}, before)
+    texts = {}
+    for rank, pid in pids.items():
+        if sizes.get(rank, 0) > before[rank]:
+            texts[rank] = files[rank].read_bytes()[before[rank] :].decode(errors="replace")
+        else:
+            reason = reasons[rank] or f"It did not answer within {_PATIENCE:g} s."
+            texts[rank] = f"{reason}\n{_told_by_the_kernel(pid)}"
+    return texts
+
+
+def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int]:
+    """Return the sizes of files once all have grown, and grow no more, or patience is over."""
+    end = time.monotonic() + _PATIENCE
+    sizes: dict[int, int] = {}
+    while files and time.monotonic() < end:
+        time.sleep(_POLL)
+        last, sizes = sizes, {rank: _size(file) for rank, file in files.items()}
+        if sizes == last and all(size > before[rank] for rank, size in sizes.items()):
+            break
+    return sizes
+
+
+def _ask(pid: int) -> str | None:
+    """Send the signal; or return why the process cannot answer."""
+    state = look_at(pid).state
+    if state == "stopped":
+        return "It is stopped, and cannot answer: `kill -CONT` lets it go on."
+    if state == "ended":
+        return "It has ended."
+    if state == "runs" and not catches(pid, SHOW_STACKS):
+        return "It has not come far enough to answer: it is being started."
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SHOW_STACKS)
+    return None
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _told_by_the_kernel(pid: int) -> str:
+    status = status_of(pid)
+    lines = [f"{name}: {status[name]}" for name in _TOLD if name in status]
+    for name in ("wchan", "stack"):
+        with contextlib.suppress(OSError):  # for root, or not on this kernel
+            text = Path(f"/proc/{pid}/{name}").read_text().strip()
+            lines.append(f"{name}: {text}" if text else f"{name}: -")
+    return "\n".join(lines)

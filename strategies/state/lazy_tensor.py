@@ -1,0 +1,123 @@
+"""StoredTensor: a tensor in blocks of mapped files, of which each process reads what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..distributed.nested import map_tensors
+from ..errors import CheckpointError
+
+Block: TypeAlias = tuple[Tensor, Sequence[int]]
+"""A part of a tensor, and where it begins in the whole, one offset a dimension."""
+
+
+class StoredTensor(Tensor):
+    """A tensor that lies in blocks, which may be all of it on the disk; nothing is read before it is used.
+
+    `read_block`, ``clone()``, and ``copy_`` to another tensor read only what they copy. Everything else that torch does
+    with it sees a plain tensor on the CPU: it is then read as a whole, once, and stays in memory, with every change.
+
+    Args:
+        blocks: what makes up the tensor, without overlap or gap; they are never written to.
+    """
+
+    def __new__(cls, blocks: Sequence[Block]) -> StoredTensor:
+        """Return one without elements: torch keeps its shape and dtype."""
+        shape = [max(ends) for ends in zip(*(_ends(block) for block in blocks), strict=True)]
+        outline = torch.empty(shape, dtype=blocks[0][0].dtype, device="meta")
+        return torch.Tensor._make_subclass(cls, outline)  # noqa: SLF001 - as torch.nn.Parameter does
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._whole: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what needs no elements, copy what is only copied, and do the rest with the whole tensor."""
+        first = args[0] if args else None
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents it for subclasses
+                return func(*args, **(kwargs or {}))
+        if func in _CONSTANT:
+            return _CONSTANT[func]
+        if isinstance(first, StoredTensor) and not kwargs and len(args) == 1:
+            if func in _NOTHING_TO_DO:
+                return first
+            if func is Tensor.clone:
+                return read_block(first, [0] * first.dim(), first.shape)
+        elif func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], StoredTensor):
+            target, source = args[:2]
+            if target.shape == source.shape:
+                source.copy_to(target, [0] * target.dim())
+                return target
+        return func(*map_tensors(_plain, tuple(args)), **map_tensors(_plain, dict(kwargs or {})))
+
+    def copy_to(self, target: Tensor, offsets: Sequence[int]) -> None:
+        """Copy the block that begins at `offsets` and is as large as `target` into that."""
+        for block, begin in self._blocks if self._whole is None else [(self._whole, [0] * len(offsets))]:
+            spans = [
+                (max(offset, at), min(offset + size, at + there))
+                for offset, size, at, there in zip(offsets, target.shape, begin, block.shape, strict=True)
+            ]
+            if all(start < stop for start, stop in spans):
+                if block.is_meta:
+                    raise CheckpointError(
+                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node "
+                        "only: a snapshot in memory gives each rank what it has trained; read no more than that, or "
+                        "start from a checkpoint on disk."
+                    )
+                target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
+
+    def whole(self) -> Tensor:
+        """Return the plain tensor, always the same."""
+        if self._whole is None:
+            self._whole, self._blocks = self.clone(), ()
+        return self._whole
+
+
+def read_block(
+    tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """Return a copy of a block of any tensor, on `device`; of a stored one, only that block is read."""
+    block = torch.empty(tuple(sizes), dtype=tensor.dtype, device=device or tensor.device)
+    if isinstance(tensor, StoredTensor):
+        tensor.copy_to(block, offsets)
+    else:
+        block.copy_(tensor[_slices([(o, o + n) for o, n in zip(offsets, sizes, strict=True)], [0] * len(sizes))])
+    return block
+
+
+def _ends(block: Block) -> list[int]:
+    return [offset + size for offset, size in zip(block[1], block[0].shape, strict=True)]
+
+
+def _slices(spans: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - at, stop - at) for (start, stop), at in zip(spans, origin, strict=True))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.whole() if isinstance(tensor, StoredTensor) else tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_ABOUT: Final[frozenset[Any]] = frozenset(
+    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__}
+    | {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj}
+    | _getters("shape", "dtype", "ndim", "layout", "requires_grad", "is_sparse", "is_quantized", "is_nested")
+)
+"""What shape and dtype answer."""
+_CONSTANT: Final[Mapping[Any, Any]] = {
+    **dict.fromkeys(_getters("device"), torch.device("cpu")),
+    **dict.fromkeys(_getters("is_meta", "is_cuda"), False),
+}
+_NOTHING_TO_DO: Final = frozenset({Tensor.detach, Tensor.cpu})
+"""What returns a tensor of the CPU without a gradient as it is."""

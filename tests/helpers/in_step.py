@@ -1,0 +1,50 @@
+"""Ranks without processes: what each of them does runs in a thread, one at a time, and they meet where they agree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from echelon.trainer.data.index_stream import Ranks
+
+T = TypeVar("T")
+
+
+def on_ranks(data_size: int, function: Callable[[Ranks], T], ranks: Ranks | None = None) -> list[T]:
+    """Return what a function returns on each rank; they take turns, since random generators are global."""
+    said: list[list[list[float]]] = [[] for _ in range(data_size)]
+    turn, meeting = threading.Lock(), threading.Barrier(data_size, timeout=20)
+
+    def run(data_rank: int) -> T:
+        def agree(numbers: list[float]) -> list[list[float]]:
+            said[data_rank].append(numbers)
+            turn.release()
+            meeting_number = len(said[data_rank])
+            try:
+                meeting.wait()
+            except threading.BrokenBarrierError:  # one rank failed, perhaps after this meeting
+                if min(map(len, said)) < meeting_number:
+                    raise
+            finally:
+                turn.acquire()
+            return [rows[meeting_number - 1] for rows in said]
+
+        with turn:
+            try:
+                return function(
+                    replace(
+                        ranks or Ranks(),
+                        data_rank=data_rank,
+                        data_size=data_size,
+                        agree=agree if data_size > 1 else None,
+                    )
+                )
+            except BaseException:
+                meeting.abort()
+                raise
+
+    with ThreadPoolExecutor(data_size) as pool:
+        return list(pool.map(run, range(data_size)))

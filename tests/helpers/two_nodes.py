@@ -1,0 +1,112 @@
+"""Two nodes on one machine: network namespaces that see each other, and neither this machine nor the world."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+INTERFACE = "node0"
+MARK = "echelonTEST_MARK"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of two nodes: `command` in front of a program runs it there."""
+
+    namespace: str
+    address: str
+    main_address: str
+    """Of node 0."""
+
+    def command(self, *words):
+        return ["ip", "netns", "exec", self.namespace, *words]
+
+
+@contextlib.contextmanager
+def two_nodes():
+    """Give two nodes joined by a cable; skips where there can be none, and fails there in CI."""
+    names = [f"echelon-{os.getpid()}-{rank}" for rank in range(2)]
+    nodes = [Node(name, f"10.77.0.{rank + 1}", "10.77.0.1") for rank, name in enumerate(names)]
+    try:
+        reason = _connect(nodes)
+        if reason:
+            absent(f"no network namespaces here, which need root and iproute2: {reason}")
+        yield nodes
+    finally:
+        for name in names:
+            if os.path.exists(f"/run/netns/{name}"):
+                subprocess.run(["ip", "netns", "del", name], check=True, timeout=20)
+
+
+def _connect(nodes):
+    """Make the namespaces and the cable; return why it could not be done."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` on PATH"
+    first, second = (node.namespace for node in nodes)
+    steps = [f"netns add {first}", f"netns add {second}"]
+    steps.append(f"link add {INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}")
+    for node in nodes:
+        inside = f"-n {node.namespace}"
+        steps.append(f"{inside} address add {node.address}/24 dev {INTERFACE}")
+        steps += [f"{inside} link set lo up", f"{inside} link set {INTERFACE} up"]
+    for step in steps:
+        done = subprocess.run(["ip", *step.split()], capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            return f"ip {step}: {done.stderr.strip()}"
+    return None
+
+
+def absent(reason):
+    """Skip a test that this machine cannot run; CI installs what it needs."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def run_together(commands, *, timeout=100.0, cwd=None):
+    """Run (command, variables) at once and return (exit code, output) of each.
+
+    Nothing that they start outlives the call. The variables come on top of a few: none of a launcher is passed on.
+    """
+    mark = uuid.uuid4().hex
+    end = time.monotonic() + timeout
+    try:
+        running = [_start(command, {**variables, MARK: mark}, cwd) for command, variables in commands]
+        outputs = [one.communicate(timeout=max(0.1, end - time.monotonic()))[0] for one in running]
+        return [(one.returncode, output) for one, output in zip(running, outputs, strict=True)]
+    except subprocess.TimeoutExpired as error:
+        kill_marked(mark)
+        told = "\n".join(f"{one.args}:\n{one.communicate()[0]}" for one in running)
+        raise AssertionError(f"not done after {timeout} s\n{told}") from error
+    finally:
+        kill_marked(mark)
+
+
+def kill_marked(mark):
+    """Kill, and return, all processes that were started with MARK=mark; torchrun's are in sessions of their own."""
+    killed = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{MARK}={mark}".encode() in file.read_bytes():
+                killed.append(int(file.parent.name))
+                os.kill(killed[-1], signal.SIGKILL)
+    return killed
+
+
+def _start(command, variables, cwd):
+    environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

@@ -1,0 +1,105 @@
+"""What travels between processes, and what is said of that which cannot."""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+import threading
+
+import pytest
+from torch import nn
+
+from echelon.strategies.distributed.pickling import find_culprit, pack, unpack
+from echelon.strategies.errors import ConfigError
+
+
+class Holder:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+    def method(self):
+        pass
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("root", "path"),
+    [
+        (Holder(a=1, b=Holder(lock=LOCK)), "it.b.lock"),
+        (Holder(items=[0, {"x": LOCK}]), "it.items[1]['x']"),
+        (functools.partial(print, 1, key=LOCK), "it.keywords['key']"),
+        (Holder(lock=LOCK).method, "it.lock"),
+        (lambda: LOCK, "LOCK"),
+        (LOCK, "it"),
+    ],
+)
+def test_the_path_leads_to_what_cannot_travel(root, path):
+    assert find_culprit({"fine": Holder(), "it": root}) == (path, LOCK)
+
+
+def test_modules_are_searched_as_they_are_written():
+    net = Net()
+    net.layers[1].lock = LOCK
+    assert find_culprit({"module": net}) == ("module.layers.1.lock", LOCK)
+
+
+def test_a_cycle_ends_the_search():
+    one = Holder(lock=LOCK)
+    two = Holder(one=one)
+    one.two = two
+    assert find_culprit({"two": two}) == ("two.one.lock", LOCK)
+
+
+def test_what_travels_has_no_culprit():
+    assert find_culprit({"it": Holder(a=[1, {"b": Net()}])}) is None
+
+
+def test_the_error_names_the_part_and_what_to_do():
+    with pytest.raises(
+        ConfigError, match=r"module\.lock \(lock\) cannot travel between processes: .*; create it in set"
+    ):
+        pack(Holder(lock=LOCK).method, parts={"module": Holder(lock=LOCK)})
+
+
+def test_a_class_that_comes_back_is_not_changed():
+    class Local:
+        def method(self):
+            return 1
+
+    Local.__module__ = "__main__"
+    method = Local.method
+    back = unpack(pack(Local()))
+    assert type(back) is Local
+    assert Local.method is method
+
+
+def test_a_module_that_only_this_process_has_travels_too(tmp_path, monkeypatch):
+    (tmp_path / "loaded_from_a_file.py").write_text("FACTOR = 3\n\ndef tripled(number):\n    return number * FACTOR\n")
+    spec = importlib.util.spec_from_file_location("loaded_from_a_file", tmp_path / "loaded_from_a_file.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "loaded_from_a_file", module)
+    packed = pack(functools.partial(module.tripled, 2))
+    monkeypatch.delitem(sys.modules, "loaded_from_a_file")
+    assert unpack(packed)() == 6
+
+
+def test_a_named_tuple_of_the_main_program_travels(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from typing import NamedTuple\n"
+        "from echelon.testing import run_ranks\n"
+        "class Pair(NamedTuple):\n    left: int\n    right: int = 2\n"
+        "def swapped(pair):\n    return Pair(pair.right, pair.left)\n"
+        "[pair] = run_ranks(swapped, 1, Pair(1))\n"
+        "assert pair == (2, 1) and type(pair) is Pair, pair\n"
+    )
+    assert subprocess.run([sys.executable, script], timeout=60, check=False).returncode == 0

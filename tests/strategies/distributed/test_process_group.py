@@ -1,0 +1,75 @@
+import socket
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+
+from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.distributed.process_group import ProcessGroup
+from echelon.strategies.errors import ConfigError, ProcessError
+from echelon.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def join_twice():
+    environment = Environment.detect()
+    group = ProcessGroup(environment, CPU)
+    group.join()
+    again = ProcessGroup(environment, CPU)
+    again.join()
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones)
+    with pytest.raises(ConfigError, match="initialised already, with rank . of 2, but this process .* of 5"):
+        ProcessGroup(replace(environment, world_size=5), CPU).join()
+    return group.rank, again.world_size, group.backend, ones.item()
+
+
+def join_as_three():
+    environment = replace(Environment.detect(), world_size=3)
+    try:
+        ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=2)).join()
+    except ProcessError as error:
+        return str(error)
+    return None
+
+
+def test_a_group_that_is_there_is_joined_again_and_must_be_the_same():
+    assert run_ranks(join_twice, 2, timeout=60.0) == [(0, 2, "gloo", 2.0), (1, 2, "gloo", 2.0)]
+
+
+def test_ranks_that_do_not_come_are_named():
+    messages = run_ranks(join_as_three, 2, timeout=60.0)
+    assert all("Only 2 of 3 processes came within 2 s; missing: rank 2" in message for message in messages)
+
+
+def test_a_store_that_cannot_be_opened_is_named(unused_port):
+    environment = replace(
+        Environment.detect({}), launcher="slurm", rank=1, world_size=2, main_port=unused_port, num_nodes=1
+    )
+    with pytest.raises(ProcessError, match=f"Rank 1 cannot reach the store of the run at 127.0.0.1:{unused_port}"):
+        ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=1)).join()
+
+
+def test_a_port_that_is_taken_is_named(taken_port):
+    environment = replace(
+        Environment.detect({}), launcher="slurm", rank=0, world_size=2, main_port=taken_port, num_nodes=1
+    )
+    with pytest.raises(ProcessError, match=f"Rank 0 cannot open the store of the run at 127.0.0.1:{taken_port}"):
+        ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=1)).join()

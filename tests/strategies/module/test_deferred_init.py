@@ -1,0 +1,125 @@
+"""A module built without memory gets the values, bit by bit, that building it in place would have given it."""
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.strategies.errors import ModuleError
+from echelon.strategies.module.deferred_init import DeferredInit
+
+
+def lstm():
+    return nn.LSTM(6, 5)
+
+
+def attention():
+    return nn.TransformerEncoderLayer(6, 2, 7)
+
+
+def initialised_twice():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Conv1d(2, 3, 2), nn.Embedding(5, 4, padding_idx=1))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    nn.init.xavier_uniform_(module[0].weight)
+    return module
+
+
+def truncated():
+    module = nn.Linear(30, 20)
+    nn.init.trunc_normal_(module.weight, std=2.0)
+    return module
+
+
+def orthogonal():
+    module = nn.Linear(4, 8)
+    nn.init.orthogonal_(module.weight)
+    return module
+
+
+def changed_in_parts():
+    module = nn.Linear(4, 8)
+    with torch.no_grad():
+        module.weight[:2].mul_(3)
+        module.weight[2:4].uniform_(-1, 1)
+        module.bias.copy_(module.weight[:, 0])
+    return module
+
+
+def computed():
+    module = nn.BatchNorm1d(3)
+    module.position = nn.Parameter(torch.randn(5, 6) * 0.02)
+    module.register_buffer("data", torch.tensor([1.0, 2.0, 3.0]))
+    module.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+    module.register_buffer("powers", torch.arange(5).float().pow(2), persistent=False)
+    return module
+
+
+def tied():
+    module = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7)})
+    module["head"].weight = module["embed"].weight
+    return module
+
+
+def named(module):
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def replayed(build):
+    """Return an initialisation, the module, and the values made later."""
+    torch.manual_seed(1)
+    deferred = DeferredInit()
+    with deferred.recording():
+        module = build()
+    values = {}
+    deferred.replay(deferred.places(module), lambda name, value: values.update({name: value}))
+    return module, values
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lstm, attention, initialised_twice, truncated, orthogonal, changed_in_parts, computed, tied],
+    ids=lambda build: build.__name__,
+)
+def test_values_made_later_are_those_of_building_in_place(build):
+    torch.manual_seed(1)
+    expected, generator = dict(named(build())), torch.get_rng_state()
+    module, values = replayed(build)
+    assert all(tensor.is_meta for _, tensor in named(module))
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert torch.equal(value, expected[name]), name
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_what_has_been_drawn_in_between_is_not_drawn_again():
+    torch.manual_seed(1)
+    deferred = DeferredInit()
+    with deferred.recording():
+        module = nn.Linear(2, 2)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    deferred.replay(deferred.places(module), lambda name, value: None)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.manual_seed(3), lambda: torch.randn(3, device="cpu")], ids=["a seed", "another device"]
+)
+def test_numbers_drawn_outside_of_the_record_are_refused(draw):
+    with pytest.raises(ModuleError, match=r"torch\.manual_seed or.*seed before fit"), DeferredInit().recording():
+        draw()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda: torch.randn(1).item(), lambda: torch.randn(3).numpy(), lambda: bool(torch.randn(1) > 0)],
+    ids=["a number", "an array", "a decision"],
+)
+def test_values_that_are_read_while_building_are_refused(read):
+    with pytest.raises(ModuleError, match="reads values.*build that layer in __init__"), DeferredInit().recording():
+        read()
+
+
+def test_another_error_while_building_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="must have same reduction dim"), DeferredInit().recording():
+        torch.ones(2, 3) @ torch.ones(2, 3)

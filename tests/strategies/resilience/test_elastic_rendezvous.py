@@ -1,0 +1,265 @@
+"""Nodes meet, come, leave and are lost; the store outlives each of them, and its own loss is told."""
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousJoinOp
+from two_nodes import run_together, two_nodes
+
+from echelon.strategies.errors import ConfigError, ProcessError
+from echelon.strategies.resilience import store_process
+from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode, SpareError, meeting
+from echelon.strategies.resilience.store_process import CLOCK, KEPT, check_clock, reach_store
+
+MEMBER = Path(__file__).with_name("member_of_nodes.py")
+TESTS = MEMBER.parents[2]
+LIMIT = timedelta(seconds=60)
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    """Where nodes may meet, each run under an id of its own."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(KEPT, "")
+    yield f"127.0.0.1:{store.port}"
+    del store
+
+
+@pytest.fixture
+def node(endpoint):
+    """Make nodes of one run."""
+    run_id, made = uuid.uuid4().hex, []
+
+    def make(nodes=(1, 4), **changes):
+        settings = {"run_id": run_id, "start_timeout": LIMIT, "last_call": timedelta(seconds=0.3)}
+        made.append(meeting(**{"nodes": nodes, "endpoint": endpoint, **settings, **changes}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.release()
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT.total_seconds()
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def meet(*nodes):
+    """Have all of these meet, as agents do; return their ranks, and the port on which workers meet."""
+
+    def take_part(one):
+        info = one.next_rendezvous()
+        while info.world_size < len(nodes):
+            wait_until(lambda: one.num_nodes_waiting() or one.num_nodes_lost())
+            info = one.next_rendezvous()
+        return info
+
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        found = list(threads.map(take_part, nodes))
+    assert {info.world_size for info in found} == {len(nodes)}
+    [port] = {info.bootstrap_store_info.master_port for info in found}
+    return [info.rank for info in found], port
+
+
+def test_one_node_meets_itself_on_loopback_again_and_again():
+    one = meeting(nodes=(1, 1), endpoint=None, run_id="run", start_timeout=LIMIT)
+    assert isinstance(one, OneNode)
+    ranks, port = meet(one)
+    files = len(os.listdir("/proc/self/fd"))
+    one.shared.set("key", "value")
+    ports = {meet(one)[1] for _ in range(5)}
+    assert ranks == [0]
+    assert port not in ports
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert one.shared.get("key") == one.shared_at.connect().get("key") == b"value"
+    assert (one.num_nodes_waiting(), one.num_nodes_lost()) == (0, 0)
+    one.leave()
+    one.release()
+
+
+def test_nodes_come_and_leave(node):
+    first, second = node(), node()
+    assert isinstance(first, ManyNodes)
+    assert meet(first)[0] == [0]
+    first.shared.set("key", "value")
+    assert meet(first, second)[0] == [0, 1]
+    assert second.shared.get("key") == second.shared_at.connect().get("key") == b"value"
+    assert (first.num_nodes_lost(), second.num_nodes_lost()) == (0, 0)
+    second.leave()
+    assert first.num_nodes_lost() == 1
+    assert meet(first)[0] == [0]
+
+
+def test_all_meet_again_at_once_when_none_is_missing(node):
+    first, second = (node(nodes=(1, 4), last_call=timedelta(seconds=1)) for _ in range(2))
+    _, port = meet(first, second)
+    for one in (first, second):
+        one.settings.timeout._set_timeouts(last_call=LIMIT)
+    before = time.monotonic()
+    ranks, other = meet(first, second)
+    assert time.monotonic() - before < LIMIT.total_seconds() / 2
+    assert ranks == [0, 1]
+    assert other != port
+
+
+def test_more_nodes_than_are_wanted_stand_by(node):
+    first, second, spare = (node(nodes=(1, 2)) for _ in range(3))
+    meet(first, second)
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(spare.next_rendezvous)
+        wait_until(lambda: first.num_nodes_waiting() or first._state_holder.state.redundancy_list)
+        assert (first.num_nodes_waiting(), coming.done()) == (0, False)
+        second.leave()
+        wait_until(first.num_nodes_waiting)
+        assert first.next_rendezvous().world_size == coming.result().world_size == 2
+        coming = thread.submit(second.next_rendezvous)
+        wait_until(lambda: first.num_nodes_waiting() or first._state_holder.state.redundancy_list)
+        assert first.shutdown()
+        with pytest.raises(SpareError, match="ended while this node stood by, as 2 others took part"):
+            coming.result()
+    first.release()
+    assert spare.num_nodes_lost() == 0
+
+
+def test_a_node_that_is_lost_while_all_meet(node):
+    first, second = (node(nodes=(1, 2), last_call=LIMIT) for _ in range(2))
+    second._store.set_timeout(timedelta(seconds=1))
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(second.next_rendezvous)
+        first._op_executor.run(_RendezvousJoinOp(), time.monotonic() + LIMIT.total_seconds())
+        assert first._get_world() == (0, 2)  # and of this node nothing is heard any more
+        second.settings.timeout._set_timeouts(last_call=timedelta(seconds=0.3))
+        assert coming.result().world_size == 1
+
+
+def test_too_few_nodes(node, endpoint):
+    told = f"1 of at least 2 nodes came to {endpoint} within start_timeout=0.5 s; start the program on 1 more"
+    with pytest.raises(ProcessError, match=told):
+        node(nodes=(2, 4), start_timeout=timedelta(seconds=0.5)).next_rendezvous()
+
+
+def test_a_wait_that_is_cancelled(node, endpoint):
+    alone = node(nodes=(2, 4))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(alone.next_rendezvous)
+        wait_until(lambda: alone._state_holder.state.participants)
+        alone.cancel()
+        with pytest.raises(ProcessError, match=f"The wait for other nodes at {endpoint} was ended"):
+            waiting.result()
+
+
+def test_a_run_that_is_over(node, endpoint):
+    first, second = node(), node()
+    meet(first)
+    assert first.shutdown()
+    told = f"that met at {endpoint} is over; give the next one another run id"
+    with pytest.raises(ProcessError, match=told):
+        second.next_rendezvous()
+    with pytest.raises(ProcessError, match=told):
+        node()
+
+
+def test_what_others_put_in_the_store_is_not_run(node, endpoint, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was here"),)
+
+    one = node()
+    meet(one)
+    one._link.store.set(one._link._key, base64.b64encode(pickle.dumps(Payload())).decode())
+    told = rf"What lies in the store at {endpoint} is no state of a rendezvous \(it holds posix.mkdir\)"
+    for call in (one.num_nodes_waiting, one.num_nodes_lost, one.next_rendezvous):
+        with pytest.raises(ProcessError, match=told):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_agents_that_start_at_once_have_one_store_which_ends_with_their_run():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    barrier = threading.Barrier(3)
+
+    def start():
+        barrier.wait()
+        return meeting(nodes=(3, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
+
+    with ThreadPoolExecutor(3) as threads:
+        nodes = [one.result() for one in [threads.submit(start) for _ in range(3)]]
+    assert sorted(meet(*nodes)[0]) == [0, 1, 2]
+    nodes[0].shared.set("key", "of this run")
+    for one in nodes:
+        assert one.shutdown()
+        one.release()
+    again = meeting(nodes=(1, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
+    assert not again.shared.check(["key"])
+    again.set_closed()
+    again.release()
+    wait_until(lambda: not is_listening(port))
+
+
+def is_listening(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def test_no_store():
+    told = r"There is no store at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
+    with pytest.raises(ProcessError, match=told):
+        reach_store("127.0.0.2", 1, timedelta(seconds=0.1))
+
+
+def test_clocks_that_differ(monkeypatch):
+    monkeypatch.setattr(store_process, "_TRY", timedelta(seconds=0.1))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    check_clock(store)
+    store.set(CLOCK, str(time.time() + 7.0))
+    with pytest.raises(ConfigError, match=r"The clock of this machine is -[67]\.\d s from .* set them by NTP"):
+        check_clock(store)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        (None, "nodes=1:4 need an endpoint to meet at; give HOST:PORT"),
+        ("127.0.0.1:port", "The endpoint '127.0.0.1:port' leads nowhere"),
+        ("no-such-host.invalid", "The endpoint 'no-such-host.invalid' leads nowhere"),
+    ],
+)
+def test_endpoints_that_cannot_be(endpoint, told):
+    with pytest.raises(ConfigError, match=told):
+        meeting(nodes=(1, 4), endpoint=endpoint, run_id="run", start_timeout=LIMIT)
+
+
+def test_a_machine_that_dies_leaves_the_store_to_the_others_and_one_that_vanishes_takes_it_away():
+    with two_nodes() as nodes:
+        environ = {"PYTHONPATH": str(TESTS)}
+        done = run_together([(one.command(sys.executable, str(MEMBER), "10.77.0.1:29500"), environ) for one in nodes])
+    assert [code for code, _ in done] == [-9, 0], "\n".join(output for _, output in done)
+    [[first], [second, alone, told, error]] = [
+        [json.loads(line) for line in output.splitlines() if line.startswith("{")] for _, output in done
+    ]
+    here, there = "10.77.0.1", "10.77.0.2"
+    assert first == {"rank": 0, "total": 2, "main_address": here, "listening": ["01004D0A:733C"]}
+    assert second == {"rank": 1, "total": 2, "main_address": here, "listening": []}
+    assert alone == {"rank": 0, "total": 1, "main_address": there, "listening": []}
+    assert told == {"shared": "the first"}
+    assert error["error"].startswith("The store at 10.77.0.1:29500 does not answer any more")
+    assert error["seconds"] < 30.0

@@ -1,0 +1,54 @@
+"""What docs/checkpoint-format.md says is so, and its code runs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.trainer.checkpoint import encoding, point, save
+
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    module = nn.Linear(3, 2)
+    state = {"model": module.state_dict(), "optimizers": [{"m": torch.ones(3)}], "trainer": {"global_step": 400}}
+    save(tmp_path / "a.ckpt", state)
+    point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+    return tmp_path
+
+
+def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(folder)
+    (folder / "snippet.py").write_text(code)
+    names = runpy.run_path(str(folder / "snippet.py"))
+    weights, state = names["weights"], names["state"]
+    assert isinstance(weights, dict)
+    assert isinstance(state, dict)
+    nn.Linear(3, 2).load_state_dict(weights)
+    assert state["trainer"]["global_step"] == 400
+
+
+def test_the_manifest_hash_is_computed_as_the_page_says(folder: Path) -> None:
+    raw = (folder / "last.ckpt" / "manifest.json").read_bytes()
+    (tail,) = re.findall(r"before the (\d+) last ones", PAGE.read_text())
+    head, end = raw[: -int(tail)], raw[-int(tail) :]
+    assert end == b',\n "sha256": "' + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n'
+
+
+def test_the_page_lists_every_tag() -> None:
+    tags = set(re.findall(r'"(\$[a-z]+)"', Path(encoding.__file__).read_text())) | {"$set", "$frozenset"}
+    assert tags == set(re.findall(r'\{"(\$[a-z]+)"', PAGE.read_text()))
+
+
+def test_the_data_begins_at_a_multiple_of_64(folder: Path) -> None:
+    for file in (folder / "a.ckpt").glob("*.safetensors"):
+        assert (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == 0

@@ -1,0 +1,92 @@
+"""`echelon ckpt` shows, checks, compares and exports checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.trainer.checkpoint import save
+from echelon.trainer.checkpoint.atomic_folder import committed
+from echelon.trainer.cli.ckpt import main
+
+
+def make(path: Path, step: int = 0) -> Path:
+    model = {"w": torch.zeros(3, 2), "b": torch.full((2,), float(step))}
+    save(path, {"model": model, "trainer": {"step": step, "rng": np.arange(2000) + step}}, mesh={"dp_shard": 2})
+    return path
+
+
+def test_ls_lists_by_age_with_damage_and_unfinished_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("b.ckpt", "a.ckpt", "c.ckpt"):
+        make(tmp_path / name)
+    (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
+    with committed(tmp_path / "d.ckpt"):
+        assert main(["ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[:2]] == ["b.ckpt", "a.ckpt"]
+    assert lines[2].startswith("damaged     c.ckpt: ")
+    assert lines[3].startswith("unfinished  ")
+    assert main(["ls", str(tmp_path / "a.ckpt")]) == 0
+    assert "holds no checkpoints" in capsys.readouterr().out
+
+
+def test_show_tells_origin_files_tensors_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(make(tmp_path / "a.ckpt", 7))]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "dp_shard 2",
+        f"torch {torch.__version__}",
+        "model.safetensors",
+        "w: float32 (3, 2)",
+        "step: 7",
+        "int64 (2000,)",
+    ):
+        assert text in shown
+
+
+def test_verify_says_of_each_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a.ckpt")
+    assert main(["verify", str(tmp_path)]) == 0
+    make(tmp_path / "b.ckpt")
+    (tmp_path / "b.ckpt" / "state.json").unlink()
+    assert main(["verify", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["good", "good", "damaged"]
+    assert "state.json is missing" in lines[2]
+
+
+def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make(tmp_path / "a.ckpt", 1), make(tmp_path / "b.ckpt", 3)
+    assert main(["diff", str(first), str(first)]) == 0
+    assert capsys.readouterr().out == "4 of 4 values are the same.\n"
+    assert main(["diff", str(first), str(second)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("~ model.b: float32 (2,)")
+    assert lines[0].endswith("by 2 at most")
+    assert lines[1] == "~ trainer.step: 1 -> 3"
+    assert lines[2].startswith("~ trainer.rng: int64 (2000,)")
+    assert lines[3] == "1 of 4 values are the same."
+
+
+def test_diff_names_what_only_one_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = make(tmp_path / "a.ckpt")
+    save(tmp_path / "b.ckpt", {"model": {"w": torch.zeros(3, 2)}, "ema": {"w": torch.tensor(2.5)}})
+    assert main(["diff", str(first), str(tmp_path / "b.ckpt")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "- model.b: float32 (2,)" in lines
+    assert "+ ema.w: float32 () = 2.5" in lines
+
+
+def test_export_writes_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a.ckpt")
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "model.safetensors" in capsys.readouterr().out
+
+
+def test_an_error_goes_to_stderr_with_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path / "absent")]) == 2
+    assert "does not exist" in capsys.readouterr().err

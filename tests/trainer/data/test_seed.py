@@ -1,0 +1,190 @@
+"""Seeding is reproducible everywhere, derived seeds are distinct and fixed, generator states round-trip exactly."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from echelon.strategies.errors import ConfigError
+from echelon.trainer.data.seed import (
+    RngStream,
+    capture_rng,
+    derive,
+    isolated_rng,
+    restore_rng,
+    seed_everything,
+    seed_generators,
+)
+
+
+def draw():
+    return random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn()), torch.rand(3).tolist()
+
+
+class Draws(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))], dtype=torch.float64)
+
+
+def test_the_same_seed_gives_the_same_draws_of_python_numpy_and_torch():
+    assert seed_everything(7) == 7
+    first = draw()
+    seed_everything(7)
+    assert draw() == first
+    seed_everything(8)
+    assert draw() != first
+
+
+def test_no_seed_means_zero():
+    assert seed_everything() == 0
+    first = draw()
+    seed_everything(0)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "3", True])
+def test_an_impossible_seed_is_named_with_its_range(seed):
+    with pytest.raises(ConfigError, match=r"give an integer from 0 to 4294967295") as caught:
+        seed_everything(seed)
+    assert repr(seed) in str(caught.value)
+
+
+def test_the_seed_is_told_only_if_verbose(caplog):
+    caplog.set_level("INFO")
+    seed_everything(3, verbose=False)
+    assert not caplog.records
+    seed_everything(3)
+    assert "Seed set to 3" in caplog.text
+
+
+def test_every_library_is_seeded_in_workers_of_loaders_too():
+    def rows():
+        seed_everything(5, workers=True)
+        return torch.cat(list(DataLoader(Draws(), num_workers=2)))
+
+    first = rows()
+    assert torch.equal(rows(), first)
+    assert len(first.unique()) == first.numel()
+
+
+def test_derived_seeds_are_fixed_for_all_time_and_fit_64_bits():
+    assert derive(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 seeded with 0 (Vigna's reference)
+    assert derive(42, 3, 1000) == derive(42, 3, 1000)
+    assert 0 <= derive(2**64 - 1, 2**63, -1) < 2**64
+
+
+def test_derived_seeds_of_neighbouring_places_are_distinct_and_differ_in_half_their_bits():
+    seeds = {derive(seed, epoch, index) for seed in range(8) for epoch in range(8) for index in range(256)}
+    assert len(seeds) == 8 * 8 * 256
+    flips = [(derive(1, 2, index) ^ derive(1, 2, index + 1)).bit_count() for index in range(2000)]
+    assert abs(sum(flips) / len(flips) - 32) < 0.5
+    assert derive(1, 2, 3) != derive(1, 3, 2) != derive(2, 1, 3)
+
+
+def test_a_captured_state_restores_every_stream_exactly_even_through_json_and_tensors():
+    seed_everything(11)
+    draw()  # leaves a cached normal in Python's and in NumPy's generator
+    state = capture_rng()
+    tensors = [state["python"]["state"], state["numpy"]["state"], state["torch"]]
+    expected = draw(), draw()
+    plain = {
+        "python": json.loads(json.dumps({**state["python"], "state": None})),
+        "numpy": json.loads(json.dumps({**state["numpy"], "state": None})),
+    }
+    python, numpy, cpu = (tensor.clone() for tensor in tensors)
+    seed_everything(12)
+    restore_rng(
+        {"python": {**plain["python"], "state": python}, "numpy": {**plain["numpy"], "state": numpy}, "torch": cpu}
+    )
+    assert (draw(), draw()) == expected
+
+
+def test_a_state_that_lies_at_an_odd_address_is_restored_too():
+    seed_everything(13)
+    state = capture_rng()
+    expected = torch.rand(3)
+    shifted = torch.empty(state["torch"].numel() + 1, dtype=torch.uint8)[1:]
+    shifted.copy_(state["torch"])
+    restore_rng({**state, "torch": shifted})
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_state_without_numpy_leaves_numpy_alone():
+    seed_everything(1)
+    state = {name: value for name, value in capture_rng().items() if name != "numpy"}
+    seed_everything(2)
+    expected = np.random.get_state()[1].copy()
+    restore_rng(state)
+    assert (np.random.get_state()[1] == expected).all()
+    assert torch.equal(torch.get_rng_state(), state["torch"])
+
+
+def test_what_is_drawn_in_isolation_leaves_the_streams_outside_untouched():
+    seed_everything(21)
+    draw()
+    state = capture_rng()
+    expected = draw()
+    restore_rng(state)
+
+    def fail():
+        with isolated_rng():
+            seed_everything(99)
+            draw()
+            raise KeyError("an error inside changes nothing")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert draw() == expected
+
+
+def test_a_stream_goes_on_where_it_was_left_and_does_not_touch_the_streams_outside():
+    def outside():
+        return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+    seed_everything(41)
+    alone = [outside() for _ in range(3)]
+    seed_everything(41)
+    first, second = RngStream(2**63 + 5), RngStream(6)
+    inside, mixed = [], []
+    for _ in range(3):
+        mixed.append(outside())
+        with first:
+            inside.append(draw())
+            with second:
+                inside.append(draw())
+    assert mixed == alone
+
+    first, second = RngStream(2**63 + 5), RngStream(6)
+    again = []
+    for _ in range(3):
+        with second:
+            again.append(draw())
+    for index in range(3):
+        with first:
+            again.insert(2 * index, draw())
+    assert inside == again
+    assert len(set(map(str, inside))) == 6
+
+
+def test_quick_seeding_starts_the_same_stream_every_time_from_64_bits():
+    seed_generators(2**64 - 1)
+    first = draw()
+    seed_generators(2**64 - 1)
+    assert draw() == first
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_state_restores_the_streams_of_cuda_devices():
+    seed_everything(31)
+    torch.rand(1, device="cuda")
+    state = capture_rng()
+    expected = torch.rand(5, device="cuda")
+    seed_everything(32)
+    restore_rng(state)
+    assert torch.equal(torch.rand(5, device="cuda"), expected)

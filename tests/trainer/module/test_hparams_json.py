@@ -1,0 +1,120 @@
+"""Hyper-parameters come back from JSON as they went, and a stored value runs no code."""
+
+import enum
+import json
+import sys
+from argparse import Namespace
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from echelon.trainer.module.hparams_json import from_jsonable, jsonable
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+class Holder:
+    class Inner(enum.IntEnum):
+        ONE = 1
+
+
+@dataclass
+class Config:
+    width: int = 3
+
+
+def through_file(value):
+    stored, omitted = jsonable({"value": value})
+    assert omitted == []
+    return from_jsonable(json.loads(json.dumps(stored, allow_nan=False)))["value"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        2**80,
+        0.1,
+        float("inf"),
+        "text",
+        [1, [2.5, "a"]],
+        (3, (4, [5])),
+        {"a": {"b": (1,)}},
+        {1: "int", ("t", 2): "tuple", "$tuple": "user's own"},
+        {"$tuple": [1]},
+        {1, 2},
+        Path("some/folder"),
+        torch.bfloat16,
+        torch.device("cuda:1"),
+        Mode.FAST,
+        Holder.Inner.ONE,
+    ],
+    ids=repr,
+)
+def test_a_value_comes_back_equal_and_of_the_same_type(value):
+    again = through_file(value)
+    assert again == value
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (OmegaConf.create({"a": 1, "b": ["${a}"]}), {"a": 1, "b": [1]}),
+        (Namespace(a=(1,)), {"a": (1,)}),
+        (Config(5), {"width": 5}),
+        (OrderedDict(a=1), {"a": 1}),
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.1), 0.1),
+        (range(3), [0, 1, 2]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_containers_and_numbers_come_back_as_plain_ones(value, plain):
+    assert through_file(value) == plain
+
+
+def test_not_a_number_comes_back_too():
+    assert through_file(float("nan")) != through_file(float("nan"))
+
+
+def test_what_json_cannot_hold_is_omitted_by_name_with_the_container_around_it():
+    stored, omitted = jsonable(
+        {
+            "lr": 0.1,
+            "net": nn.Linear(1, 1),
+            "function": len,
+            "kind": nn.ReLU,
+            "weight": torch.ones(2),
+            "layers": [1, {"act": nn.ReLU()}],
+            "raw": b"bytes",
+        }
+    )
+    assert stored == {"lr": 0.1}
+    assert omitted == ["net", "function", "kind", "weight", "layers", "raw"]
+
+
+def test_an_enum_that_is_not_imported_comes_back_as_its_value():
+    stored, _ = jsonable({"mode": Mode.FAST})
+    where, name, value = stored["mode"]["$enum"]
+    assert from_jsonable({"mode": {"$enum": ["a_module_not_imported:Mode", name, value]}}) == {"mode": "fast"}
+    assert from_jsonable({"mode": {"$enum": [where, "GONE", value]}}) == {"mode": "fast"}
+
+
+def test_a_stored_name_imports_nothing_and_reaches_nothing_but_enums():
+    loaded = set(sys.modules)
+    for where in ("antigravity:Mode", "torch:_dynamo.x", "os:environ", "builtins:exec"):
+        assert from_jsonable({"mode": {"$enum": [where, "FAST", "fast"]}}) == {"mode": "fast"}
+    assert from_jsonable({"dtype": {"$dtype": "load"}}) == {"dtype": "load"}
+    assert set(sys.modules) == loaded

@@ -1,0 +1,224 @@
+"""Committing a folder: it appears under its name whole or not at all, and what it replaces goes only then."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from ...strategies.errors import CheckpointError
+from .files import explain
+from .manifest import MANIFEST, read_manifest
+
+_TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>new|old|gone)")
+_SILENCE: Final = 24 * 3600.0
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+
+
+@contextmanager
+def committed(path: Path) -> Iterator[Path]:
+    """Give a new folder to write to, and make it appear as `path` when the block ends without an error.
+
+    A checkpoint or link of that name is replaced; at no instant is there none. Everything written by the block has to
+    be on the disk already.
+
+    Raises:
+        CheckpointError: if it cannot be written, or if `path` is something else than a checkpoint.
+    """
+    path = path.absolute()
+    _check_replaceable(path)
+    temporary = _temporary(path, "new")
+    try:
+        _make_folders(path.parent)
+        sweep(path.parent)
+        temporary.mkdir()
+        yield temporary
+        sync(temporary)
+        _move(temporary, path)
+    except OSError as error:
+        raise refused(path, error) from error
+    finally:
+        _delete(temporary)
+
+
+def refused(path: Path, error: OSError) -> CheckpointError:
+    """Return the error that says why a checkpoint could not be written."""
+    return CheckpointError(
+        f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
+    )
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint folder: it is gone from its name at once, its files follow.
+
+    Raises:
+        CheckpointError: if it cannot be deleted.
+    """
+    try:
+        discarded = _temporary(path, "gone")
+        path.rename(discarded)
+        sync(path.parent)
+        _delete(discarded)
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint {path} could not be deleted: {explain(error)}.") from error
+
+
+def point(link: str | Path, path: str | Path) -> None:
+    """Make `link` a relative symbolic link to the checkpoint at `path`, replacing what it was, atomically.
+
+    Raises:
+        CheckpointError: if `path` is no checkpoint, or `link` is something else than a link or a checkpoint.
+    """
+    link, path = Path(link).absolute(), Path(path).absolute()
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint; save it first.")
+    _check_replaceable(link)
+    temporary = _temporary(link, "new")
+    try:
+        temporary.symlink_to(os.path.relpath(path.resolve(), link.parent.resolve()))
+        _move(temporary, link)
+    except OSError as error:
+        raise CheckpointError(f"The link {link} could not be written: {explain(error)}.") from error
+    finally:
+        _delete(temporary)
+
+
+def sweep(folder: Path) -> None:
+    """Clear away what dead writers left in `folder`; a checkpoint that they were replacing comes back."""
+    for entry in unfinished(folder):
+        with suppress(OSError):  # another run clears away the same, or it is not ours to delete
+            if not _is_abandoned(entry):
+                continue
+            if is_stranded(entry):
+                entry.rename(entry.with_name(_parse(entry)["name"]))
+            else:
+                _delete(entry)
+
+
+def is_stranded(path: Path) -> bool:
+    """Return whether a folder is a checkpoint whose writer died while replacing it: whole, but not under its name."""
+    found = _TEMPORARY.fullmatch(path.name)
+    if found is None or found["kind"] != "old":
+        return False
+    return (path / MANIFEST).is_file() and not os.path.lexists(path.with_name(found["name"]))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Return what writes or removals left, or have under way, in a folder."""
+    return [entry for entry in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(entry.name)] if folder.is_dir() else []
+
+
+def sync(folder: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_replaceable(path: Path) -> None:
+    if not path.exists() or path.is_symlink():
+        return
+    try:
+        read_manifest(path)
+    except CheckpointError as error:
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{path} exists and is not a checkpoint, so it is not overwritten; choose another name."
+            ) from error
+
+
+def _move(new: Path, path: Path) -> None:
+    """Give `new` the name `path`; what had that name is deleted afterwards."""
+    if new.is_symlink() and (path.is_symlink() or not path.exists()):
+        new.replace(path)
+    elif not os.path.lexists(path):
+        new.rename(path)
+    elif not _exchange(new, path):
+        # no atomic exchange here (NFS, macOS): if we die between these two lines, the old one is found as stranded
+        old = _temporary(path, "old")
+        path.rename(old)
+        new.rename(path)
+        sync(path.parent)
+        _delete(old)
+    sync(path.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one atomic step; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_folders(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)
+
+
+def _temporary(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}.{kind}")
+
+
+@functools.cache
+def _host() -> str:
+    """Name the space in which a process id means something: this boot of this machine, this container."""
+    identity = socket.gethostname()
+    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            identity += os.readlink(source) if os.path.islink(source) else Path(source).read_text()
+        except OSError:  # not Linux
+            continue
+    return (
+        re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:24]
+        + "-"
+        + hashlib.sha256(identity.encode()).hexdigest()[:8]
+    )
+
+
+def _parse(entry: Path) -> re.Match[str]:
+    found = _TEMPORARY.fullmatch(entry.name)
+    assert found is not None
+    return found
+
+
+def _is_abandoned(entry: Path) -> bool:
+    """Return whether the writer is dead: here its process tells, elsewhere a day without a write does."""
+    found = _parse(entry)
+    if found["host"] == _host():
+        return not _is_alive(int(found["pid"]))
+    files = list(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else []
+    return time.time() - max(file.lstat().st_mtime for file in (entry, *files)) > _SILENCE
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

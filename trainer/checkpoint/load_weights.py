@@ -1,0 +1,186 @@
+"""Weights alone: from any checkpoint that is safe to read, into any module, with a readable account of what differs."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ...strategies.errors import CheckpointError
+from ...strategies.state.dtensor import shard_like
+from ...strategies.state.pieces import Piece
+from .files import MappedFile, explain
+from .loading import load
+from .manifest import MANIFEST
+from .safetensors_file import read_tensors
+from .saving import MODEL
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+_SHOWN: Final = 10
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How weights and a module disagree."""
+
+    missing: Sequence[str] = ()
+    """Names of the module that the weights lack."""
+    unexpected: Sequence[str] = ()
+    """Names of the weights that the module lacks."""
+    mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]] = ()
+    """Names with the module's shape and the weights' shape."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        shapes = [f"{name}: the module has {here}, the weights {there}" for name, here, there in self.mismatched]
+        return "\n".join(
+            [
+                *_section("missing", self.missing),
+                *_section("unexpected", self.unexpected),
+                *_section("of another shape", shapes),
+            ]
+        )
+
+
+def load_weights(
+    path: str | Path, *, include: str | Iterable[str] = "*", exclude: str | Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """Return the weights in a file or folder by name, on the CPU. Nothing in it is executed.
+
+    Args:
+        path: A checkpoint folder of Echelon; a ``.safetensors`` file, or a Hugging Face folder of them; a file with a
+            plain state dict by ``torch.save``; a Lightning ``.ckpt``.
+        include: Patterns (``"encoder.*"``) of the names to return.
+        exclude: Patterns of the names to leave out.
+
+    Raises:
+        CheckpointError: if it is none of these, is damaged, or if no name matches.
+    """
+    weights = read_weights(Path(path))
+    chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
+    if weights and not chosen:
+        raise CheckpointError(
+            f"No weight of {path} matches include={include!r} and exclude={exclude!r}; it has "
+            f"{', '.join(list(weights)[:_SHOWN])}."
+        )
+    return chosen
+
+
+def difference(module: nn.Module, weights: Mapping[str, Any]) -> Difference:
+    """Compare names and shapes; a tied name counts as there when one of its twins is."""
+    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    present = {id(own[name]) for name in weights if name in own}
+    shapes = [
+        (name, tuple(own[name].shape), tuple(w.shape))
+        for name, w in weights.items()
+        if name in own and isinstance(w, Tensor)
+    ]
+    return Difference(
+        missing=[name for name, value in own.items() if name not in weights and id(value) not in present],
+        unexpected=[name for name, value in weights.items() if name not in own and isinstance(value, Tensor)],
+        mismatched=[shape for shape in shapes if shape[1] != shape[2]],
+    )
+
+
+def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool = True) -> Difference:
+    """Copy weights into a module and return how they differed; without `strict`, what does not fit is left out.
+
+    Raises:
+        CheckpointError: with `strict`, for any difference, before anything is copied.
+    """
+    found = difference(module, weights)
+    if strict and found:
+        raise CheckpointError(
+            f"The weights do not fit {type(module).__name__}; choose names with include= and exclude=, "
+            f"or load with strict=False what fits.\n{found}"
+        )
+    unfit = {*found.unexpected, *(name for name, _, _ in found.mismatched)}
+    own = module.state_dict()
+    fit = {name: shard_like(weight, own.get(name)) for name, weight in weights.items() if name not in unfit}
+    module.load_state_dict(fit, strict=False)
+    return found
+
+
+def _section(title: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    rest = [f"  ... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return [f"{title} ({len(names)}):", *(f"  {name}" for name in names[:_SHOWN]), *rest]
+
+
+def _matches(name: str, patterns: str | Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
+
+
+def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
+    """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is put together."""
+    try:
+        if path.is_dir():
+            return _read_folder(path, lazily=lazily)
+        if path.suffix == ".safetensors":
+            return _plain(read_tensors(MappedFile(path)))
+        return _read_torch_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+
+
+def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
+    if (folder / MANIFEST).is_file():
+        state = load(folder, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if (folder / _SINGLE).is_file():
+        return _plain(read_tensors(MappedFile(folder / _SINGLE)))
+    if not (folder / _INDEX).is_file():
+        raise CheckpointError(
+            f"{folder} holds neither {MANIFEST} nor {_SINGLE} nor {_INDEX}; give a checkpoint, or a file."
+        )
+    try:
+        names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file outside the folder")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder / _INDEX} is not an index of safetensors files ({error!r}); repair it."
+        ) from None
+    return {name: tensor for file in names for name, tensor in _plain(read_tensors(MappedFile(folder / file))).items()}
+
+
+def _plain(content: tuple[dict[str, Piece], dict[str, str]]) -> dict[str, Tensor]:
+    pieces, notes = content
+    weights = {name: piece.tensor for name, piece in pieces.items()}
+    # safetensors.torch.save_model notes of each tied name which one holds its tensor
+    weights.update({name: weights[kept] for name, kept in notes.items() if kept in weights and name not in weights})
+    return weights
+
+
+def _read_torch_file(path: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a hostile file can make the reader raise anything
+        if isinstance(error, OSError):
+            raise
+        raise CheckpointError(
+            f"{path} cannot be read safely ({type(error).__name__}: {str(error).splitlines()[:1]!s:.200}). "
+            "If you trust its author, read it with torch.load(path, weights_only=False), torch.save its state dict, "
+            "and load that."
+        ) from None
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict; save module.state_dict().")
+    weights = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    if content and not weights:
+        raise CheckpointError(
+            f"{path} holds no tensors by name, but {list(content)[:_SHOWN]}; save module.state_dict()."
+        )
+    return weights

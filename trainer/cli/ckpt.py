@@ -1,0 +1,166 @@
+"""The commands `echelon ckpt ls | show | verify | diff | export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...strategies.errors import CheckpointError
+from ..checkpoint.atomic_folder import unfinished
+from ..checkpoint.export import export
+from ..checkpoint.finding import Found, list_checkpoints
+from ..checkpoint.loading import load, verify
+from ..checkpoint.manifest import read_manifest
+
+_WIDEST: Final = 100
+_PLAIN: Final = (bool, int, float, str)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; return 0, or 1 where a checkpoint is damaged or two differ, or 2 for an error."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], tuple[str, bool]] = arguments.command
+    try:
+        text, is_good = command(arguments)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if is_good else 1
+
+
+def list_folder(folder: str | Path) -> str:
+    """Return a line for each checkpoint of a folder, oldest first, and for what unfinished writes left."""
+    found = list_checkpoints(folder)
+    lines = [_line(checkpoint) for checkpoint in found]
+    lines += [f"unfinished  {path}" for path in unfinished(Path(folder))]
+    return "\n".join(lines) if lines else f"{folder} holds no checkpoints."
+
+
+def show(path: str | Path) -> str:
+    """Return what a checkpoint holds: its origin, its files, every tensor and every other value."""
+    manifest = read_manifest(Path(path))
+    mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()) or "one process"
+    origin = f"by Echelon {manifest.echelon_version}, torch {manifest.torch_version}, {mesh}"
+    lines = [
+        f"{path}: saved {manifest.saved_at} {origin}",
+        *(f"  {name:40} {_bytes(file.size):>10}" for name, file in manifest.files.items()),
+    ]
+    for part, value in load(path, verify=False).items():
+        lines += ["", f"{part}:", *(f"  {name}: {_describe(leaf)}" for name, leaf in _leaves(value))]
+    return "\n".join(lines)
+
+
+def verify_all(paths: Sequence[str | Path]) -> tuple[str, bool]:
+    """Verify checkpoints, and those inside folders; return a line for each, and whether all are whole."""
+    lines: list[str] = []
+    is_good = True
+    for given in paths:
+        inside = [checkpoint.path for checkpoint in list_checkpoints(given)]
+        for path in inside or [Path(given)]:
+            try:
+                lines.append(f"good     {path} ({_bytes(sum(file.size for file in verify(path).files.values()))})")
+            except CheckpointError as error:
+                lines.append(f"damaged  {path}: {error}")
+                is_good = False
+    return "\n".join(lines), is_good
+
+
+def diff(first: str | Path, second: str | Path) -> tuple[str, bool]:
+    """Return how the values of two checkpoints differ, and whether they are the same."""
+    ours, theirs = (dict(_leaves(load(path))) for path in (first, second))
+    lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
+    lines += [f"+ {name}: {_describe(value)}" for name, value in theirs.items() if name not in ours]
+    changes = [(name, _change(value, theirs[name])) for name, value in ours.items() if name in theirs]
+    lines += [f"~ {name}: {change}" for name, change in changes if change]
+    same = len(ours) - sum(line.startswith(("-", "~")) for line in lines)
+    return "\n".join([*lines, f"{same} of {len(ours)} values are the same."]), not lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="echelon ckpt", description="Look at checkpoints, check them, take them elsewhere."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, help: str, run: Callable[[argparse.Namespace], tuple[str, bool]], *arguments: str) -> None:
+        command = commands.add_parser(name, help=help, description=help)
+        for argument in arguments:
+            command.add_argument(argument.rstrip("+"), type=Path, nargs="+" if argument.endswith("+") else None)
+        command.set_defaults(command=run)
+
+    add("ls", "List the checkpoints of a folder.", lambda given: (list_folder(given.folder), True), "folder")
+    add("show", "Show what a checkpoint holds.", lambda given: (show(given.path), True), "path")
+    add("verify", "Compare checkpoints with their hashes.", lambda given: verify_all(given.path), "path+")
+    add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
+    add(
+        "export",
+        "Write the weights as one model.safetensors.",
+        lambda given: (f"Wrote {export(given.path, given.destination)}.", True),
+        "path",
+        "destination",
+    )
+    return parser
+
+
+def _line(checkpoint: Found) -> str:
+    if checkpoint.manifest is None:
+        return f"damaged     {checkpoint.path.name}: {checkpoint.fault}"
+    size = _bytes(sum(file.size for file in checkpoint.manifest.files.values()))
+    return f"{checkpoint.saved_at[:19]}  {size:>10}  {checkpoint.path.name}"
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and not all(item is None or isinstance(item, _PLAIN) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{index}")
+    else:
+        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        yield name, torch.from_numpy(value) if is_array else value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return f"{text} = {value.item()}" if value.dim() == 0 else text
+    text = repr(value)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
+
+
+def _change(first: Any, second: Any) -> str:
+    """Say how two values differ; empty if they are the same to the bit."""
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        same = type(first) is type(second) and repr(first) == repr(second)
+        return "" if same else f"{_describe(first)} -> {_describe(second)}"
+    if first.dtype != second.dtype or first.shape != second.shape or first.dim() == 0:
+        same = first.dtype == second.dtype and first.shape == second.shape and torch.equal(_bits(first), _bits(second))
+        return "" if same else f"{_describe(first)} -> {_describe(second)}"
+    if torch.equal(_bits(first), _bits(second)):
+        return ""
+    changed = int((_bits(first) != _bits(second)).sum())
+    kind = torch.complex128 if first.is_complex() else torch.float64
+    largest = (first.to(kind) - second.to(kind)).abs().max().item()
+    return f"{_describe(first)}: {changed} bytes differ, by {largest:.3g} at most"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _bytes(size: int) -> str:
+    amount = float(size)
+    for unit in ("B", "KB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

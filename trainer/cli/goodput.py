@@ -1,0 +1,202 @@
+"""``echelon goodput``: where the time of a run went, as a table, a figure or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from ...callbacks.goodput.ledger import FILE_NAME, read_ledger
+from ...callbacks.goodput.spans import CATEGORIES, Category, Goodput, account, clock, goodput_of
+from ...callbacks.helpers.console import say
+from ...callbacks.helpers.table import boxed
+from ...strategies.errors import ConfigError, EchelonError, RunError
+from .goodput_figure import draw
+
+_MEANINGS: Final[dict[Category, str]] = {
+    "productive": "steps that count",
+    "validation": "between steps; counts, too",
+    "redone": "steps whose work was lost",
+    "checkpoint": "training waited for a checkpoint",
+    "data_wait": "training waited for the next batch",
+    "start_up": "from a process's start to its first step",
+    "down": "nobody ran",
+}
+_HEAD: Final = ("Round", "Down", "Ran", "Ranks", "Steps", "Lost", "End")
+_WIDTH: Final = 80
+_SHORTEST_END: Final = 8
+_TENTHS_BELOW: Final = 600_000_000
+_NAMES: Final = 5
+
+_EPILOG: Final = """\
+examples:
+  echelon goodput echelon_logs/version_0
+  echelon goodput echelon_logs              the newest version
+  echelon goodput echelon_logs --since 3    from round 3 on, without the time before it
+
+exit codes:
+  0 done   1 the ledger cannot be read, or the figure not be written   2 there is no ledger
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Show a ledger and return the exit code."""
+    options = _parser().parse_args(words)
+    try:
+        _show(options)
+    except EchelonError as error:
+        sys.stderr.write(f"echelon: error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # `head` has seen enough; what Python has yet to write at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def find_ledger(run: Path) -> Path:
+    """Return the ledger of a run's folder, or of the newest run below it.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if run.is_file():
+        return run
+    if (run / FILE_NAME).is_file():
+        return run / FILE_NAME
+    below = [path for pattern in ("*", "*/*") for path in run.glob(f"{pattern}/{FILE_NAME}") if path.is_file()]
+    if below:
+        return max(below, key=lambda path: path.stat().st_mtime)
+    if not run.exists():
+        raise ConfigError(f"RUN {str(run)!r} does not exist; give the folder of a run, such as echelon_logs/version_0.")
+    names = sorted(path.name for path in run.iterdir())
+    found = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
+    raise ConfigError(
+        f"RUN {str(run)!r} holds no {FILE_NAME}, and neither do the folders below it (found: {found or 'nothing'}); "
+        "give the folder of a run, and let the Trainer of the run have callbacks=[GoodputMonitor()]."
+    )
+
+
+def render(goodput: Goodput) -> str:
+    """Return the account as tables of at most 80 columns."""
+    micros, total = goodput.micros, max(1, goodput.total)
+    rows = [
+        [category.replace("_", " "), _clock(goodput, micros[category]), f"{micros[category] / total:.1%}", meaning]
+        for category, meaning in _MEANINGS.items()
+    ]
+    rows.append(["all", _clock(goodput, goodput.total), "100.0%", ""])
+    lines = [
+        boxed(["Time", "h:mm:ss", "Share", ""], rows, "<>><"),
+        f"Steps: {goodput.kept_steps} count, {goodput.lost_steps} were lost.",
+        boxed(_HEAD, _rows(goodput), ">>>>>><"),
+    ]
+    causes = [f"Round {one.index}: {one.cause}" for one in goodput.rounds if one.cause]
+    lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
+    if goodput.num_skipped:
+        lines.append(f"Skipped {goodput.num_skipped} lines that were torn, damaged or no records.")
+    return "\n".join(lines)
+
+
+def as_json(goodput: Goodput) -> dict[str, Any]:
+    """Return the account as JSON values; times are in seconds."""
+    rounds = [
+        {
+            "round": one.index,
+            "began": one.began,
+            "world_size": one.world_size,
+            "first_step": one.first_step,
+            "last_step": one.last_step,
+            "lost_steps": one.lost_steps,
+            "seconds": _seconds(one.micros),
+            "end": one.end,
+            "cause": one.cause,
+        }
+        for one in goodput.rounds
+    ]
+    return {
+        "goodput": goodput_of(goodput.micros),
+        "total_seconds": goodput.total / 1_000_000,
+        "seconds": _seconds(goodput.micros),
+        "kept_steps": goodput.kept_steps,
+        "lost_steps": goodput.lost_steps,
+        "rounds": rounds,
+        "skipped_lines": goodput.num_skipped,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="echelon goodput",
+        description="Show what the time of a run went into, over all its restarts, and draw it as goodput.png.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that holds several")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw it (goodput.png in the run's folder)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead; draws only with --png")
+    parser.add_argument("--since", metavar="ROUND", type=int, default=0, help="leave out the rounds before this one")
+    return parser
+
+
+def _show(options: argparse.Namespace) -> None:
+    path = find_ledger(options.run)
+    goodput = _account(path, options.since)
+    if options.json:
+        say(json.dumps({"ledger": str(path), **as_json(goodput)}, indent=2))
+    else:
+        began = datetime.fromtimestamp(goodput.rounds[0].began, UTC).astimezone()
+        say(f"{path.parent}: goodput {goodput_of(goodput.micros):.1%} since {began:%Y-%m-%d %H:%M:%S}")
+        say(render(goodput))
+    if options.json and options.png is None:
+        return
+    try:
+        target = options.png or path.with_name("goodput.png")
+        draw(goodput, target, title=str(path.parent))
+    except EchelonError as error:
+        if options.png is not None:
+            raise
+        say(f"There is no figure: {error}")
+    else:
+        if not options.json:
+            say(f"Drawn as {target}.")
+
+
+def _account(path: Path, since: int) -> Goodput:
+    try:
+        ledger = read_ledger(path)
+    except OSError as error:
+        raise RunError(
+            f"The ledger {str(path)!r} cannot be read: {error.strerror}; look at its permissions."
+        ) from error
+    if not ledger.rounds:
+        raise RunError(
+            f"{str(path)!r} holds no round, but {ledger.num_skipped} lines that are no records; give another run."
+        )
+    if not 0 <= since < len(ledger.rounds):
+        raise ConfigError(f"--since {since} is not possible; rounds go from 0 to {len(ledger.rounds) - 1}.")
+    return account(ledger, since)
+
+
+def _rows(goodput: Goodput) -> list[list[str]]:
+    """Return a row for each round, the last column cut to what is left of 80."""
+    rows = []
+    for one in goodput.rounds:
+        down = one.micros["down"]
+        times = [_clock(goodput, time) for time in (down, sum(one.micros.values()) - down)]
+        steps = [f"{one.first_step}-{one.last_step}", str(one.lost_steps)]
+        rows.append([str(one.index), *times, str(one.world_size), *steps, one.end])
+    used = sum(max(len(row[column]) for row in (_HEAD, *rows)) + 3 for column in range(len(_HEAD) - 1)) + 4
+    room = max(_SHORTEST_END, _WIDTH - used)
+    return [[*row, end if len(end) <= room else f"{end[: room - 1]}…"] for *row, end in rows]
+
+
+def _clock(goodput: Goodput, time: int) -> str:
+    return clock(time, tenths=goodput.total < _TENTHS_BELOW)
+
+
+def _seconds(micros: Any) -> dict[str, float]:
+    return {category: micros[category] / 1_000_000 for category in CATEGORIES}

@@ -1,0 +1,124 @@
+"""The account of a run as a figure: all of it as one bar, and a row for each round along the time."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ...callbacks.goodput.spans import CATEGORIES, Category, Goodput, Span, clock, goodput_of
+from ...strategies.errors import MissingDependencyError, RunError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Corners = list[tuple[float, float]]
+
+_COLOURS: Final[dict[Category, str]] = {
+    "productive": "#1b7837",
+    "validation": "#80c683",
+    "redone": "#d73027",
+    "checkpoint": "#4575b4",
+    "data_wait": "#74add1",
+    "start_up": "#fdae61",
+    "down": "#bdbdbd",
+}
+_TICKS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+"""How many seconds may lie between two ticks of the time."""
+_NUM_CELLS: Final = 800
+"""So many columns has the timeline; what is shorter than one shows as its share of it."""
+
+
+def draw(goodput: Goodput, path: Path, title: str) -> None:
+    """Draw an account and write it as a PNG.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+        RunError: if the file cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError(
+            f"Drawing needs matplotlib, which {sys.executable} does not find; run: pip install matplotlib."
+        )
+    from matplotlib.figure import Figure
+
+    rows = len(goodput.rounds)
+    height = min(12.0, 2.6 + 0.3 * rows)
+    figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
+    ratios = [0.5, max(1.0, height - 2.4)]
+    summary, timeline = figure.subplots(2, 1, gridspec_kw={"height_ratios": ratios})
+    share, total = goodput_of(goodput.micros), clock(goodput.total, tenths=goodput.total < 60_000_000)
+    figure.suptitle(f"{title}\ngoodput {share:.1%} of {total}", fontsize=11)
+    _draw_summary(summary, goodput)
+    _draw_timeline(timeline, goodput)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}; give --png another file.") from error
+
+
+def cells(spans: Sequence[Span], begin: int, width: float) -> dict[int, dict[Category, float]]:
+    """Return what each cell of so many microseconds is made of, as shares of the cell."""
+    found: dict[int, dict[Category, float]] = {}
+    for span in spans:
+        length = span.end - span.begin
+        first, last = int((span.begin - begin) / width), int((span.end - begin) / width)
+        for index in range(first, last + 1) if length else ():
+            left, right = begin + index * width, begin + (index + 1) * width
+            overlap = max(0.0, min(right, span.end) - max(left, span.begin)) / length
+            cell = found.setdefault(index, dict.fromkeys(CATEGORIES, 0.0))
+            for category, part in span.micros.items():
+                cell[category] += part * overlap / width
+    return found
+
+
+def _draw_summary(axes: Axes, goodput: Goodput) -> None:
+    left, total = 0.0, max(1, goodput.total)
+    for category, part in goodput.micros.items():
+        share = part / total
+        axes.barh(
+            0, share, left=left, color=_COLOURS[category], label=f"{category.replace('_', ' ')} {share:.1%}", height=1
+        )
+        left += share
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.5, 0.5)
+    axes.set_axis_off()
+    axes.legend(ncols=len(CATEGORIES), loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8)
+
+
+def _stack(
+    corners: dict[Category, list[Corners]], cell: Mapping[Category, float], left: float, width: float, low: float
+) -> None:
+    """Add a rectangle for each category of a cell, one above the other; the axis of rounds points down."""
+    right = left + width
+    for category in CATEGORIES:
+        high = low - 0.8 * cell[category]
+        if high != low:
+            corners[category].append([(left, low), (left, high), (right, high), (right, low)])
+        low = high
+
+
+def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import AutoLocator, MaxNLocator, MultipleLocator
+
+    begin, total = goodput.spans[0].begin if goodput.spans else 0, max(1, goodput.total)
+    width = total / _NUM_CELLS
+    corners: dict[Category, list[Corners]] = {category: [] for category in CATEGORIES}
+    for one in goodput.rounds:
+        found = cells([span for span in goodput.spans if span.round == one.index], begin, width)
+        for index, cell in found.items():
+            _stack(corners, cell, index * width, width, one.index + 0.4)
+    for category, shapes in corners.items():
+        axes.add_collection(PolyCollection(shapes, facecolors=_COLOURS[category], antialiaseds=False), autolim=False)
+    axes.set_xlim(0, total)
+    axes.set_ylim(goodput.rounds[-1].index + 0.6, goodput.rounds[0].index - 0.6)
+    axes.set_ylabel("round")
+    axes.set_xlabel("time since the first start (h:mm:ss)")
+    every = next((step for step in _TICKS if total <= 10e6 * step), _TICKS[-1])
+    axes.xaxis.set_major_locator(MultipleLocator(every * 1_000_000) if total <= 10e6 * every else AutoLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: clock(int(max(0, value)), tenths=every < 1))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,152 @@
+"""Targets: a mapping with ``_target_`` in a config names a class and its arguments; here it is checked, then built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from ...strategies.errors import ConfigError, did_you_mean
+from ..session.settings import describe, fits
+
+TARGET: Final = "_target_"
+_SIMPLE: Final = (int, float, str, bool, type(None))
+_CLASS_PATH: Final = re.compile(r"[A-Za-z]\w*(\.[A-Za-z_]\w*)*\.[A-Za-z]\w*")
+
+
+def is_target(value: object) -> bool:
+    """Return whether a value of a config names a class to build."""
+    return isinstance(value, Mapping) and TARGET in value
+
+
+def targets(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the class path of every target inside a value."""
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            yield f"{key}.{TARGET}".lstrip("."), value[TARGET]
+        for name, item in value.items():
+            yield from targets(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from targets(item, f"{key}.{index}".lstrip("."))
+
+
+def check(value: object, key: str, base: type = object) -> None:
+    """Import every class named inside a value and hold the arguments given against its constructor; build nothing.
+
+    Raises:
+        ConfigError: for a path that names no class, a class that is no `base`, and an argument that is unknown, missing
+            or of the wrong type.
+    """
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            check(item, f"{key}.{index}")
+    if not isinstance(value, Mapping):
+        return
+    if is_target(value):
+        found = find_class(value[TARGET], f"{key}.{TARGET}")
+        if not issubclass(found, base):
+            raise ConfigError(
+                f"{key}.{TARGET}={value[TARGET]!r} is no {base.__name__}; name a class derived from {base.__name__}."
+            )
+        _check_arguments(found, value, key)
+    for name, item in value.items():
+        check(item, f"{key}.{name}")
+
+
+def build(value: Any, key: str) -> Any:
+    """Return a value with every target in it replaced by the object that it describes, the innermost first."""
+    if isinstance(value, list):
+        return [build(item, f"{key}.{index}") for index, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    built = {name: build(item, f"{key}.{name}") for name, item in value.items() if name != TARGET}
+    if not is_target(value):
+        return built
+    try:
+        return find_class(value[TARGET], f"{key}.{TARGET}")(**built)
+    except Exception as error:
+        error.add_note(f"This happened while building {key} ({value[TARGET]}).")
+        raise
+
+
+def find_class(path: object, key: str) -> type[Any]:
+    """Import the class of a dotted path.
+
+    Raises:
+        ConfigError: if the path has not the form of one, or there is no such class, or it belongs to Python's own
+            library: nothing there is a part of a training, and much of it (``subprocess.Popen``) is no toy.
+    """
+    if not isinstance(path, str) or not _CLASS_PATH.fullmatch(path):
+        raise ConfigError(f"{key}={path!r} is no path of a class; write it as package.module.Class.")
+    module_name, _, class_name = path.rpartition(".")
+    _refuse_library(path, module_name, key)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{key}={path!r}: there is no module {error.name!r}; it must be installed, or lie beside the config file "
+            "or in the working directory."
+        ) from None
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        classes = [name for name in dir(module) if isinstance(getattr(module, name), type)]
+        raise ConfigError(
+            f"{key}={path!r}: module {module_name!r} has no class {class_name!r}.{did_you_mean(class_name, classes)}"
+        )
+    _refuse_library(path, found.__module__, key)
+    return found
+
+
+def _refuse_library(path: str, module: str, key: str) -> None:
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names and root not in ("datetime", "pathlib"):
+        raise ConfigError(
+            f"{key}={path!r} is a class of Python's own library; name a class of torch, echelon or your own."
+        )
+
+
+def _check_arguments(found: type[Any], given: Mapping[str, Any], key: str) -> None:
+    path = given[TARGET]
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):  # a class written in C that does not tell
+        return
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [parameter.name for parameter in named]
+    hints = _hints(found)
+    for name, value in given.items():
+        if name == TARGET:
+            continue
+        if name not in known and not takes_any:
+            raise ConfigError(f"{key}.{name}={value!r} is no argument of {path}.{did_you_mean(str(name), known)}")
+        hint = hints.get(name, Any)
+        if _is_simple(hint) and not fits(value, hint):
+            raise ConfigError(
+                f"{key}.{name}={value!r} has the wrong type {type(value).__name__}; {path} wants {describe(hint)}."
+            )
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in given:
+            raise ConfigError(f"{key}={dict(given)!r} lacks an argument of {path}; add {key}.{parameter.name}.")
+
+
+def _hints(found: type[Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(found.__init__)
+    except (AttributeError, NameError, TypeError):  # names that only a type checker imports
+        return {}
+
+
+def _is_simple(hint: Any) -> bool:
+    """Return whether a value of YAML can be held against an annotation."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return all(_is_simple(part) for part in get_args(hint))
+    return origin is Literal or hint in _SIMPLE

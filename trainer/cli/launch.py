@@ -1,0 +1,252 @@
+"""``echelon launch``: several processes of one program on this node, by torchrun or by Echelon's elastic agent."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ...strategies.cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
+from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
+from ...strategies.elastic import parse_nodes
+from ...strategies.errors import ConfigError, EchelonError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
+_MAX_RESTARTS: Final = 10  # of an elastic run
+
+_EPILOG: Final = f"""\
+on one machine, by a store that listens on loopback only:
+  echelon launch --nproc 2 train.py --lr 1e-3
+  echelon launch --nproc gpu -m my_package.train
+
+on two machines, node 0 being 10.0.0.1, where the store listens at port {DEFAULT_PORT}:
+  echelon launch --nproc 4 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 train.py      on the first
+  echelon launch --nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 train.py      on the second
+or, where nodes may take their ranks as they come (torchrun's c10d, which listens on every interface), on each:
+  echelon launch --nproc 4 --nnodes 2 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
+
+elastic, by Echelon's own agent: the processes start again after faults, and when nodes come or leave; on each machine:
+  echelon launch --nproc 4 --nodes 1:4 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
+and on one machine, for faults only:
+  echelon launch --nproc 2 --max-restarts 3 train.py
+
+The program's Trainer takes numbers of devices and nodes from the launch; devices= and num_nodes= that contradict it
+are errors. The cores are shared among the processes unless OMP_NUM_THREADS says how many threads each gets. torchrun
+has more options; a program that it starts runs just so.
+
+exit codes:
+  0 done   2 wrong command   else that of the process that failed first, or 128 + the signal that ended it
+  143 told to end by SIGTERM; what an elastic launch ran has saved, and left its run
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the program in the processes that were asked for and return the job's exit code."""
+    parser = _parser()
+    options = parser.parse_args(words)
+    is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
+    options.nnodes = options.nodes or options.nnodes
+    _check(parser, options)
+    if is_elastic:
+        return _run_elastic(options)
+    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
+    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    if options.nnodes == (1, 1):
+        set_defaults(loopback_variables())
+    # torchrun leaves the folder of its error files behind, unless it is somebody's
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="echelon launch",
+        description="Start several processes of a program on this node. They train as one run, as under torchrun.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
+    )
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
+    nodes.add_argument("--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, elastic also for a fixed number")
+    parser.add_argument("--node-rank", type=_count, metavar="R", help="which node this is: 0 is where --rdzv points")
+    parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        metavar="K",
+        help="start all again up to K times if one fails (0; 10 with --nodes)",
+    )
+    parser.add_argument("--run-id", default="echelon", metavar="ID", help="what tells elastic runs on one store apart")
+    parser.add_argument(
+        "--grace", type=_seconds, default=30.0, metavar="S", help="elastic: to end a step in, when told to leave (30)"
+    )
+    parser.add_argument("--hang-timeout", type=_seconds, metavar="S", help="elastic: how long a step may take (adapts)")
+    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
+    parser.add_argument("program", metavar="PROGRAM", help="a Python script")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
+    return parser
+
+
+def _nproc(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 1, gpu, cpu or auto")
+    return text
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    try:
+        return parse_nodes(text)
+    except ConfigError:
+        reason = f"{text!r} is not possible; give a number from 1, or MIN:MAX such as 1:4"
+        raise argparse.ArgumentTypeError(reason) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give seconds, above 0")
+    return seconds
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error and code 2 for options that contradict each other, before any process starts."""
+    least, most = options.nnodes
+    if most == 1:
+        for name in ("rdzv", "node_rank"):
+            if getattr(options, name) is not None:
+                option = name.replace("_", "-")
+                parser.error(f"--{option} {getattr(options, name)} is for several nodes; give --nnodes, too")
+    elif options.rdzv is None:
+        name = "nnodes" if options.nodes is None else "nodes"
+        parser.error(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
+    if options.node_rank is not None and least != most:
+        parser.error(f"--node-rank {options.node_rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
+    if options.node_rank is not None and options.max_restarts:
+        parser.error(f"--max-restarts {options.max_restarts} on several nodes needs ranks as they come: no --node-rank")
+    if options.node_rank is not None and options.nodes is not None:
+        parser.error(f"--node-rank {options.node_rank}: elastic nodes take their ranks as they come; leave it out")
+    if options.node_rank is not None and options.node_rank >= most:
+        parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
+    if options.nproc == "gpu" and not torch.cuda.is_available():
+        parser.error("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core")
+    if not options.module and not Path(options.program).is_file():
+        parser.error(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
+    if options.rdzv is not None:
+        try:
+            address_towards(_host(options.rdzv))
+        except (OSError, ValueError) as error:
+            parser.error(
+                f"--rdzv {options.rdzv} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+            )
+
+
+def _run_elastic(options: argparse.Namespace) -> int:
+    from torch.distributed.run import determine_local_world_size
+
+    from ...strategies.launch.worker import threads_of_each
+    from .launch_elastic import Program, run
+
+    num_processes = determine_local_world_size(options.nproc)
+    set_defaults({"OMP_NUM_THREADS": str(threads_of_each(num_processes))})
+    return run(
+        Program(options.program, tuple(options.arguments), options.module),
+        num_processes=num_processes,
+        nodes=options.nnodes,
+        endpoint=options.rdzv,
+        run_id=options.run_id,
+        max_restarts=_MAX_RESTARTS if options.max_restarts is None else options.max_restarts,
+        grace=options.grace,
+        hang_timeout=options.hang_timeout,
+    )
+
+
+def _torchrun_options(options: argparse.Namespace) -> list[str]:
+    _, most = options.nnodes
+    given = {"nproc-per-node": options.nproc, "nnodes": most}
+    given["rdzv-endpoint"] = LOOPBACK if options.rdzv is None else options.rdzv
+    if most > 1 and options.node_rank is None:
+        given |= {"rdzv-backend": "c10d", **_place(options.rdzv)}
+    else:
+        given |= {"rdzv-backend": "echelon", "rdzv-conf": f"node_rank={options.node_rank or 0}"}
+    return [*(f"--{name}={value}" for name, value in given.items()), *(["--module"] if options.module else [])]
+
+
+def _place(endpoint: str) -> dict[str, str]:
+    """Return which address this node has on the network of the meeting, and whether the meeting is here.
+
+    torchrun would go by this machine's name, which may lead to loopback.
+    """
+    host = _host(endpoint)
+    address = address_towards(host)
+    if address == LOOPBACK:  # several launches on one machine, of which the first is the host
+        return {"local-addr": address}
+    return {"local-addr": address, "rdzv-conf": f"is_host={int(is_this_machine(host))}"}
+
+
+def _host(endpoint: str) -> str:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    return parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)[0]
+
+
+def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return where nodes of known ranks meet; torchrun's own ways of one node, and of such nodes, listen everywhere."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from ...strategies.launch.static_rendezvous import Rendezvous
+
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    num_nodes, node_rank = parameters.max_nodes, parameters.get_as_int("node_rank") or 0
+    return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), _START_TIMEOUT)
+
+
+def _run(words: list[str], arguments: list[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import determine_local_world_size, parse_args, run
+
+    from ...strategies.launch.worker import threads_of_each
+
+    rendezvous_handler_registry.register("echelon", _meeting)
+    job = parse_args(words)
+    job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
+    try:
+        # torchrun would give each process one thread, and say so in a banner
+        set_defaults({"OMP_NUM_THREADS": str(threads_of_each(determine_local_world_size(job.nproc_per_node)))})
+        run(job)
+    except EchelonError as error:
+        print(f"echelon: error: {error}", file=sys.stderr)
+        return 1
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        end = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {-failure.exitcode}"
+        print(f"echelon: rank {rank} (pid {failure.pid}) ended with {end}; see its output", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        print(f"echelon: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
+    return 0

@@ -1,0 +1,136 @@
+"""A program in workers of the elastic agent, which starts them again after faults and when nodes come or leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from ...strategies.errors import ConfigError, EchelonError
+
+if TYPE_CHECKING:
+    from ...strategies.launch.agent import Agent
+    from ...strategies.launch.failures import End
+    from ...strategies.launch.worker import Job
+
+_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a worker runs as ``__main__``."""
+
+    name: str
+    """Of a file, or of a module."""
+    arguments: tuple[str, ...]
+    is_module: bool
+
+    def run(self) -> None:
+        """Run it as an interpreter of its own would; an exit with code 0 is none.
+
+        Raises:
+            SystemExit: with any other code.
+            BaseException: what the program raised.
+        """
+        sys.argv = [self.name, *self.arguments]
+        try:
+            if self.is_module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, os.path.dirname(os.path.abspath(self.name)))
+                runpy.run_path(self.name, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+
+
+def run(
+    program: Program,
+    *,
+    num_processes: int,
+    nodes: tuple[int, int],
+    endpoint: str | None,
+    run_id: str,
+    max_restarts: int,
+    grace: float,
+    hang_timeout: float | None,
+) -> int:
+    """Run the program in so many processes of this node, round after round; return the exit code of the launch.
+
+    The arguments are those of `ElasticStrategy`; times are in seconds.
+    """
+    from ...strategies.launch.launcher import launch
+    from ...strategies.launch.node_folder import NodeFolder
+    from ...strategies.resilience.elastic_agent import ElasticAgent
+    from ...strategies.resilience.elastic_rendezvous import meeting
+    from ...strategies.resilience.hang_detection import Limits
+    from ...strategies.resilience.restart_policy import RestartPolicy
+
+    agents: list[Agent] = []
+
+    def make_agent(job: Job) -> Agent:
+        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
+        policy = RestartPolicy(max_restarts, first_step_limit=None)
+        limits = Limits(hang_timeout, has_beats=False)
+        agents.append(ElasticAgent(job, num_processes, meet, folder.path, policy, limits=limits, grace=grace))
+        return agents[0]
+
+    _show_log()
+    with NodeFolder.create() as folder:
+        return _code_of(lambda: launch(program.run, make_agent, is_local=nodes == (1, 1)), agents)
+
+
+def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
+    try:
+        job()
+    except KeyboardInterrupt:
+        return _told("ended by SIGINT", 130)
+    except SystemExit:
+        return _told("ended by a signal, and saved; start it again to go on", 143)
+    except BaseException as error:
+        from ...strategies.resilience.elastic_rendezvous import SpareError
+
+        if isinstance(error, SpareError):
+            return _told(str(error), 0)
+        ends = agents[0].failed if agents else []
+        if ends:
+            cause = min(ends, key=lambda end: end.likelihood)
+            return _told(_describe(cause, agents[0].report), code_of_end(cause))
+        if not isinstance(error, EchelonError):
+            raise
+        return _told(f"error: {error}", 2 if isinstance(error, ConfigError) else 1)
+    return 0
+
+
+def _describe(cause: End, report: str | None) -> str:
+    shown = cause.failure.traceback if cause.failure is not None and not cause.failure.is_exit else ""
+    return "\n".join(filter(None, [shown and f"\n{shown}", cause.describe(), report]))
+
+
+def code_of_end(cause: End) -> int:
+    """Return what an interpreter of its own would have ended with, or a shell would say of its end."""
+    if cause.failure is None:
+        return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
+    code = cause.failure.exit_code
+    return 1 if code is None or code < 0 else code
+
+
+def _told(message: str, code: int) -> int:
+    print(f"echelon: {message}", file=sys.stderr)
+    return code
+
+
+def _show_log() -> None:
+    """Show on standard error what the agent says of rounds."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("echelon: %(message)s"))
+    log = logging.getLogger("echelon")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

@@ -1,0 +1,1 @@
+"""Scripts and manifests for cluster schedulers, rendered from a config. Imports strategies."""

@@ -1,0 +1,79 @@
+"""``echelon rendezvous``: the store where the nodes of elastic runs meet, on a machine that stays."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+from ...strategies.cluster.environment import DEFAULT_PORT
+
+_EPILOG: Final = f"""\
+on a machine that outlives the nodes, such as a head node whose address is 10.0.0.1:
+  echelon rendezvous --listen 10.0.0.1:{DEFAULT_PORT}
+on each node:
+  echelon launch --nproc 4 --nodes 1:4 --rdzv 10.0.0.1:{DEFAULT_PORT} --run-id first train.py
+
+Without it the node whose address --rdzv gives keeps the store, in a process of its own, and a run does not survive the
+loss of that machine. One store serves any number of runs, each with a --run-id of its own; it keeps what they need to
+meet, and nothing of their training.
+
+Whoever can connect to the port can run code on every node: let it be reached from the nodes only. The store listens on
+the address that is given; a name would have it listen on all of this machine's.
+
+exit codes:
+  0 ended by Ctrl-C or SIGTERM   1 the address is taken, or not of this machine   2 wrong command
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Keep the store until a signal ends it, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="echelon rendezvous",
+        description="Keep the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--listen", metavar="HOST[:PORT]", required=True, help="an address of this machine")
+    endpoint = parser.parse_args(words).listen
+    try:
+        _serve(endpoint)
+    except ValueError as error:
+        parser.error(f"--listen {endpoint} is no address ({error}); give HOST:PORT")
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        print(
+            f"echelon: error: cannot listen on {endpoint} ({reason}); give an address of this machine, and a free port",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _serve(endpoint: str) -> None:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from ...strategies.cluster.tcp_store import listen
+    from ...strategies.resilience.store_process import serve
+
+    host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+    listener = listen(host, port)
+    address, port = listener.getsockname()[:2]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as a batch script has it, whose nodes get the signal, too
+            signal.signal(number, _end)
+    print(f"echelon: nodes meet at {host}:{port}", flush=True)
+    serve(address, port, listener.detach(), is_kept=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)  # a second one would break into the end itself
+    raise KeyboardInterrupt

@@ -1,0 +1,83 @@
+"""The command `echelon samples RUN`: whether every sample of every epoch came exactly once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Final
+
+from ...callbacks.helpers.console import say
+from ...callbacks.helpers.table import boxed
+from ...callbacks.samples.audit import Audit, EpochAudit, audit, samples_folder
+from ...strategies.errors import DataError
+
+_SHOWN: Final = 10
+_EPILOG: Final = """\
+exit codes:
+  0 every sample came as often as it should, in an unfinished epoch so far
+  1 some did not, or the ledger is not complete   2 there is no ledger, or a file is damaged
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Audit the ledger of a run, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="echelon samples",
+        description="Show for each epoch of a run whether every sample was used exactly once.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, which holds samples/")
+    try:
+        found = audit(samples_folder(parser.parse_args(argv).run))
+    except DataError as error:
+        print(f"echelon: error: {error}", file=sys.stderr)
+        return 2
+    say(report(found))
+    return 0 if found.is_exact else 1
+
+
+def report(found: Audit) -> str:
+    """Return an audit as a table, with a line below it for everything that is wrong."""
+    several = len({epoch.key.loader for epoch in found.epochs}) > 1
+    head = ["Epoch", *(["Loader"] if several else []), "Used", "Of", "Skipped", "Twice", "Missing", ""]
+    rows = [_row(epoch, several) for epoch in found.epochs]
+    lines = [line for epoch in found.epochs for line in (*_repeated(epoch), *_missing(epoch))]
+    return "\n".join([boxed(head, rows, ">" * (len(head) - 1) + "<"), *lines, *found.faults])
+
+
+def _row(epoch: EpochAudit, several: bool) -> list[str]:
+    key = epoch.key
+    name = f"{key.epoch}" + (f", lap {key.lap + 1}" if key.lap else "")
+    if epoch.source.num_streams > 1:
+        name += f", rank {key.stream}"
+    numbers = epoch.used, _planned(epoch), epoch.skipped, len(epoch.repeated), len(epoch.missing)
+    return [name, *([str(key.loader)] if several else []), *map(str, numbers), epoch.verdict]
+
+
+def _planned(epoch: EpochAudit) -> str:
+    """Return of how many; batches where those are what is counted, a question mark where a limit decides."""
+    end = epoch.source.end
+    return "?" if end < 0 else f"{end} batches" if epoch.source.in_batches else str(end)
+
+
+def _repeated(epoch: EpochAudit) -> Iterator[str]:
+    what = "index" if epoch.source.comes_once else "place"
+    for repeated in epoch.repeated[:_SHOWN]:
+        wheres = "; ".join(map(str, repeated.wheres[:_SHOWN]))
+        yield f"Epoch {epoch.key.epoch}: {what} {repeated.what} came {len(repeated.wheres)} times: {wheres}."
+    if len(epoch.repeated) > _SHOWN:
+        yield f"Epoch {epoch.key.epoch}: {len(epoch.repeated) - _SHOWN} more came too often."
+
+
+def _missing(epoch: EpochAudit) -> Iterator[str]:
+    if not epoch.missing:
+        return
+    # a stretch of neighbours has one difference between value and rank
+    stretches = [[value for _, value in group] for _, group in groupby(enumerate(epoch.missing), lambda x: x[1] - x[0])]
+    texts = [f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in islice(stretches, _SHOWN)]
+    more = ", ..." if len(stretches) > _SHOWN else ""
+    yield f"Epoch {epoch.key.epoch}: never came: {', '.join(texts)}{more}."

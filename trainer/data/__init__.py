@@ -1,0 +1,1 @@
+"""Loaders as resumable streams of micro-batches. Imports module and below."""

@@ -1,0 +1,113 @@
+"""What a user's loader is and how it reads, judged without reading."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ...strategies.errors import DataError
+from .index_stream import Order, Ranks, Sampled, Sequential, Shuffled, length_of
+
+
+def check_loader(loader: Any, ranks: Ranks) -> None:
+    """Raise `DataError` unless these ranks can read batches from it, judging without reading."""
+    if isinstance(loader, Dataset):
+        raise DataError(
+            f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
+            "instead."
+        )
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise DataError(
+            f"{loader!r:.80} is no loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
+        )
+    sampler = _distributed_sampler(loader)
+    if ranks.data_size > 1 and sampler is not None:
+        deals, found = (sampler.num_replicas, sampler.rank), (ranks.data_size, ranks.data_rank)
+        if deals != found:
+            raise DataError(
+                f"The loader's {type(sampler).__name__} deals to {deals[0]} ranks, of which this would be {deals[1]}, "
+                f"but the data has {found[0]} ranks, of which this is {found[1]}. Build it in train_dataloader() or "
+                "its like, with num_replicas=self.trainer.strategy.data_size and rank=self.trainer.strategy.data_rank; "
+                "or leave it out: samples are dealt without it."
+            )
+
+
+def is_indexed(loader: Any) -> bool:
+    """Return whether a loader reads its samples by index."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def is_sequence(loader: Any) -> bool:
+    """Return whether a loader holds batches by index; what has an ``__iter__`` of its own is read with that."""
+    if isinstance(loader, Sequence):
+        return True
+    return hasattr(loader, "__getitem__") and length_of(loader) is not None and not hasattr(loader, "__iter__")
+
+
+def is_dealt(loader: Any, ranks: Ranks) -> bool:
+    """Return whether what a loader reads is dealt to the ranks from outside; otherwise it yields each its own."""
+    if not ranks.is_dealing or not (is_indexed(loader) or is_sequence(loader)):
+        return False
+    return _distributed_sampler(loader) is None
+
+
+def _distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """Return the user's sampler that deals, of the loader itself or inside its batch sampler; None if it has none."""
+    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+
+
+def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
+    """Return the order in which a loader's sampler reads, as a function of (seed, epoch)."""
+    dataset: Any = loader.dataset
+    if in_order:
+        return Sequential(len(dataset))
+    if _has_own_batches(loader):
+        return Sampled(loader.batch_sampler, seed)  # type: ignore[arg-type]
+    sampler: Any = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return Sequential(len(dataset))
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        sampler = copy.copy(sampler)
+        sampler.generator = None  # draws from a stream of its own, begun by the seed, so that it can be resumed
+        seed = generator.initial_seed()
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
+        return Shuffled(len(dataset), seed)
+    return Sampled(sampler, seed)
+
+
+def unshuffled(loader: Any) -> Any:
+    """Return a copy of a loader that reads its samples in their order; one that does not shuffle as it is."""
+    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+        return loader
+    dataset: Any = loader.dataset
+    indices = SequentialSampler(dataset)
+    if loader.batch_size is None:
+        return with_indices(loader, indices)
+    return with_indices(loader, BatchSampler(indices, loader.batch_size, loader.drop_last))
+
+
+def makes_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the loader itself makes batches of samples, of its batch_size."""
+    return loader.batch_size is not None
+
+
+def _has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the user gave a batch sampler."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+def with_indices(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
+    """Return a copy of the loader, of the same class and with everything it has, that reads these indices."""
+    clone = copy.copy(loader)
+    batched = loader.batch_sampler is not None
+    # a DataLoader forbids setting its sampler, for fear of a half-changed one: everything that uses it is set here
+    vars(clone)["batch_sampler" if batched else "sampler"] = indices
+    vars(clone)["_iterator"] = None
+    return clone

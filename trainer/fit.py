@@ -1,0 +1,77 @@
+"""One fit, validate, test or predict in one process, between the opening of its session and its end."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
+from .loop.train import Results, evaluate, sanity_check, train
+from .request import Request
+from .resume.find_checkpoint import read_checkpoint
+from .resume.run_state import load_generators, load_position, load_training, load_weights
+from .session.session import Session
+from .setup import build_optimizers, introduce, load_evaluation_data, load_train_data, part_ranks, set_up_module
+
+
+def fit(session: Session, request: Request) -> None:
+    """Train, from the beginning or from a checkpoint. Collective: every rank calls it."""
+    saved = _read(session, request)
+    if saved is not None:
+        load_position(session, saved)  # the order of the samples hangs on the seed
+    _load_data(session, request)
+    session.reload = partial(_load_data, session, request)
+    setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
+    with checkpointed(session.module, setting):
+        set_up_module(session)
+        build_optimizers(session)
+        if saved is not None:
+            load_weights(session, saved)
+            load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
+            if not session.is_restarted:  # else it may be a snapshot, which the next one replaces
+                session.last_checkpoint = session.resumed_from
+        # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
+        introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
+        part_ranks(session)
+        session.hooks.call("on_fit_start")
+        with session.interruption.listening():
+            if saved is None:
+                sanity_check(session)
+            else:
+                load_generators(session, saved)
+            saved = None  # and with it, its files
+            session.stage = "train"
+            session.interruption.start(session.state.seconds)
+            train(session)
+            session.stage = None
+        session.writer.close()
+        session.hooks.call("on_fit_end")
+
+
+def run_evaluation(session: Session, request: Request) -> Results:
+    """Validate, test or predict. Collective: every rank calls it."""
+    load_evaluation_data(session, request.task, request.evaluation_loaders)
+    assert session.evaluation_data is not None
+    set_up_module(session)
+    saved = _read(session, request)
+    if saved is not None:
+        load_weights(session, saved)
+    if request.keeps_predictions:
+        session.predictions = [[] for _ in session.evaluation_data.loaders]
+    stage: Any = request.task
+    return evaluate(session, stage)
+
+
+def _read(session: Session, request: Request) -> dict[str, Any] | None:
+    """Return the content of the checkpoint, if there is one."""
+    if session.resumed_from is None:
+        return None
+    # those were verified when they were found
+    verify = request.ckpt_path != "last" and not session.is_restarted
+    return read_checkpoint(session.resumed_from, session.strategy, verify=verify)
+
+
+def _load_data(session: Session, request: Request) -> None:
+    """Ask the user's hooks for the loaders."""
+    load_train_data(session, request.train_loaders)
+    load_evaluation_data(session, "validate", request.evaluation_loaders)

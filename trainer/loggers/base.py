@@ -1,0 +1,210 @@
+"""What the loggers share: the folder of a run, hyper-parameters as plain values, files replaced atomically."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from ...callbacks.run import Logger
+from ...strategies.errors import ConfigError
+
+_LONGEST_TEXT: Final = 500
+
+
+class VersionFolder:
+    """The folder of one run: ``<save_dir>/<name>/<version>/<sub_dir>``, created when something is first written.
+
+    Without a version given it is the next free of ``version_0``, ``version_1``, ...; two runs that start at once get
+    two. A number is a guess until `claim`: if another run takes it first, the next free one is claimed.
+    """
+
+    def __init__(
+        self, save_dir: str | Path, name: str, version: int | str | None, sub_dir: str | Path | None = None
+    ) -> None:
+        for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
+            if value is not None and (".." in Path(str(value)).parts or Path(str(value)).is_absolute()):
+                raise ConfigError(f"{argument}={value!r} leaves the save_dir; give a folder below it.")
+        self.save_dir = Path(save_dir).expanduser()
+        self.name = name
+        self._version = version
+        self._sub_dir = "" if sub_dir is None else str(sub_dir)
+        self._is_numbered_by_us = version is None
+        self._is_claimed = False
+
+    @property
+    def version(self) -> int | str:
+        """The version given, or the next free number."""
+        if self._version is None:
+            self._version = self._next_free()
+        return self._version
+
+    @property
+    def path(self) -> Path:
+        """The folder, existing or not."""
+        return self._version_path / self._sub_dir
+
+    @property
+    def _version_path(self) -> Path:
+        version = self.version
+        return self.save_dir / self.name / (version if isinstance(version, str) else f"version_{version}")
+
+    def claim(self) -> Path:
+        """Create the folder and return it; from the second call on, only return it.
+
+        Raises:
+            ConfigError: if it cannot be created.
+        """
+        if not self._is_claimed:
+            try:
+                self._create()
+            except OSError as error:
+                raise ConfigError(
+                    f"The logger cannot write to {str(self.path)!r} ({error.strerror}); give it another save_dir."
+                ) from error
+            self._is_claimed = True
+        return self.path
+
+    def _create(self) -> None:
+        (self.save_dir / self.name).mkdir(parents=True, exist_ok=True)
+        while self._is_numbered_by_us:
+            try:
+                os.mkdir(self._version_path)
+                break
+            except FileExistsError:
+                self._version = self._next_free()
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def continue_at(self, path: Path) -> None:
+        """Continue the run whose folder holds `path`, if it is one of this name and no version was given or claimed."""
+        base, path = (self.save_dir / self.name).resolve(), path.resolve()
+        if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
+            return
+        match = re.fullmatch(r"version_(\d+)", path.relative_to(base).parts[0])
+        if match:
+            self._version, self._is_numbered_by_us = int(match[1]), False
+
+    def continue_as(self, version: int | str) -> None:
+        """Go on in the folder of this version, which another process has claimed."""
+        self._version, self._is_numbered_by_us, self._is_claimed = version, False, False
+
+    def _next_free(self) -> int:
+        try:
+            names = os.listdir(self.save_dir / self.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
+        return max(numbers, default=-1) + 1
+
+
+class FolderLogger:
+    """The half that loggers into version folders share: where a run's files are.
+
+    A logger travels to the processes of a run, where rank 0's writes; what has to be written to a file yet, and open
+    files, stay where they are.
+    """
+
+    _folder: VersionFolder
+    _is_silent = False
+
+    @property
+    def name(self) -> str:
+        """The folder of all versions."""
+        return self._folder.name
+
+    @property
+    def version(self) -> int | str:
+        """The version given, or the next free number."""
+        return self._folder.version
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of everything."""
+        return str(self._folder.save_dir)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run."""
+        return str(self._folder.path)
+
+    def open(self) -> None:
+        """Create the folder of the run; a version number of our choice is final from here on."""
+        self._folder.claim()
+
+    def continue_run(self, checkpoint: Path) -> None:
+        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
+        self._folder.continue_at(checkpoint)
+
+    def continue_as(self, version: int | str) -> None:
+        """Go on in the folder of a run that another process has opened: rank 0's, or the workers' of a `fit`."""
+        self._folder.continue_as(version)
+
+    def silence(self) -> None:
+        """Write nothing from here on: another process writes what this one is told, too."""
+        self._is_silent = True
+
+
+def plain(value: Any) -> Any:
+    """Return hyper-parameters as what YAML can say: dicts, lists, numbers, bools, texts and None."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = str(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return `plain` hyper-parameters as one level of names (``optimizer/lr``), as finite numbers or text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{name}/"))
+        elif isinstance(value, bool | int | float) and math.isfinite(value):
+            flat[name] = value
+        else:
+            flat[name] = str(value)
+    return flat
+
+
+def write_hparams(folder: Path, params: Mapping[str, Any]) -> None:
+    """Write `plain` hyper-parameters as ``hparams.yaml``."""
+    import yaml
+
+    replace_text(folder / "hparams.yaml", yaml.safe_dump(dict(params), sort_keys=False, allow_unicode=True))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: a reader, and a run killed here, sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def continue_loggers(loggers: Sequence[Logger], versions: Sequence[int | str | None]) -> None:
+    """Let loggers go on in the folders that they have on rank 0; those of users who have none are left alone."""
+    for logger, version in zip(loggers, versions, strict=True):
+        continue_as = getattr(logger, "continue_as", None)
+        if version is not None and continue_as is not None:
+            continue_as(version)

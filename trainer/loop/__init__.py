@@ -1,0 +1,1 @@
+"""The training loop, the optimizer step and the evaluation loop. Imports session and below."""

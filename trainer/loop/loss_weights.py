@@ -1,0 +1,96 @@
+"""What each micro-batch of an optimizer step weighs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...strategies import Strategy
+from ...strategies.errors import ModuleError
+from ..data.window import Window, num_samples
+from ..module.loss import Loss, as_tensor, mean_of, nonzero
+
+
+class Weights:
+    """Weighs losses so that the gradient of a step is the mean over all its samples, however they are cut.
+
+    With `Loss` the unit is whatever the user counts: the gradient is the sum of totals over the sum of counts. Those
+    come only with the last micro-batch: gradients are first of totals over the first count, and corrected at the end.
+
+    Args:
+        window: the micro-batches of this rank.
+        strategy: where several ranks share a step; they average their gradients.
+        total: samples of the step over all ranks; with a strategy only.
+    """
+
+    __slots__ = ("_count", "_divisor", "_is_whole", "_planned", "_ranks", "_strategy", "_used", "has_units", "losses")
+
+    def __init__(self, window: Window, strategy: Strategy | None = None, total: int = 0) -> None:
+        self._strategy = strategy
+        self._planned = num_samples(window) if strategy is None else total
+        self._is_whole = len(window) == 1 and strategy is None
+        self._ranks = 1 if strategy is None else strategy.data_size
+        self._used = 0
+        # of the totals, as long as the counts are not known
+        self._divisor: Tensor | float = 1.0
+        self._count: Tensor | float = 0.0
+        self.has_units = False
+        """Whether the losses were `Loss`."""
+        self.losses: list[Tensor] = []
+
+    def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
+        """Return the tensor whose gradient this micro-batch contributes.
+
+        Raises:
+            ModuleError: when the micro-batches of a window return tensors and `Loss` in turn.
+        """
+        if self._is_whole:
+            weighed = mean_of(loss)
+        elif self.losses and isinstance(loss, Loss) != self.has_units:
+            raise ModuleError(
+                f"training_step returned a {type(loss).__name__} after another kind of loss in the same step; "
+                "return a Loss always, or never."
+            )
+        elif isinstance(loss, Loss):
+            if not self.has_units:
+                self.has_units = True
+                # a number that all ranks share, where there are several
+                self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._ranks
+            self._count = self._count + loss.count
+            weighed = loss.total / self._divisor
+        else:
+            self._used += size
+            weight = self._ranks * size / self._planned
+            weighed = loss if weight == 1.0 else loss * weight
+        self.losses.append(weighed)
+        return weighed
+
+    def correction(self, *, counts_units: bool) -> Tensor | float | None:
+        """Return by what all gradients have yet to be multiplied; None for nothing. Collective: every rank calls it.
+
+        With `counts_units` the ranks return `Loss`, which one without samples cannot know by itself.
+        """
+        if self._is_whole:
+            return None
+        if not counts_units:
+            is_skipped = self._strategy is None and self._used != self._planned
+            return self._planned / self._used if is_skipped else None
+        if self._strategy is None:
+            like = self.losses[0]
+            return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
+        like = self._like(self._strategy)
+        count = self._strategy.all_reduce(as_tensor(self._count, like))
+        return self._planned / nonzero(count)
+
+    def _like(self, strategy: Strategy) -> Tensor:
+        return self.losses[0] if self.losses else torch.zeros((), device=strategy.device)
+
+    def total(self) -> Tensor:
+        """Return the loss of the step, detached: what an optimizer that evaluates it itself gets. Collective."""
+        if self._strategy is None:
+            total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
+        else:
+            like = self._like(self._strategy)
+            total = self._strategy.all_reduce(sum((loss.detach() for loss in self.losses), like.detach() * 0), "mean")
+        correction = self.correction(counts_units=self.has_units)
+        return total if correction is None else total * correction

@@ -1,0 +1,219 @@
+"""The metrics of one read over all ranks: which there are is agreed once, and their numbers travel together."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from ...strategies import Strategy
+from ...strategies.errors import ModuleError
+from .accumulator import Accumulator, to_numbers
+
+
+@runtime_checkable
+class ComputedMetric(Protocol):
+    """A metric that accumulates by itself: what torchmetrics' ``Metric`` offers."""
+
+    def compute(self) -> Tensor:
+        """Return the value of everything seen since `reset`, on all ranks. Collective: every rank calls it."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric as every rank knows it, also a rank that has not logged it."""
+
+    key: str
+    """Under which it is kept; several loaders may log one name."""
+    name: str
+    reported: str
+    """The name, with ``_step`` or ``_epoch`` where both are reported."""
+    reduce_fx: Literal["mean", "sum", "min", "max", "function"]
+    prog_bar: bool
+    logger: bool
+    path: str | None = field(default=None, compare=False)
+    """Where in the module the object lies that computes the value; empty: elsewhere; None: it is a number."""
+
+
+class Share(NamedTuple):
+    """What this rank has of a metric."""
+
+    line: Line
+    accumulator: Accumulator
+    computed: ComputedMetric | None = None
+
+
+class Partial(NamedTuple):
+    """What all ranks have of a metric: a total (of a function: all values) and a weight."""
+
+    total: Tensor
+    weight: float
+    first_rank: int
+    """The first that has something of it."""
+
+
+class Reduction:
+    """The reads of one kind (the steps of training, say, or the epochs of validation) on several ranks.
+
+    All numbers of a read are one vector a rank, over the list of metrics that all ranks know. The vectors are gathered
+    and reduced alike on each rank, in the order of ranks: every rank has the same bits. A rank that has something new
+    says so in the vector; then the list is agreed anew, and the vectors are gathered again. So ranks may log different
+    metrics, or in another order, and still call the same collectives.
+    """
+
+    def __init__(self, strategy: Strategy, module: nn.Module | None) -> None:
+        self._strategy, self._module = strategy, module
+        self._metrics: dict[str, ComputedMetric] = {}
+        self.lines: dict[str, Line] = {}
+        """What all ranks know, in an order that is the same on each."""
+
+    def values(self, mine: Mapping[str, Share]) -> list[tuple[Line, Tensor]]:
+        """Return the value of every metric of which any rank has something. Collective: every rank calls it.
+
+        Raises:
+            ModuleError: as `partials` does.
+        """
+        partials = self.partials(mine)
+        results = self._call_functions(mine, partials)
+        values = []
+        for key, partial in partials.items():
+            line = self.lines[key]
+            if line.path is not None:
+                value = self._compute(line)
+            elif line.reduce_fx == "function":
+                value = results[key]
+            elif line.reduce_fx == "mean":
+                value = partial.total / partial.weight
+            else:
+                value = partial.total
+            values.append((line, value))
+        return values
+
+    def partials(self, mine: Mapping[str, Share]) -> dict[str, Partial]:
+        """Return what all ranks have together, yet to be divided. Collective: every rank calls it.
+
+        Raises:
+            ModuleError: on every rank, if one logs a metric in another way than the others.
+        """
+        self._metrics.update({key: share.computed for key, share in mine.items() if share.computed is not None})
+        rows = self._gather(mine)
+        if any(row[0] for row in rows):
+            self._agree(mine)
+            rows = self._gather(mine)
+        partials = {}
+        for position, (key, line) in enumerate(self.lines.items()):
+            parts = {rank: row[1 + 2 * position : 3 + 2 * position] for rank, row in enumerate(rows)}
+            found = {rank: part for rank, part in parts.items() if not math.isnan(part[1])}
+            if found:
+                totals, weights = zip(*found.values(), strict=True)
+                partials[key] = Partial(_merged(line, totals), functools.reduce(operator.add, weights), min(found))
+        return self._with_values(mine, partials)
+
+    def reset(self) -> None:
+        """Let the objects that were computed here, whoever had logged them, forget everything."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, mine: Mapping[str, Share]) -> list[list[float]]:
+        """Return every rank's vector: whether it has something new, then total and weight (NaN: nothing) of a line."""
+        is_new = any(self.lines.get(key) != share.line for key, share in mine.items())
+        known = {key: share.accumulator.partial() for key, share in mine.items() if key in self.lines}
+        totals = to_numbers({key: total for key, (total, _) in known.items() if total.ndim == 0})
+        vector = [float(is_new)]
+        for key in self.lines:
+            vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
+        # on the CPU, whatever the device is: the numbers are read there
+        rows: list[list[float]] = self._strategy.all_gather(torch.tensor(vector, dtype=torch.float64)).tolist()
+        return rows
+
+    def _agree(self, mine: Mapping[str, Share]) -> None:
+        """Take the lines of all ranks into the list, in the order of ranks."""
+        proposed = self._strategy.all_gather_object([self._described(share) for share in mine.values()])
+        for rank, lines in enumerate(proposed):
+            for line in lines:
+                known = self.lines.setdefault(line.key, line)
+                if known != line:
+                    raise _two_ways(known, line, rank)
+        homeless = [line for line in self.lines.values() if line.path == ""]
+        if not homeless:
+            return
+        lacking = self._strategy.all_gather_object([line.name for line in homeless if line.key not in self._metrics])
+        for rank, names in enumerate(lacking):
+            if names:
+                raise ModuleError(
+                    f"self.log({names[0]!r}, metric) was not called on rank {rank}, which takes part in computing "
+                    f"it and finds no such metric in {type(self._module).__name__}; assign it to an attribute there."
+                )
+
+    def _described(self, share: Share) -> Line:
+        if share.computed is None:
+            return share.line
+        parts = self._module.named_modules() if self._module is not None else ()
+        return replace(share.line, path=next((path for path, part in parts if part is share.computed), ""))
+
+    def _with_values(self, mine: Mapping[str, Share], partials: dict[str, Partial]) -> dict[str, Partial]:
+        """Put the values of all ranks in place of the totals of functions, if there are any: a slow collective more."""
+        keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
+        if not keys:
+            return partials
+        own = {key: mine[key].accumulator.partial()[0].cpu() for key in keys if key in mine}
+        of_ranks = self._strategy.all_gather_object(own)
+        for key in keys:
+            values = torch.cat([values[key] for values in of_ranks if key in values])
+            partials[key] = partials[key]._replace(total=values)
+        return partials
+
+    def _call_functions(self, mine: Mapping[str, Share], partials: Mapping[str, Partial]) -> dict[str, Tensor]:
+        """Return the values of functions: one rank calls each and tells the others, which may not know it."""
+        keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
+        if not keys:
+            return {}
+        rank = self._strategy.rank
+        own = {
+            key: mine[key].accumulator.result(partials[key].total, partials[key].weight).detach().cpu()
+            for key in keys
+            if partials[key].first_rank == rank
+        }
+        return {key: value for values in self._strategy.all_gather_object(own) for key, value in values.items()}
+
+    def _compute(self, line: Line) -> Tensor:
+        metric = self._metrics.get(line.key)
+        if metric is None:
+            assert self._module is not None
+            found = dict(self._module.named_modules())[line.path or ""]
+            assert isinstance(found, ComputedMetric)
+            metric = self._metrics[line.key] = found
+        with warnings.catch_warnings():
+            # torchmetrics', where this rank had no batch; the others' make the value
+            warnings.filterwarnings("ignore", message=r".*``compute`` method of metric .* called before the ``update``")
+            return metric.compute().detach().double()
+
+
+def _merged(line: Line, totals: tuple[float, ...]) -> Tensor:
+    if line.reduce_fx in ("min", "max"):
+        return getattr(torch.tensor(totals, dtype=torch.float64), line.reduce_fx)()  # type: ignore[no-any-return]
+    return torch.tensor(functools.reduce(operator.add, totals), dtype=torch.float64)
+
+
+def _two_ways(known: Line, other: Line, rank: int) -> ModuleError:
+    found = [
+        f"{one.name}={getattr(known, one.name)!r} and {getattr(other, one.name)!r}"
+        for one in fields(Line)
+        if one.compare and getattr(known, one.name) != getattr(other, one.name)
+    ]
+    return ModuleError(
+        f"self.log({known.name!r}, ...) was called on rank {rank} in another way than on a rank before it: "
+        f"{', '.join(found)}; use one way, or two names."
+    )

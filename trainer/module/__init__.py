@@ -1,0 +1,1 @@
+"""TrainModule, DataModule, hyper-parameters, losses and optimizers. Imports metrics and checkpoint."""

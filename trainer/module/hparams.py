@@ -1,0 +1,199 @@
+"""Hyper-parameters: the arguments with which a module was made, kept so that they can be logged and used again."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...strategies.errors import ConfigError, ModuleError, did_you_mean
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are attributes as well: ``hparams.lr`` is ``hparams["lr"]``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            if name.startswith("__"):  # copy and pickle ask for what is not there
+                raise AttributeError(name) from None
+            raise AttributeError(f"There is no hyper-parameter {name!r}.{did_you_mean(name, self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(f"There is no hyper-parameter {name!r} to delete.{did_you_mean(name, self)}")
+        del self[name]
+
+
+class HyperparametersMixin:
+    """Adds ``save_hyperparameters`` and ``hparams`` to a class, an nn.Module too."""
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Sequence[str] | None = None,
+        frame: types.FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of this object's ``__init__`` (subclasses' included) in ``hparams``.
+
+        Args:
+            args: Names of the only ones to keep; or a dict, Namespace, dataclass or OmegaConf object to keep instead.
+            ignore: Names not to keep, even if a base class has kept them.
+            frame: Of the ``__init__`` whose arguments are meant; by default the caller's.
+            logger: Whether the loggers receive them when `fit` starts.
+
+        Raises:
+            ConfigError: for a name that is no argument, or an object that has no names.
+            ModuleError: when called outside ``__init__`` with no object to keep.
+        """
+        caller = frame or _caller()
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        names = [arg for arg in args if isinstance(arg, str)]
+        objects = [arg for arg in args if not isinstance(arg, str)]
+        found: dict[str, Any] = {}
+        arguments = collect_init_args(self, caller)
+        if names or not objects:
+            found.update(_chosen(arguments, names, type(self).__name__))
+        for given in objects:
+            found.update(_items(given))
+
+        kept = self.hparams
+        kept.update(found)
+        for name in ignored & set(kept):
+            del kept[name]
+        self._hparams_initial = _copy(kept)
+        self._hparams_argument = _name_of(objects[0], arguments or {}) if len(objects) == 1 and not names else None
+        self._hparams_logged = logger
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """What `save_hyperparameters` kept; it may be changed."""
+        kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        return kept
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What `save_hyperparameters` kept, whatever has been changed since; a copy."""
+        return AttributeDict(_copy(self.__dict__.get("_hparams_initial", {})))
+
+    @property
+    def hparams_argument(self) -> str | None:
+        """The argument of ``__init__`` whose items ``hparams`` are; None if its items are arguments themselves."""
+        argument: str | None = self.__dict__.get("_hparams_argument")
+        return argument
+
+    @property
+    def hparams_logged(self) -> bool:
+        """Whether the loggers are to receive `hparams_initial`."""
+        return bool(self.__dict__.get("_hparams_initial")) and bool(self.__dict__.get("_hparams_logged"))
+
+
+def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str, Any] | None:
+    """Return the arguments of every ``__init__`` of `owner` that is running, seen from `frame`; None if none is.
+
+    A subclass calls its base's ``__init__``, so several run at once; where two have one argument, the subclass's
+    counts. ``**kwargs`` are taken apart, ``*args`` have no names and are left out. For a dataclass, its fields.
+    """
+    if dataclasses.is_dataclass(owner) and not isinstance(owner, type):
+        return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner) if field.init}
+    collected: dict[str, Any] = {}
+    is_inside = False
+    while frame is not None:
+        values = inspect.getargvalues(frame)
+        if frame.f_code.co_name == "__init__" and values.args and values.locals.get(values.args[0]) is owner:
+            is_inside = True
+            collected.update({name: values.locals[name] for name in values.args[1:] if name in values.locals})
+            collected.update(values.locals.get(values.keywords, {}) if values.keywords else {})
+        frame = frame.f_back
+    return collected if is_inside else None
+
+
+def init_arguments(
+    cls: type, hparams: Mapping[str, Any], argument: str | None = None, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the keyword arguments that make an instance of `cls` again from its (loaded) hyper-parameters.
+
+    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. What is `given`
+    wins over what was saved; if it is no argument of ``__init__``, it replaces an item of `argument`. A mapping becomes
+    the dataclass that its argument is annotated with.
+    """
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = dict(given or {})
+    if argument is not None and argument in parameters:
+        items = {name: given.pop(name) for name in list(given) if name not in parameters}
+        hparams = {argument: AttributeDict({**hparams, **items})}
+    hints = _hints(cls)
+    taken = {name: value for name, value in hparams.items() if takes_any or name in parameters}
+    return {**{name: _as_dataclass(value, hints.get(name)) for name, value in taken.items()}, **given}
+
+
+def _caller() -> types.FrameType | None:
+    here = inspect.currentframe()
+    method = here.f_back if here else None
+    return method.f_back if method else None
+
+
+def _chosen(arguments: Mapping[str, Any] | None, names: Sequence[str], owner: str) -> dict[str, Any]:
+    if arguments is None:
+        raise ModuleError(
+            f"save_hyperparameters({', '.join(map(repr, names))}) was called outside {owner}.__init__, where there are "
+            "no arguments to keep; call it inside, or give it a dict."
+        )
+    for name in names:
+        if name not in arguments:
+            raise ConfigError(
+                f"save_hyperparameters({name!r}), but {owner}.__init__ has no such argument."
+                f"{did_you_mean(name, arguments)}"
+            )
+    return {name: arguments[name] for name in names} if names else dict(arguments)
+
+
+def _items(given: object) -> Mapping[str, Any]:
+    if isinstance(given, Namespace):
+        return vars(given)
+    if isinstance(given, Mapping):
+        return dict(given.items())
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    raise ConfigError(
+        f"save_hyperparameters({given!r}) has no names to keep it under; give names of arguments, or a dict, "
+        "Namespace, dataclass or OmegaConf object."
+    )
+
+
+def _name_of(given: object, arguments: Mapping[str, Any]) -> str | None:
+    return next((name for name, value in arguments.items() if value is given), None)
+
+
+def _copy(value: Any) -> Any:
+    """Copy the containers and share what they hold: a hyper-parameter may be a whole network."""
+    if type(value) in (dict, AttributeDict):
+        return type(value)({key: _copy(item) for key, item in value.items()})
+    if type(value) in (list, tuple, set):
+        return type(value)(_copy(item) for item in value)
+    return value
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls.__init__)  # type: ignore[misc]
+    except NameError:  # an annotation that only the type checker imports
+        return {}
+
+
+def _as_dataclass(value: Any, annotation: Any) -> Any:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    for kind in typing.get_args(annotation) if is_union else (annotation,):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            return kind(**{name: _as_dataclass(item, _hints(kind).get(name)) for name, item in value.items()})
+    return value

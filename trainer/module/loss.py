@@ -1,0 +1,95 @@
+"""What a training step may return, brought into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategies.errors import ModuleError
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of losses and what it is a sum over, where the unit is not the sample: tokens, pixels, boxes.
+
+    The gradient of an optimizer step is then the sum of all totals over the sum of all counts, over micro-batches and
+    ranks: a batch with few tokens weighs little, as it would in one large batch.
+
+    Args:
+        total: scalar, with gradient.
+        count: how many units `total` sums over; a tensor stays on its device.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss per unit of this micro-batch; 0 where it has none."""
+        return self.total / nonzero(self.count)
+
+    def __add__(self, other: Loss) -> Loss:
+        """Return the loss over the units of both, of which each computed some."""
+        return Loss(self.total + other.total, self.count + other.count)
+
+
+def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | None:
+    """Return the loss in what a training step returned: a tensor, a mapping with ``"loss"``, `Loss`, or None to skip.
+
+    Raises:
+        ModuleError: when it is something else, is no scalar, or has no gradient.
+    """
+    if isinstance(output, Mapping):
+        if "loss" not in output:
+            raise ModuleError(
+                f"{where} returned a mapping without 'loss', with the keys {sorted(map(str, output))}; "
+                "return the loss under the key 'loss', a tensor, a Loss, or None to skip the batch."
+            )
+        output = output["loss"]
+    if output is None:
+        return None
+    value = output.total if isinstance(output, Loss) else output
+    if not isinstance(value, Tensor):
+        raise ModuleError(
+            f"{where} returned {type(output).__name__} ({output!r:.80}); "
+            "return a scalar tensor, a mapping with 'loss', a Loss, or None to skip the batch."
+        )
+    if value.numel() != 1:
+        raise ModuleError(
+            f"{where} returned a loss of shape {tuple(value.shape)}; return one number, such as loss.mean()."
+        )
+    if not value.requires_grad:
+        raise ModuleError(
+            f"{where} returned a loss without gradient (value {value.item():.6g}); compute it from the parameters, "
+            "outside torch.no_grad() and without .detach() or .item()."
+        )
+    return output  # type: ignore[no-any-return]
+
+
+def nonzero(count: Tensor | float) -> Tensor | float:
+    """Return a count, or 1 for none: a sum over nothing is 0, and stays it when it is divided."""
+    return count + (count == 0)
+
+
+def mean_of(loss: Tensor | Loss) -> Tensor:
+    """Return the loss of a micro-batch that is a whole step."""
+    return loss.mean if isinstance(loss, Loss) else loss
+
+
+def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
+    """Return what ``on_train_batch_end`` gets: the detached ``"loss"`` and what was returned beside it."""
+    if output is None:
+        return None
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return {"loss": (output.mean if isinstance(output, Loss) else output).detach()}
+
+
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a number as a detached float64 tensor where `like` is (float32 on a device without float64)."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    return torch.as_tensor(value, device=like.device).detach().to(dtype)

@@ -1,1 +1,0 @@
-"""What schedulers are told of a run: scripts and manifests, rendered from its config."""

@@ -1,0 +1,111 @@
+"""Where a run goes on whose workers were started again: the newest state that is left, in the same folders."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ...strategies.errors import CheckpointError
+from ...strategies.resilience.shared_store import RUN_FOLDER
+from ...strategies.resilience.supervisor import Supervisor
+from .. import checkpoint
+from ..checkpoint import MemoryWriter
+from ..loggers.base import continue_loggers
+from ..session.session import Session
+
+_KEPT: Final = 10
+"""Checkpoints that are kept in mind; all but the newest few are deleted by and by."""
+
+_FITS: Final = itertools.count()
+"""Counts the fits of this process: a program that has several does all of them again in each round."""
+
+_log = logging.getLogger("echelon")
+
+
+def go_on(session: Session) -> None:
+    """Have a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
+
+    Of a run that had saved nothing yet, the folders are left; it begins anew. So does, in a program of several fits,
+    one that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
+    """
+    strategy, supervisor = session.strategy, session.strategy.supervisor
+    if supervisor is None:
+        return
+    session.fit = next(_FITS)
+    in_memory = supervisor.snapshots.agree()
+    session.snapshots = MemoryWriter(supervisor.snapshots)
+    known, may_go_on_from_memory, step, path = strategy.collectives.on_first_rank(
+        partial(_noted, supervisor, session.fit, -1 if in_memory is None else in_memory.step)
+    )
+    if known is None:
+        supervisor.snapshots.clear()
+        return
+    session.is_restarted = True
+    # what a run that has saved nothing would otherwise choose anew
+    session.state.seed, session.state.data_size = known["seed"], known["data_size"]
+    continue_loggers(session.loggers, known["versions"])
+    session.last_checkpoint = path
+    if in_memory is not None and may_go_on_from_memory and in_memory.step >= step:
+        step, path = in_memory.step, in_memory.path
+    if path is not None:
+        session.resumed_from = path
+    if strategy.rank == 0:
+        where = "the beginning" if session.resumed_from is None else f"step {step}, {session.resumed_from}"
+        _log.warning("Round %d of the run goes on from %s", supervisor.round.number, where)
+
+
+def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
+    """Keep for later rounds where this run logs, and what it began with."""
+    strategy, supervisor = session.strategy, session.strategy.supervisor
+    if supervisor is None or session.is_restarted or strategy.rank:
+        return
+    state = {"seed": session.state.seed, "data_size": strategy.data_size}
+    supervisor.note(f"run/{session.fit}", {"versions": list(versions), **state})
+    supervisor.note(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))
+    supervisor.note("fit", session.fit)
+
+
+def note_end(session: Session) -> None:
+    """Tell the agent whether this round has trained to the end, or was asked to end, as nodes come or leave."""
+    supervisor = session.strategy.supervisor
+    if supervisor is not None and session.interruption.is_requested:
+        supervisor.cut_short()
+
+
+def note_checkpoint(session: Session, path: Path) -> None:
+    """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
+    supervisor = session.strategy.supervisor
+    if supervisor is not None and session.strategy.rank == 0:
+        name = f"checkpoints/{session.fit}"
+        known = [one for one in supervisor.noted(name) or [] if one != str(path.absolute())]
+        supervisor.note(name, [*known, str(path.absolute())][-_KEPT:])
+
+
+def _noted(supervisor: Supervisor, fit: int, in_memory: int) -> tuple[Any, bool, int, Path | None]:
+    """Return what `note_run` kept of a fit, whether snapshots in memory are its own, and its newest checkpoint."""
+    known = supervisor.noted(f"run/{fit}")
+    is_own = supervisor.noted("fit") == fit  # snapshots are of the fit that was running
+    newest = (-1, None) if known is None else _newest(supervisor, fit, in_memory if is_own else -1)
+    return known, is_own, *newest
+
+
+def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | None]:
+    """Return the newest sound checkpoint that a fit has written, and its step; (-1, None) if there is none.
+
+    One of a step before `least` is not read as a whole to see whether it is sound: there is something better.
+    """
+    for name in reversed(supervisor.noted(f"checkpoints/{fit}") or []):
+        path = Path(name)
+        try:
+            step = int(checkpoint.load(path, parts=("loop",))["loop"]["global_step"])
+            if step > least:
+                checkpoint.verify(path)
+        except CheckpointError as error:  # deleted since, as there are better ones; or being written when its rank died
+            _log.info("%s", error)
+        else:
+            return step, path
+    return -1, None

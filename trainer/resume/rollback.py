@@ -1,0 +1,46 @@
+"""Going back to the last checkpoint without leaving the run, and without reading the data since then again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...callbacks.dispatch import load_callback_states
+from ..session.session import Session
+from .find_checkpoint import read_checkpoint
+from .run_state import load_weights
+
+
+def roll_back(session: Session, path: Path) -> None:
+    """Put weights, optimizers, step schedulers, callbacks and counters of steps back to a checkpoint of this run.
+
+    Epoch, data position and random generators stay where they are: what was read since the checkpoint is skipped. So
+    the run goes on in the same way when it is killed now, resumed from that checkpoint, and decides the same again.
+    Collective: every rank calls it, between two optimizer steps.
+    """
+    session.writer.close()  # on every rank this returns when the checkpoint is committed
+    saved = read_checkpoint(path, session.strategy)
+    state, loop = session.state, saved["loop"]
+    load_weights(session, saved)
+    for optimizer, optimizer_state in zip(session.optimizers, saved["optimizers"], strict=True):
+        session.strategy.load_optimizer_state(optimizer, optimizer_state)
+    for config, scheduler_state in zip(session.schedulers, saved["lr_schedulers"], strict=True):
+        if config.interval == "step":
+            config.scheduler.load_state_dict(scheduler_state)
+        elif hasattr(config.scheduler, "get_last_lr"):  # epochs do not go back, and the optimizer's rates just did
+            for group, rate in zip(
+                config.scheduler.optimizer.param_groups, config.scheduler.get_last_lr(), strict=True
+            ):
+                group["lr"] = rate
+    if saved["precision"]:
+        session.strategy.scaler.load_state_dict(saved["precision"])
+    state.global_step, state.optimizer_steps = loop["global_step"], list(loop["optimizer_steps"])
+    state.skipped_steps = loop["skipped_steps"]
+    session.metrics.restart_stage(
+        saved["metrics"] if loop["epoch"] == state.epoch and not loop["is_epoch_done"] else None
+    )
+    session.metrics.position = state.global_step
+    load_callback_states(session.callbacks, saved["callbacks"])
+    session.plan_epoch()
+    if session.strategy.rank == 0:
+        for logger in session.loggers:
+            logger.resume_at(state.global_step)

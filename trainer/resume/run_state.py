@@ -1,0 +1,185 @@
+"""The state of a run as one dict: taken at a step boundary, and put back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+
+from ...callbacks.dispatch import callback_states, load_callback_states
+from ...strategies.errors import CheckpointError
+from ..checkpoint import difference
+from ..data.seed import capture_rng, derive, restore_rng, seed_generators
+from ..module.hparams_json import jsonable
+from ..session.session import Session
+from .changed_settings import Winner, load_groups, load_scheduler
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# Lightning's names, which hooks see, and those of the files
+_PARTS: Final = {"state_dict": "model", "optimizer_states": "optimizers"}
+
+
+def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
+    """Return everything that a resumed run needs; the names are those of Lightning's checkpoints where it has one.
+
+    ``on_save_checkpoint`` of callbacks and module may add to it. Only what strategies, loaders and generators hold
+    differs between ranks; callbacks and loss scale are alike on all, and rank 0's are saved. Collective: every rank
+    calls it.
+    """
+    session.strategy.settle()
+    module = session.module
+    hyper_parameters, omitted = jsonable(module.hparams_initial)
+    state: dict[str, Any] = {
+        "state_dict": session.strategy.model_state(),
+        "hyper_parameters": hyper_parameters,
+        "hyper_parameters_argument": module.hparams_argument,
+        "omitted_hyper_parameters": omitted,
+    }
+    if not weights_only:
+        state.update(_training_state(session))
+    state.update(epoch=session.state.epoch, global_step=session.state.global_step)  # for the hooks; "loop" holds them
+    session.hooks.call("on_save_checkpoint", state)
+    del state["epoch"], state["global_step"]
+    return {_PARTS.get(name, name): value for name, value in state.items()}
+
+
+def _training_state(session: Session) -> dict[str, Any]:
+    assert session.train_data is not None
+    datamodule = session.datamodule
+    own = session.train_data.state_dict(), capture_rng()
+    data, rng = zip(*session.strategy.all_gather_object(own), strict=True)
+    session.state.seconds = session.interruption.elapsed()
+    return {
+        "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
+        "precision": session.strategy.scaler.state_dict(),
+        "loop": session.state.state_dict(),
+        "data": list(data),
+        "datamodule": datamodule.state_dict() if datamodule is not None else {},
+        "metrics": session.metrics.state_dict(),
+        "callbacks": callback_states(session.callbacks),
+        "rng": list(rng),
+    }
+
+
+def still_parts(session: Session) -> set[str]:
+    """Return the parts of a state that stay as they are until the optimizers step; forward may change buffers."""
+    has_buffers = next(session.module.buffers(), None) is not None
+    return {"optimizers"} if has_buffers else {"optimizers", "model"}
+
+
+def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
+    """Let the hooks see (and change) what was read, and load the weights. Collective: every rank calls it.
+
+    Raises:
+        CheckpointError: if they do not fit the module.
+    """
+    names = {part: name for name, part in _PARTS.items()}
+    state = {names.get(part, part): value for part, value in saved.items()}
+    loop = state.get("loop", {})
+    state.update(epoch=loop.get("epoch", 0), global_step=loop.get("global_step", 0))
+    session.hooks.call("on_load_checkpoint", state)
+    try:
+        session.strategy.load_model_state(state["state_dict"], strict=session.module.strict_loading)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The checkpoint's weights do not fit {type(session.module).__name__}; build the module as it was, "
+            f"or set strict_loading = False on it.\n{difference(session.module, state['state_dict']) or error}"
+        ) from error
+
+
+def load_position(session: Session, state: Mapping[str, Any]) -> None:
+    """Put the counters and the seed of the sample order back, before the data is asked for.
+
+    Raises:
+        CheckpointError: if the checkpoint holds weights only.
+    """
+    if "loop" not in state:
+        raise CheckpointError(
+            f"The checkpoint holds weights only ({sorted(state)}), no state to resume from; "
+            "load them with load_from_checkpoint and start a new fit."
+        )
+    session.state.load_state_dict(state["loop"])
+    session.metrics.position = session.state.global_step
+
+
+def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "saved") -> None:
+    """Put a run back to where `take_state` saw it. Collective: every rank calls it.
+
+    Args:
+        session: the run, its data and optimizers built.
+        state: what was read.
+        winner: which settings of optimizers and schedulers count where they differ; what differs is logged.
+
+    Raises:
+        CheckpointError: if the checkpoint holds other optimizers or schedulers than the run.
+    """
+    assert session.train_data is not None
+    _check_number("optimizers", len(session.optimizers), len(state["optimizers"]))
+    _check_number("schedulers", len(session.schedulers), len(state["lr_schedulers"]))
+    _load_optimizers(session, state, winner)
+    if state["precision"]:
+        session.strategy.scaler.load_state_dict(state["precision"])
+    loop, data = session.state, _of_this_rank(session, state["data"])
+    loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
+    if session.datamodule is not None:
+        session.datamodule.load_state_dict(state["datamodule"])
+    session.metrics.load_state_dict(state["metrics"])
+    without_owner = load_callback_states(session.callbacks, state["callbacks"])
+    if without_owner and session.strategy.rank == 0:
+        _log.warning("The checkpoint holds the state of callbacks that this run lacks: %s.", ", ".join(without_owner))
+
+
+def _of_this_rank(session: Session, saved: Sequence[T]) -> T:
+    """Return what this rank saved; rank 0's on all, where there were more or fewer."""
+    strategy = session.strategy
+    return saved[strategy.rank if len(saved) == strategy.world_size else 0]
+
+
+def load_generators(session: Session, state: Mapping[str, Any]) -> None:
+    """Put this rank's random generators back, the last thing before training goes on.
+
+    A rank that the saved run did not have begins a stream of its own.
+    """
+    saved, rank = state["rng"], session.strategy.rank
+    if rank < len(saved):
+        restore_rng(saved[rank])
+        return
+    # -1 stands where other streams of a run have their epoch
+    seed = derive(session.state.seed, -1, rank, session.state.global_step)
+    seed_generators(seed)
+    if session.strategy.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def _check_number(what: str, here: int, saved: int) -> None:
+    if here != saved:
+        raise CheckpointError(
+            f"configure_optimizers returned {here} {what}, the checkpoint holds {saved}; return as many as were saved."
+        )
+
+
+def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner) -> None:
+    scheduled = [config.scheduler.optimizer for config in session.schedulers if hasattr(config.scheduler, "optimizer")]
+    differences = []
+    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
+        before = [dict(group) for group in optimizer.param_groups]
+        session.strategy.load_optimizer_state(optimizer, saved)
+        differences += load_groups(optimizer, before, optimizer in scheduled, winner)
+    for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
+        differences += load_scheduler(config.scheduler, saved, winner)
+    if differences and session.strategy.rank == 0:
+        other = "configured" if winner == "saved" else "saved"
+        _log.warning(
+            "The checkpoint was saved with other settings; the %s ones are used:\n  %s\n"
+            "Pass fit(..., optimizer_settings=%r) for the %s ones.",
+            winner,
+            "\n  ".join(differences),
+            other,
+            other,
+        )

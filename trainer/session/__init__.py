@@ -1,0 +1,1 @@
+"""One run: its settings, its parts and its counters. Imports data and below."""

@@ -1,0 +1,71 @@
+"""TrainState: every number that a resumed run needs, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ...strategies.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Where a run is. Between two optimizer steps this, the weights and the random generators say everything."""
+
+    seed: int = 0
+    """What the order of the samples is made of, with the epoch."""
+    global_step: int = 0
+    """Optimizer steps completed."""
+    optimizer_steps: list[int] = field(default_factory=list)
+    """How often each optimizer was stepped; in manual optimization not once a step each."""
+    skipped_steps: int = 0
+    """Updates that were left out because scaled gradients overflowed (16-mixed)."""
+    epoch: int = 0
+    """The epoch that runs, or that has just been completed."""
+    is_epoch_done: bool = False
+    """Whether everything due at the end of `epoch` has been done."""
+    batches_in_epoch: int = 0
+    """Micro-batches of this epoch that this rank has trained on."""
+    batches_before_epoch: int = 0
+    """Micro-batches of the epochs before this one that this rank has trained on."""
+    samples_seen: int = 0
+    """Samples of all epochs that all ranks have trained on."""
+    seconds: float = 0.0
+    """Time spent in training, for ``max_time``."""
+    data_size: int = 0
+    """For how many data ranks the run began: what the loaders' batch size and the accumulation are meant for."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step; None where the data does not tell."""
+
+    def begin_epoch(self) -> None:
+        """Go to the next epoch, unless this one is still running (or has been resumed)."""
+        if self.is_epoch_done:
+            self.epoch += 1
+            self.batches_before_epoch += self.batches_in_epoch
+            self.batches_in_epoch = 0
+            self.is_epoch_done = False
+
+    @property
+    def batches_seen(self) -> int:
+        """Micro-batches of all epochs that this rank has trained on."""
+        return self.batches_before_epoch + self.batches_in_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all numbers."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take all numbers back.
+
+        Raises:
+            CheckpointError: if they are not those of a TrainState.
+        """
+        names = {f.name for f in fields(self)}
+        if set(state_dict) != names:
+            raise CheckpointError(
+                f"The saved training state holds {sorted(state_dict)}, not {sorted(names)}; "
+                "it is of another version of echelon: load the weights only (echelon.load_weights)."
+            )
+        for name, value in state_dict.items():
+            setattr(self, name, value)

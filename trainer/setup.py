@@ -1,0 +1,318 @@
+"""Putting a run together: callbacks, loggers, loaders, optimizers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..callbacks.callback import Callback
+from ..callbacks.dispatch import overrides
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.model_summary import ModelSummary
+from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.run import Logger
+from ..strategies.errors import ConfigError, ModuleError
+from ..strategies.state.closures import needs_closure
+from .checks import check_callbacks
+from .data.index_stream import Ranks
+from .data.map_stream import Cut
+from .data.seed import derive, seed_generators
+from .data.train_data import EvaluationData, TrainData
+from .loggers import default_logger
+from .loop.step import managed_step, manual_backward
+from .module.data_module import DataHooks, DataModule
+from .module.optimizers import ManagedOptimizer, check_monitors, check_parameters, parse_optimizers
+from .module.train_module import TrainModule
+from .session.session import Session, Task
+from .session.settings import Settings
+
+_LOADER_HOOKS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+_OF_RANKS = 0x72616E6B
+"""Keeps the seeds of ranks apart from those of epochs."""
+
+
+def make_loggers(settings: Settings) -> list[Logger]:
+    """Return the loggers that the settings ask for."""
+    if isinstance(settings.logger, bool):
+        return [default_logger(settings.default_root_dir or ".")] if settings.logger else []
+    return list(settings.logger) if isinstance(settings.logger, Sequence) else [settings.logger]
+
+
+def make_callbacks(settings: Settings) -> list[Callback]:
+    """Return the user's callbacks and the default ones, in the order in which they are called.
+
+    Raises:
+        ConfigError: for what is no callback, and for one that another setting switches off.
+    """
+    given = settings.callbacks
+    mine = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+    check_callbacks(mine)
+    switches: tuple[tuple[str, type[Callback]], ...] = (
+        # shows the run; first, so that what others print comes above it
+        ("enable_progress_bar", TQDMProgressBar),
+        # once, before training
+        ("enable_model_summary", ModelSummary),
+        # last, so that it saves what all others have done at this step
+        ("enable_checkpointing", ModelCheckpoint),
+    )
+    for name, kind in switches:
+        has_one = any(isinstance(callback, kind) for callback in mine)
+        if has_one and not getattr(settings, name) and not settings.fast_dev_run:
+            raise ConfigError(
+                f"{name}=False (or barebones=True) switches {kind.__name__} off, but callbacks holds one; drop "
+                "one of them."
+            )
+        if not has_one and getattr(settings, name):
+            mine.append(kind())
+    if settings.fast_dev_run:
+        mine = [callback for callback in mine if not isinstance(callback, ModelCheckpoint)]
+    return in_order(mine)
+
+
+def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the progress bar first and those that save checkpoints last."""
+
+    def rank(callback: Callback) -> int:
+        return 0 if isinstance(callback, TQDMProgressBar) else 2 if isinstance(callback, ModelCheckpoint) else 1
+
+    return sorted(callbacks, key=rank)
+
+
+def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) -> list[Callback]:
+    """Return the callbacks with those that the module brings along, which replace others of their class."""
+    brought = module.configure_callbacks()
+    brought = [brought] if isinstance(brought, Callback) else list(brought)
+    check_callbacks(brought)
+    kinds = {type(callback) for callback in brought}
+    return in_order([*(callback for callback in callbacks if type(callback) not in kinds), *brought])
+
+
+def source_of(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
+    """Return the loaders passed to the trainer, else the data module's, else the module's; None if nobody has any."""
+    if given is not None:
+        return given
+    hook = _LOADER_HOOKS[kind]
+    for owner in (datamodule, module):
+        if owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner)):
+            return getattr(owner, hook)()
+    return None
+
+
+def load_train_data(session: Session, given: Any) -> None:
+    """Give a session its training data.
+
+    Raises:
+        ModuleError: if there is none.
+    """
+    settings = session.settings
+    source = source_of("train", given, session.datamodule, session.module)
+    if source is None:
+        raise ModuleError(
+            f"There is no training loader: {type(session.module).__name__} defines no train_dataloader, and neither "
+            "train_dataloaders nor a datamodule with one was passed; pass one to fit()."
+        )
+    session.state.data_size = session.state.data_size or session.strategy.data_size
+    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session))
+    session.train_data = TrainData(
+        source,
+        seed=session.state.seed,
+        cut=cut,
+        limit=settings.limit_train_batches,
+        in_order=settings.overfit_batches > 0,
+        trail=session.trail,
+    )
+    session.accumulate_grad_batches = session.train_data.accumulate
+
+
+def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
+    """Give a session its evaluation data; in `fit` there may be none.
+
+    Raises:
+        ModuleError: if there is none where there must be.
+    """
+    if session.task == "fit":
+        has_step = overrides(session.module, "validation_step", TrainModule)
+        if session.settings.limit_val_batches == 0 or not has_step:
+            if given is not None and not has_step:
+                warnings.warn(
+                    f"val_dataloaders were passed, but {type(session.module).__name__} defines no validation_step: "
+                    "nothing is validated.",
+                    stacklevel=2,
+                )
+            return
+    source = source_of(kind, given, session.datamodule, session.module)
+    if source is None:
+        if session.task == "fit":
+            return
+        raise ModuleError(
+            f"There is no loader to {kind}: {type(session.module).__name__} defines no {_LOADER_HOOKS[kind]}, and "
+            "neither "
+            f"dataloaders nor a datamodule with one was passed; pass one to {kind}()."
+        )
+    name = "val" if kind == "validate" else kind
+    limit = getattr(session.settings, f"limit_{name}_batches")
+    in_order = session.task == "fit" and session.settings.overfit_batches > 0
+    session.evaluation_data = EvaluationData.of(
+        source, limit, kind, in_order=in_order, ranks=_ranks(session), seed=session.state.seed
+    )
+    if session.task == "fit":
+        check_interval(session)
+
+
+def _ranks(session: Session) -> Ranks:
+    """Return who reads the data."""
+    strategy = session.strategy
+
+    def agree(numbers: list[float]) -> list[list[float]]:
+        return strategy.all_gather(torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
+
+    return Ranks(
+        strategy.data_rank,
+        strategy.data_size,
+        planned_size=session.state.data_size,
+        is_dealing=session.settings.use_distributed_sampler,
+        agree=agree if strategy.data_size > 1 else None,
+    )
+
+
+def check_interval(session: Session) -> None:
+    """Check that the first validation comes at all.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    data, interval = session.train_data, session.settings.val_check_interval
+    assert data is not None
+    if not session.validates or session.settings.check_val_every_n_epoch is None:
+        return
+    if isinstance(interval, float) and interval != 1.0 and data.num_batches == math.inf:
+        raise ConfigError(
+            f"val_check_interval={interval} is a fraction, but the training loader has no length; give batches as an "
+            "int."
+        )
+    if isinstance(interval, int) and interval > data.num_batches:
+        raise ConfigError(
+            f"val_check_interval={interval} is never reached in an epoch of {data.num_batches} batches; give at most "
+            "that, or check_val_every_n_epoch=None to count batches across epochs."
+        )
+
+
+def build_optimizers(session: Session) -> None:
+    """Ask the module for its optimizers, over the parameters as the strategy has left them.
+
+    Raises:
+        ModuleError: if it returns something else, or nothing where something would be trained.
+    """
+    module, strategy = session.module, session.strategy
+    returned = module.configure_optimizers()
+    if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
+        raise ModuleError(
+            f"{type(module).__name__}.configure_optimizers returned None; return an optimizer (is `return` missing?), "
+            "or [] to train without one."
+        )
+    found = parse_optimizers(returned)
+    check_parameters(found.optimizers, module)
+    if module.automatic_optimization:
+        check_monitors(found.schedulers)
+    session.needs_closure = [needs_closure(optimizer) for optimizer in found.optimizers]
+    if any(session.needs_closure) and strategy.precision.uses_scaler:
+        raise ConfigError(
+            f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss "
+            "itself "
+            f"({[type(o).__name__ for o in found.optimizers]}) cannot take; use bf16-mixed or 32-true."
+        )
+    strategy.setup_optimizers(found.optimizers)
+    session.optimizers, session.schedulers = found.optimizers, found.schedulers
+    if not session.state.optimizer_steps:  # a resumed run has them
+        session.state.optimizer_steps = [0] * len(found.optimizers)
+    session.managed_optimizers = [
+        ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
+    ]
+    session.bind()
+    module.attach_optimizers(session.managed_optimizers, partial(manual_backward, session))
+
+
+def set_up(session: Session) -> None:
+    """Call the hooks that get the data and build the module."""
+    datamodule, module, stage = session.datamodule, session.module, session.task
+    for owner in (datamodule, module):
+        if owner is not None and session.strategy.local_rank == 0:
+            owner.prepare_data()
+    session.strategy.barrier()
+    if datamodule is not None:
+        datamodule.setup(stage)
+    session.hooks.call("setup", stage)
+    with session.strategy.building():
+        module.configure_model()
+
+
+def set_up_module(session: Session) -> None:
+    """Compile the module if asked to, and give it to the strategy."""
+    compiled = session.settings.compile
+    if compiled:
+        _compile_in_place(session.module, {} if compiled is True else dict(compiled))
+    is_manual = session.task == "fit" and not session.module.automatic_optimization
+    session.strategy.setup_module(session.module, is_manual=is_manual)
+
+
+def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
+    """Compile ``forward`` where the module has one, else each child; the parameters keep their names."""
+    for part in [module] if overrides(module, "forward", nn.Module) else module.children():
+        part.compile(**options)
+
+
+def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
+    """Let loggers take their folders, those of the run that is resumed, and return the versions of these."""
+    for logger in loggers:
+        if resumed_from is not None:
+            logger.continue_run(resumed_from)
+        logger.open()
+    return [getattr(logger, "version", None) for logger in loggers]
+
+
+def part_ranks(session: Session) -> None:
+    """Give each rank random numbers of its own, for dropout; rank 0 has those of a run of one process."""
+    if session.strategy.rank:
+        seed_generators(derive(session.state.seed, _OF_RANKS, session.strategy.rank))
+
+
+def introduce(session: Session, *, is_resumed: bool) -> None:
+    """Tell the loggers what is run."""
+    if session.strategy.rank != 0:
+        return
+    hparams = {
+        name: value
+        for owner in (session.datamodule, session.module)
+        if owner is not None and owner.hparams_logged
+        for name, value in owner.hparams_initial.items()
+    }
+    # a forward that communicates cannot be traced on one rank alone
+    example = None if session.strategy.forward_is_collective else session.module.example_input_array
+    for logger in session.loggers:
+        if is_resumed:
+            logger.resume_at(session.state.global_step)
+        if hparams:
+            logger.log_hyperparams(hparams)
+        if example is not None:
+            logger.log_graph(session.module, example)
+
+
+def root_dir(settings: Settings, task: Task) -> Path | None:
+    """Return the folder that a run will write to; None if it writes nothing there."""
+    if task != "fit" or not (settings.logger is True or settings.enable_checkpointing):
+        return None
+    return Path(settings.default_root_dir or ".")
