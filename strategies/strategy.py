@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from .cluster.environment import Environment
 from .cluster.hardware import Hardware
-from .distributed.collectives import Collectives, ReduceOp
+from .distributed.collectives import Collectives
 from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
+from .distributed.tensor_collectives import ReduceOp
 from .errors import ConfigError, ProcessError
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
