@@ -158,7 +158,7 @@ class WeightAveraging(Callback):
         if self._average is None or not self._average.count:
             return False
         if trainer.strategy.world_size > 1:
-            self._average.settle(trainer.strategy)
+            self._average.sync_buffers(trainer.strategy)
         self._average.swap()
         return True
 

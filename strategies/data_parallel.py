@@ -37,13 +37,13 @@ class DataParallelStrategy(Strategy):
         self._places: dict[int, torch.device] = {}
         super().__init__()
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
         if hardware.num_nodes != 1:
             raise ConfigError(
                 f"strategy='dp' is one process on one machine, but num_nodes={hardware.num_nodes}; set num_nodes=1, or "
                 "use strategy='ddp'."
             )
-        super().check(hardware, precision)
+        super().validate(hardware, precision)
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)

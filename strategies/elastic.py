@@ -117,8 +117,8 @@ class ElasticStrategy(ForwardingStrategy):
                 f"nodes={nodes!r}, but no rdzv; give rdzv='HOST:PORT', of one of the nodes or of `echelon rendezvous`."
             )
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
-        self.inner.check(hardware, precision)
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        self.inner.validate(hardware, precision)
         self.starts_processes = not hardware.environment.is_external
 
     def launch(

@@ -90,10 +90,10 @@ class FSDPStrategy(Strategy):
 
     # --- before any process is started -------------------------------------------------------------------------------
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
-        super().check(hardware, precision)
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
         self.degrees = self._degrees()
-        self.options.check(self.degrees)
+        self.options.validate(self.degrees)
 
     def _degrees(self) -> Degrees:
         return Degrees.of(self.environment.world_size, self.environment.num_nodes, self.replicate)
@@ -115,7 +115,7 @@ class FSDPStrategy(Strategy):
         share = 1 / self.degrees.dp_shard
         return MemoryShare(share, share, share)
 
-    def building(self) -> AbstractContextManager[object]:
+    def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()
         return self._deferred.recording() if self.deferred_init and self.group is not None else nullcontext()
 
@@ -173,9 +173,9 @@ class FSDPStrategy(Strategy):
                 return getattr(self.module, step_name)(*args)
             return self._sharded.run(step_name, *args)
 
-    def accumulate(self, *, is_last: bool) -> None:
+    def set_grad_sync(self, enabled: bool) -> None:
         if self._sharded is not None:
-            self._sharded.accumulate(is_last=is_last)
+            self._sharded.set_grad_sync(enabled)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         gradients = [local_part(p.grad) for p in self.module.parameters() if p.grad is not None]
@@ -191,7 +191,7 @@ class FSDPStrategy(Strategy):
             torch._foreach_clamp_min_(parts, -limit)
             torch._foreach_clamp_max_(parts, limit)
 
-    def comment_on(self, error: BaseException) -> None:
+    def annotate(self, error: BaseException) -> None:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "A sharded parameter was used while only a shard of it was there. The parameters of a unit are whole "
@@ -201,7 +201,7 @@ class FSDPStrategy(Strategy):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def sync_replicas(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
             copy_from_first(self.module.buffers(), self.collectives)

@@ -61,8 +61,8 @@ class LocalSGDStrategy(ReplicaStrategy):
         self._averages: dict[Optimizer, ModelAverage] = {}
         self._has_diverged = False
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
-        super().check(hardware, precision)
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
         _check_period(self.period, self.environment.world_size)
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps} is not possible; give 0, or a number of steps.")
@@ -101,9 +101,9 @@ class LocalSGDStrategy(ReplicaStrategy):
             self._averages[optimizer].end_step()
             self._plan_step()
 
-    def settle(self) -> None:
+    def sync_replicas(self) -> None:
         """Make the replicas their mean, optimizers included, with rank 0's buffers. Collective: every rank calls it."""
-        super().settle()
+        super().sync_replicas()
         if not self._has_diverged:
             return
         self._has_diverged = False

@@ -29,9 +29,9 @@ class ReplicaStrategy(Strategy):
         super().__init__(**settings)
         self.options = options or DDPOptions()
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
-        super().check(hardware, precision)
-        self.options.check(hardware.device_type)
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
+        self.options.validate(hardware.device_type)
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         super().setup_module(module, is_manual=is_manual)
@@ -40,13 +40,13 @@ class ReplicaStrategy(Strategy):
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:
-            return self._replica.runner(step_name)(*args)
+            return self._replica.step_fn(step_name)(*args)
 
-    def runner(self, step_name: str) -> Callable[..., Any]:
-        return self._replica.runner(step_name) if self.precision.is_plain else super().runner(step_name)
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return self._replica.step_fn(step_name) if self.precision.is_plain else super().step_fn(step_name)
 
-    def accumulate(self, *, is_last: bool) -> None:
-        self._replica.accumulate(is_last=is_last)
+    def set_grad_sync(self, enabled: bool) -> None:
+        self._replica.set_grad_sync(enabled)
 
     def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
         return self._replica.zero_loss(spare)
@@ -55,5 +55,5 @@ class ReplicaStrategy(Strategy):
         super().backward(loss, *args, **kwargs)
         self._replica.end_backward()
 
-    def settle(self) -> None:
-        self._replica.settle()
+    def sync_replicas(self) -> None:
+        self._replica.sync_replicas()

@@ -16,8 +16,8 @@ class SingleDeviceStrategy(Strategy):
 
     name: ClassVar[str] = "single"
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
-        super().check(hardware, precision)
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
         if len(hardware.devices) > 1 or hardware.num_nodes > 1:
             raise ConfigError(
                 f"strategy='single' runs one process, but devices={len(hardware.devices)} and "
@@ -25,8 +25,8 @@ class SingleDeviceStrategy(Strategy):
                 "and num_nodes=1, or choose another strategy, such as 'ddp'."
             )
 
-    def runner(self, step_name: str) -> Callable[..., Any]:
-        return getattr(self.module, step_name) if self.precision.is_plain else super().runner(step_name)
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return getattr(self.module, step_name) if self.precision.is_plain else super().step_fn(step_name)
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:

@@ -70,7 +70,7 @@ class Strategy(ABC):
 
     # --- before any process is started -------------------------------------------------------------------------------
 
-    def check(self, hardware: Hardware, precision: Precision) -> None:
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
         """Raise `ConfigError` if this strategy cannot run on that; called in the user's process, before `launch`."""
         self.hardware, self.precision = hardware, precision
         self.environment = environment = hardware.environment
@@ -132,13 +132,13 @@ class Strategy(ABC):
         self.group = ProcessGroup(self.environment, device, **self._process_settings)
         self.group.join()
 
-    def explain(self, error: BaseException) -> ProcessError | None:
+    def blame_peer(self, error: BaseException) -> ProcessError | None:
         """Tell the other ranks of an error of this one; return one that names the culprit, if that is another rank."""
         from .launch.peer_failures import last_words
 
         return last_words(self.group, error) if self.group is not None else None
 
-    def comment_on(self, error: BaseException) -> None:
+    def annotate(self, error: BaseException) -> None:
         """Add a note to an error of the user's code of which this strategy knows the cause."""
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class Strategy(ABC):
         """How much of the module's memory each rank holds."""
         return MemoryShare()
 
-    def building(self) -> AbstractContextManager[object]:
+    def init_context(self) -> AbstractContextManager[object]:
         """Return the context in which the module builds its layers late, for a strategy that decides where."""
         return nullcontext()
 
@@ -205,12 +205,12 @@ class Strategy(ABC):
     def run(self, step_name: str, *args: Any) -> Any:
         """Call the module's step through whatever synchronises it, in the precision's context."""
 
-    def runner(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return what does the same for one step, once the module is set up, with as few calls in between as can be."""
         return partial(self.run, step_name)
 
-    def accumulate(self, *, is_last: bool) -> None:
-        """Note that a micro-batch begins, in a step that has several; only the last has to synchronise gradients."""
+    def set_grad_sync(self, enabled: bool) -> None:
+        """Say whether the backward that comes next synchronizes gradients: that of a step's last micro-batch has to."""
 
     def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
         """Return a loss of 0 whose backward lets this rank, which has no samples, take part in a step of the others.
@@ -268,7 +268,7 @@ class Strategy(ABC):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def sync_replicas(self) -> None:
         """Make what may differ between ranks equal, before an evaluation or a checkpoint. Collective."""
 
     def model_state(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def outcome_of(session: Session) -> Outcome:
     """Return what is to be brought back of a run that has ended well. Collective: every rank calls it."""
     is_fit = session.task == "fit"
     if is_fit:
-        session.strategy.settle()
+        session.strategy.sync_replicas()
     return Outcome(
         model=session.strategy.full_model_state() if is_fit else None,
         state=session.state,

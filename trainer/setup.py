@@ -256,7 +256,7 @@ def set_up(session: Session) -> None:
     if datamodule is not None:
         datamodule.setup(stage)
     session.hooks.call("setup", stage)
-    with session.strategy.building():
+    with session.strategy.init_context():
         module.configure_model()
 
 

@@ -66,7 +66,7 @@ class Trainer(RunView):
         self.strategy, self._hardware = place(
             settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
         )
-        self.strategy.check(self._hardware, self._precision)
+        self.strategy.validate(self._hardware, self._precision)
         self.loggers = make_loggers(settings)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)
@@ -298,14 +298,15 @@ class Trainer(RunView):
             if self._reports:
                 self._outcome = outcome_of(session)
         except BaseException as error:
-            self.strategy.comment_on(error)
+            self.strategy.annotate(error)
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
-            explained = None if self._reports else self.strategy.explain(error)  # there, the caller finds the culprit
-            if explained is not None:
-                raise explained from error
+            # in a launched process the caller finds the culprit
+            culprit = None if self._reports else self.strategy.blame_peer(error)
+            if culprit is not None:
+                raise culprit from error
             raise
         finally:
             self._close(session, status)

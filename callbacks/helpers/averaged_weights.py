@@ -54,7 +54,7 @@ class AveragedWeights:
             current.copy_(average)
             average.copy_(before)
 
-    def settle(self, strategy: Strategy) -> None:
+    def sync_buffers(self, strategy: Strategy) -> None:
         """Take rank 0's average of the buffers, which may differ: each rank has seen its own batches. Collective."""
         parameters = list(self._model.module.parameters())
         buffers = parameters[self._live.num_parameters :]

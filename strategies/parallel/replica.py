@@ -39,7 +39,7 @@ class DDPOptions:
     broadcast_buffers: bool = True
     """Give all ranks rank 0's buffers before each step."""
 
-    def check(self, device_type: str) -> None:
+    def validate(self, device_type: str) -> None:
         """Check what can be known before any process is started.
 
         Raises:
@@ -113,7 +113,7 @@ class Replica:
         if options.comm_hook is not None:
             register_compression(self._wrapper, options.comm_hook)
 
-    def runner(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return what calls the module's step, as directly as can be."""
         if self._wrapper is None or step_name != "training_step":
             return getattr(self._module, step_name)  # type: ignore[no-any-return]
@@ -121,13 +121,13 @@ class Replica:
             return partial(self._wrapper, step_name)
         return lambda *args: self._caller.rebuild(self._wrapper(step_name, *args))
 
-    def accumulate(self, *, is_last: bool) -> None:
+    def set_grad_sync(self, enabled: bool) -> None:
         """Note that a micro-batch begins; only the last of a step synchronises."""
         if self._wrapper is not None:
             # a static graph learns its graph in the first backward, which therefore has to be a synchronised one;
             # averaging what has been averaged changes nothing
             learns = self._options.static_graph and self._is_first_backward
-            is_due = (is_last and self.synchronises) or learns
+            is_due = (enabled and self.synchronises) or learns
             if self._wrapper.require_backward_grad_sync != is_due:  # setting an attribute of a module takes a while
                 self._wrapper.require_backward_grad_sync = is_due
 
@@ -165,7 +165,7 @@ class Replica:
                 "(requires_grad_(False)), or set find_unused_parameters=True of the strategy."
             )
 
-    def settle(self) -> None:
+    def sync_replicas(self) -> None:
         """Give all replicas rank 0's buffers. Collective: every rank calls it."""
         if self._collectives is not None and self._options.broadcast_buffers:
             copy_from_first(self._module.buffers(), self._collectives)

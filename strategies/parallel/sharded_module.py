@@ -46,7 +46,7 @@ class ShardingOptions:
     mixed_precision: Any = None
     """A ``MixedPrecisionPolicy`` of torch, in place of what the trainer's precision means."""
 
-    def check(self, degrees: Degrees) -> None:
+    def validate(self, degrees: Degrees) -> None:
         """Check what can be known before any process is started.
 
         Raises:
@@ -121,7 +121,7 @@ class ShardedModule:
         self.parameters = _names(module)
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
-        self._is_in_step, self._is_last = False, True
+        self._is_in_step, self._syncs = False, True
         if not is_manual:
             self._forward, module.forward = module.forward, self._call
 
@@ -298,14 +298,14 @@ class ShardedModule:
         for part in dict.fromkeys((*self._roots, *self._units)):
             part.reshard()
 
-    def accumulate(self, *, is_last: bool) -> None:
+    def set_grad_sync(self, enabled: bool) -> None:
         """Note that a micro-batch begins; only the last of a step synchronises, unless each is to."""
-        if is_last == self._is_last:
+        if enabled == self._syncs:
             return  # torch would walk the module
-        self._is_last = is_last
+        self._syncs = enabled
         for root in self._roots:
-            root.set_requires_gradient_sync(is_last or self._options.sync_each_micro_batch)
-            root.set_is_last_backward(is_last)
+            root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
+            root.set_is_last_backward(enabled)
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:

@@ -319,7 +319,7 @@ def test_what_cannot_be_cut_over_devices_is_an_error_that_says_so():
             self.automatic_optimization = False
 
     with pytest.raises(ConfigError, match=r"num_nodes=2; set num_nodes=1.*strategy='ddp'"):
-        DataParallelStrategy().check(Hardware("cpu", (0, 1), num_nodes=2), Precision())
+        DataParallelStrategy().validate(Hardware("cpu", (0, 1), num_nodes=2), Precision())
     strategy = connected(Net())
     with pytest.raises(ConfigError, match=r"cannot train Manual on devices=2.*strategy='ddp'"):
         strategy.setup_module(Manual(), is_manual=True)

@@ -36,7 +36,7 @@ def under_torchrun(monkeypatch):
 )
 def test_numbers_of_devices_say_which_strategy_and_how_many_processes(strategy, devices, num_nodes, found, processes):
     chosen, hardware = place(strategy, "cpu", devices, num_nodes)
-    chosen.check(hardware, Precision("32-true"))
+    chosen.validate(hardware, Precision("32-true"))
     assert chosen.name == found
     assert hardware.environment.world_size == processes
     assert chosen.starts_processes == (processes > 1)
@@ -48,14 +48,14 @@ def test_several_nodes_are_ddp_once_they_know_where_to_meet(monkeypatch):
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     chosen, hardware = place("auto", "cpu", 2, 2)
-    chosen.check(hardware, Precision("32-true"))
+    chosen.validate(hardware, Precision("32-true"))
     assert chosen.name == "ddp"
     assert (hardware.environment.world_size, chosen.rank) == (4, 2)
 
 
 def test_processes_that_exist_are_not_started_and_are_taken_as_they_are(under_torchrun):
     chosen, hardware = place("auto", "cpu", "auto", 1)
-    chosen.check(hardware, Precision("32-true"))
+    chosen.validate(hardware, Precision("32-true"))
     assert (chosen.name, len(hardware.devices), chosen.starts_processes) == ("ddp", 2, False)
 
 

@@ -32,7 +32,7 @@ class Writer(Protocol):
     """What the trainer writes checkpoints with. All of it is called from one thread, in order."""
 
     is_copying: bool
-    """Whether `settle` may have to wait; an attribute, as it is asked at every step."""
+    """Whether `wait_for_copy` may have to wait; an attribute, as it is asked at every step."""
     has_failed: bool
     """Whether `check` will raise; likewise."""
 
@@ -44,9 +44,9 @@ class Writer(Protocol):
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
     ) -> None:
-        """Save `state` as it is now. The parts named `still` do not change until the caller has called `settle`."""
+        """Save `state` as it is now; the parts named `still` do not change before the caller calls `wait_for_copy`."""
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
 
     def point(self, link: Path, path: Path) -> None:
@@ -55,7 +55,7 @@ class Writer(Protocol):
     def remove(self, path: Path) -> None:
         """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of a write that failed; at every step boundary."""
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class SyncWriter:
         """Write a checkpoint; it is committed on return."""
         _write(path, _take(state, mesh, self._ranks), self._ranks)
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Return: nothing is ever pending."""
 
     def point(self, link: Path, path: Path) -> None:
@@ -96,7 +96,7 @@ class SyncWriter:
         """Delete a checkpoint, unless it is the newest valid one."""
         remove(path)
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Return: errors were raised where they happened."""
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class AsyncWriter:
         self.is_copying = True
         self._submit(functools.partial(self._write, Path(path), replace(snapshot, pieces=staged), later, _now(later)))
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the parts that `save` was told to be still are copied."""
         self._settled.wait()
         self.is_copying = False
@@ -165,7 +165,7 @@ class AsyncWriter:
         """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
         self._submit(functools.partial(remove, path))
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of a write that failed."""
         with self._lock:
             self._raise()
@@ -176,7 +176,7 @@ class AsyncWriter:
             thread = self._thread
         if thread is not None:
             thread.join()
-        self.check()
+        self.raise_if_failed()
 
     def abandon(self) -> None:
         """Note that the run has failed: `close` waits some seconds more for other ranks, which may be dead."""

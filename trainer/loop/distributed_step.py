@@ -87,7 +87,7 @@ def backward_without_samples(session: Session, *, is_first: bool = True) -> None
 
 
 def _backward_spare(session: Session, *, is_first: bool, is_last: bool) -> None:
-    session.strategy.accumulate(is_last=is_last)
+    session.strategy.set_grad_sync(is_last)
     with nothing_logged(session):
         loss = session.strategy.zero_loss(partial(_spare_loss, session))
     if is_first:

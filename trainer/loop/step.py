@@ -53,9 +53,9 @@ def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
                 goes_on = hook(batch, batch_idx) != -1 and goes_on
             if goes_on:
                 if last or is_shared:
-                    session.strategy.accumulate(is_last=index == last)
+                    session.strategy.set_grad_sync(index == last)
                 if writer.is_copying and not is_automatic:
-                    writer.settle()  # the step itself changes what a checkpoint is copying
+                    writer.wait_for_copy()  # the step itself changes what a checkpoint is copying
                 output = forward(batch, batch_idx)
                 if is_automatic:
                     # nearly always the loss itself, known without a call
@@ -116,7 +116,7 @@ def update(session: Session, weights: Weights | None, window: Window) -> None:
         if session.passes_closure:
             closure = _closure(session, window, weights)
     if session.writer.is_copying:
-        session.writer.settle()  # a checkpoint is copying what changes now
+        session.writer.wait_for_copy()  # a checkpoint is copying what changes now
     has_updated = True
     if session.updates_directly:
         for index, updater in enumerate(session.updaters):
@@ -205,7 +205,7 @@ def _compute_again(session: Session, window: Window) -> Tensor:
     for index, (batch, size) in enumerate(window):
         batch = batch if session.transfer is None else session.transfer(batch, 0)
         if len(window) > 1:
-            session.strategy.accumulate(is_last=index == len(window) - 1)
+            session.strategy.set_grad_sync(index == len(window) - 1)
         loss = loss_of(session.forward(batch, session.batch_idx))
         if loss is not None:
             session.strategy.backward(weights.weigh(loss, size))

@@ -59,7 +59,7 @@ def train(session: Session) -> None:
             if num_micro_batches == 0 or state.batches_in_epoch >= session.num_batches:
                 break
             if writer.has_failed and is_alone:
-                writer.check()
+                writer.raise_if_failed()
             for hook in step_hooks:
                 hook()
             may_be_over = is_alone and (session.should_stop or interruption.signal is not None or may_run_out)
@@ -72,15 +72,15 @@ def train(session: Session) -> None:
             hooks.call("on_train_step_end")
             if session.is_over():
                 hooks.call("on_train_last_step")
-    writer.settle()
-    session.strategy.settle()  # also where no outcome is brought home: under torchrun each rank keeps its replica
+    writer.wait_for_copy()
+    session.strategy.sync_replicas()  # under torchrun each rank keeps its own replica
     hooks.call("on_train_end")
 
 
 def _begin_epoch(session: Session) -> None:
     """Go to the next epoch, or on with one that was resumed."""
     state, metrics = session.state, session.metrics
-    session.writer.settle()
+    session.writer.wait_for_copy()
     is_new = state.is_epoch_done or state.batches_in_epoch == 0
     state.begin_epoch()
     session.batch_idx = state.batches_in_epoch
@@ -144,7 +144,7 @@ def _end_epoch(session: Session, is_partial: bool) -> None:
 
 def validate(session: Session) -> None:
     """Validate inside `fit`; the random streams of training do not notice."""
-    session.writer.settle()  # hooks may swap the weights
+    session.writer.wait_for_copy()  # hooks may swap the weights
     session.module.on_validation_model_zero_grad()
     with isolated_rng():
         evaluate(session, "validate")
@@ -170,7 +170,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     assert data is not None
     outer, training_batch_idx = session.stage, session.batch_idx
     session.stage = stage
-    session.strategy.settle()
+    session.strategy.sync_replicas()
     logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
     metrics.clear_stage()
     may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode

@@ -31,7 +31,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     differs between ranks; callbacks and loss scale are alike on all, and rank 0's are saved. Collective: every rank
     calls it.
     """
-    session.strategy.settle()
+    session.strategy.sync_replicas()
     module = session.module
     hyper_parameters, omitted = jsonable(module.hparams_initial)
     state: dict[str, Any] = {

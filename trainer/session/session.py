@@ -157,7 +157,7 @@ class Session:
     def bind(self) -> None:
         """Bind what a step calls, as directly as strategy and hooks allow: every frame in between costs the step."""
         strategy, hooks, measured = self.strategy, self.hooks, self.profiler.measured
-        forward = strategy.runner("training_step")
+        forward = strategy.step_fn("training_step")
         if self.num_step_args("training_step", 2) == 1:
             forward = _without_index(forward)
         self.forward = measured("training_step", forward)

@@ -75,7 +75,7 @@ def test_entries_of_all_ranks_are_one_state(kind: Callable[[Ranks], Writer], tmp
             state = dealt(step, ranks.rank, ranks.world_size)
             writer.save(tmp_path / f"{step}.ckpt", state, still=("optimizers",))
             for values in state["optimizers"][0]["state"].values() if ranks.rank == 0 else ():
-                writer.settle()
+                writer.wait_for_copy()
                 values["exp_avg"].fill_(-1)
         writer.close()
         assert not writer.has_failed

@@ -67,7 +67,7 @@ def write_and_read(folder: str) -> dict[str, int]:
         state = {"model": tied, "optimizers": [{"state": {name: {"m": value} for name, value in own.items()}}]}
         path = Path(folder) / f"{title}.ckpt"
         writer.save(path, state, still=("optimizers",))
-        writer.settle()
+        writer.wait_for_copy()
         for value in own.values():
             value.to_local().fill_(-1)
         writer.close()

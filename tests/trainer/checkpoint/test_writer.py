@@ -53,7 +53,7 @@ def test_still_parts_may_change_once_settled(writer: Writer, tmp_path: Path) -> 
     live = state(1, 1_000_000)
     writer.save(tmp_path / "a.ckpt", live, still=("optimizers",))
     live["model"]["w"].fill_(-1)
-    writer.settle()
+    writer.wait_for_copy()
     live["optimizers"][0]["m"].fill_(-1)
     writer.close()
     loaded = load(tmp_path / "a.ckpt")
@@ -108,7 +108,7 @@ def test_a_failed_write_is_raised_by_whatever_is_called_next(method: str, tmp_pa
     with pytest.raises(CheckpointError, match=r"taken.ckpt exists and is not a checkpoint"):
         getattr(writer, method)(*arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"old.ckpt", "taken.ckpt"}
-    writer.check()
+    writer.raise_if_failed()
     writer.save(tmp_path / "c.ckpt", state(3))
     writer.close()
     verify(tmp_path / "c.ckpt")
@@ -172,7 +172,7 @@ def test_tensors_of_a_device_are_saved_as_they_were(tmp_path: Path) -> None:
         live["optimizers"]["m"].fill_(step)
         writer.save(tmp_path / f"{step}.ckpt", live, still=("optimizers",))
         live["model"]["w"].fill_(-1)
-        writer.settle()
+        writer.wait_for_copy()
         live["optimizers"]["m"].fill_(-1)
     writer.close()
     for step in range(3):
