@@ -99,7 +99,7 @@ def one_round(state: dict[str, Any], folder: Path, writer: AsyncWriter) -> dict[
     shutil.rmtree(folder / "b.ckpt")
     stall = seconds(lambda: writer.save(folder / "c.ckpt", state, still=("optimizers",)))
     backward()
-    result["async save, stall, moments copied in the backward"] = stall + seconds(writer.settle)
+    result["async save, stall, moments copied in the backward"] = stall + seconds(writer.wait_for_copy)
     writer.close()
     shutil.rmtree(folder / "c.ckpt")
     return result
