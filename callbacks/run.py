@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -72,8 +72,8 @@ class SchedulerConfig(Protocol):
 class SampleTrail(Protocol):
     """Which samples this rank's micro-batches hold. Nobody pays for it who does not ask."""
 
-    sources: Callable[[], Sequence[Source]]
-    """Returns what is known of each loader in the epoch that runs."""
+    def sources(self) -> Sequence[Source]:
+        """Return what is known of the order of each loader in the epoch that runs."""
 
     def pop(self) -> Sequence[Reading]:
         """Return what the oldest micro-batch holds, and forget it: to be called once for each that was trained on."""

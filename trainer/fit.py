@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
-from .loop.train import Results, evaluate, sanity_check, train
+from .loop.evaluate import Results, evaluate, sanity_check
+from .loop.train import make_step, train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
 from .resume.run_state import load_generators, load_position, load_training, load_weights
@@ -25,11 +26,12 @@ def fit(session: Session, request: Request) -> None:
     with checkpointed(session.module, setting):
         set_up_module(session)
         build_optimizers(session)
+        step = make_step(session)
         if saved is not None:
             load_weights(session, saved)
             load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
             if not session.is_restarted:  # else it may be a snapshot, which the next one replaces
-                session.last_checkpoint = session.resumed_from
+                session.progress.last_checkpoint = session.resumed_from
         # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
@@ -40,10 +42,10 @@ def fit(session: Session, request: Request) -> None:
             else:
                 load_generators(session, saved)
             saved = None  # and with it, its files
-            session.stage = "train"
+            session.progress.stage = "train"
             session.interruption.start(session.state.seconds)
-            train(session)
-            session.stage = None
+            train(session, step)
+            session.progress.stage = None
         session.writer.close()
         session.hooks.call("on_fit_end")
 
@@ -57,7 +59,7 @@ def run_evaluation(session: Session, request: Request) -> Results:
     if saved is not None:
         load_weights(session, saved)
     if request.keeps_predictions:
-        session.predictions = [[] for _ in session.evaluation_data.loaders]
+        session.progress.predictions = [[] for _ in session.evaluation_data.loaders]
     stage: Any = request.task
     return evaluate(session, stage)
 

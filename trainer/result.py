@@ -1,21 +1,36 @@
-"""What a run in other processes leaves behind, on its way back to the caller's objects."""
+"""Result: what a run in other processes leaves behind, and how it comes into the objects that the caller holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..callbacks.dispatch import callback_states, load_callback_states
+from torch.optim import Optimizer
+
+from ..callbacks.callback import Callback
+from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
+from ..callbacks.run import Logger
+from ..strategies.errors import RunError
+from . import checkpoint
+from .data.evaluation_data import EvaluationData
+from .data.train_data import TrainData
 from .loggers.base import continue_loggers
+from .metrics.metrics import Metrics
+from .module.data_module import DataModule
+from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
-from .session.session import Session
+from .resume.run_state import module_state, shown_to_hooks
+from .session.interruption import Interruption
+from .session.progress import Progress
+from .session.session import Session, Task
 from .session.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The end of a run: what a user reads from trainer, module, callbacks and loggers afterwards."""
+class Result:
+    """The end of a run, as it travels: what a user reads from trainer, module, callbacks and loggers afterwards."""
 
     model: dict[str, Any] | None
     """The weights, under the plain module's names; None where they have not changed."""
@@ -30,36 +45,58 @@ class Outcome:
     last_checkpoint: Path | None
 
 
-def outcome_of(session: Session) -> Outcome:
-    """Return what is to be brought back of a run that has ended well. Collective: every rank calls it."""
-    is_fit = session.task == "fit"
+def result_of(session: Session) -> Result:
+    """Return what the caller gets of a run that has ended well. Collective: every rank calls it."""
+    is_fit, progress = session.task == "fit", session.progress
     if is_fit:
         session.strategy.sync_replicas()
-    return Outcome(
+    return Result(
         model=session.strategy.full_model_state() if is_fit else None,
         state=session.state,
         metrics=session.metrics.state_dict() | {"logged": session.metrics.logged},
         callbacks=callback_states(session.callbacks),
         versions=[getattr(logger, "version", None) for logger in session.loggers],
         signal=session.interruption.signal,
-        should_stop=session.should_stop,
-        predictions=session.predictions,
-        last_checkpoint=session.last_checkpoint,
+        should_stop=progress.should_stop,
+        predictions=progress.predictions,
+        last_checkpoint=progress.last_checkpoint,
     )
 
 
-def take_over(session: Session, outcome: Outcome) -> None:
+@dataclass(kw_only=True, eq=False)
+class EndedRun:
+    """What the caller can read of a run that was carried out, and has ended, in other processes.
+
+    It has the names of `Session`; what lived in those processes alone (optimizers, loaders) is empty here.
+    """
+
+    task: Task
+    module: TrainModule
+    datamodule: DataModule | None
+    callbacks: Sequence[Callback]
+    metrics: Metrics
+    state: TrainState
+    hooks: Hooks
+    progress: Progress = field(default_factory=Progress)
+    interruption: Interruption = field(default_factory=Interruption)
+    optimizers: Sequence[Optimizer] = ()
+    schedulers: Sequence[LRSchedulerConfig] = ()
+    train_data: TrainData | None = None
+    evaluation_data: EvaluationData | None = None
+
+
+def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
     """Put the end of a run into the objects that the caller holds."""
-    if outcome.model is not None:
-        _load_model(session.module, outcome.model)
-    session.metrics.load_state_dict(outcome.metrics)
-    session.metrics.logged = outcome.metrics["logged"]
-    load_callback_states(session.callbacks, outcome.callbacks)
-    continue_loggers(session.loggers, outcome.versions)
-    session.interruption.signal = outcome.signal
-    session.should_stop = outcome.should_stop
-    session.predictions = outcome.predictions
-    session.last_checkpoint = outcome.last_checkpoint
+    if result.model is not None:
+        _load_model(run.module, result.model)
+    run.metrics.load_state_dict(result.metrics)
+    run.metrics.logged = result.metrics["logged"]
+    load_callback_states(run.callbacks, result.callbacks)
+    continue_loggers(loggers, result.versions)
+    run.interruption.signal = result.signal
+    run.progress.should_stop = result.should_stop
+    run.progress.predictions = result.predictions
+    run.progress.last_checkpoint = result.last_checkpoint
 
 
 def _load_model(module: TrainModule, state: dict[str, Any]) -> None:
@@ -67,3 +104,27 @@ def _load_model(module: TrainModule, state: dict[str, Any]) -> None:
     if module.state_dict().keys() != state.keys():
         module.configure_model()
     module.load_state_dict(state)
+
+
+def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
+    """Write a checkpoint of a run whose processes have ended.
+
+    Their optimizers have ended with them: a checkpoint to resume from is a copy of the one that the run saved last, if
+    that is of its last step.
+
+    Raises:
+        RunError: if there is no such checkpoint.
+    """
+    if weights_only or run.task != "fit":
+        state = module_state(run.module, dict(run.module.state_dict()))
+        checkpoint.save(path, shown_to_hooks(state, run.hooks, run.state))
+        return
+    last = run.progress.last_checkpoint
+    saved = checkpoint.load(last) if last is not None and last.exists() else None
+    if saved is None or saved["loop"]["global_step"] != run.state.global_step:
+        raise RunError(
+            f"The state of the optimizers has ended with the processes of this fit, whose last checkpoint is {last} "
+            f"(the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a ModelCheckpoint, "
+            "or pass weights_only=True."
+        )
+    checkpoint.save(path, saved)

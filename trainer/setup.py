@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,15 @@ from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
 from ..strategies.state.closures import needs_closure
 from .checks import check_callbacks
-from .data.index_stream import Ranks
-from .data.map_stream import Cut
+from .data.evaluation_data import EvaluationData
+from .data.index_stream import DataRanks
 from .data.seed import derive, seed_generators
-from .data.train_data import EvaluationData, TrainData
+from .data.stream import Cut
+from .data.train_data import TrainData
 from .loggers import default_logger
-from .loop.step import managed_step, manual_backward
+from .loop.schedule import validates
 from .module.data_module import DataHooks, DataModule
-from .module.optimizers import ManagedOptimizer, check_monitors, check_parameters, parse_optimizers
+from .module.optimizers import check_monitors, check_parameters, parse_optimizers
 from .module.train_module import TrainModule
 from .session.session import Session, Task
 from .session.settings import Settings
@@ -133,9 +133,8 @@ def load_train_data(session: Session, given: Any) -> None:
         cut=cut,
         limit=settings.limit_train_batches,
         in_order=settings.overfit_batches > 0,
-        trail=session.trail,
     )
-    session.accumulate_grad_batches = session.train_data.accumulate
+    session.progress.accumulate_grad_batches = session.train_data.accumulate
 
 
 def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
@@ -173,14 +172,14 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
         check_interval(session)
 
 
-def _ranks(session: Session) -> Ranks:
+def _ranks(session: Session) -> DataRanks:
     """Return who reads the data."""
     strategy = session.strategy
 
     def agree(numbers: list[float]) -> list[list[float]]:
         return strategy.all_gather(torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
 
-    return Ranks(
+    return DataRanks(
         strategy.data_rank,
         strategy.data_size,
         planned_size=session.state.data_size,
@@ -197,7 +196,7 @@ def check_interval(session: Session) -> None:
     """
     data, interval = session.train_data, session.settings.val_check_interval
     assert data is not None
-    if not session.validates or session.settings.check_val_every_n_epoch is None:
+    if not validates(session) or session.settings.check_val_every_n_epoch is None:
         return
     if isinstance(interval, float) and interval != 1.0 and data.num_batches == math.inf:
         raise ConfigError(
@@ -228,22 +227,16 @@ def build_optimizers(session: Session) -> None:
     check_parameters(found.optimizers, module)
     if module.automatic_optimization:
         check_monitors(found.schedulers)
-    session.needs_closure = [needs_closure(optimizer) for optimizer in found.optimizers]
-    if any(session.needs_closure) and strategy.precision.uses_scaler:
+    evaluating = [type(optimizer).__name__ for optimizer in found.optimizers if needs_closure(optimizer)]
+    if evaluating and strategy.precision.uses_scaler:
         raise ConfigError(
             f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss "
-            "itself "
-            f"({[type(o).__name__ for o in found.optimizers]}) cannot take; use bf16-mixed or 32-true."
+            f"itself ({evaluating}) cannot take; use bf16-mixed or 32-true."
         )
     strategy.setup_optimizers(found.optimizers)
     session.optimizers, session.schedulers = found.optimizers, found.schedulers
     if not session.state.optimizer_steps:  # a resumed run has them
         session.state.optimizer_steps = [0] * len(found.optimizers)
-    session.managed_optimizers = [
-        ManagedOptimizer(optimizer, managed_step(session, index)) for index, optimizer in enumerate(found.optimizers)
-    ]
-    session.bind()
-    module.attach_optimizers(session.managed_optimizers, partial(manual_backward, session))
 
 
 def set_up(session: Session) -> None:

@@ -1,59 +1,48 @@
-"""Trainer: settings, and fit / validate / test / predict."""
+"""Trainer: settings, fit / validate / test / predict, and what hooks and users may read of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from ..callbacks.dispatch import Hooks, check_state_keys
+from ..callbacks.callback import Callback
+from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.helpers.console import say
 from ..callbacks.helpers.table import render_table
-from ..callbacks.run import Run
-from ..callbacks.timer import parse_duration
-from ..strategies import Precision, place
-from ..strategies.errors import CheckpointError, ConfigError, RunError
-from .checkpoint import make_writer
-from .checks import check_loggers, check_manual, check_module, check_writable
-from .data.seed import capture_rng, restore_rng
-from .default_callbacks import supervised
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.run import Logger, Stage
+from ..strategies import Strategy
+from ..strategies.errors import ConfigError, RunError
 from .fit import fit, run_evaluation
-from .loggers import silence
-from .loggers.base import continue_loggers
-from .loop.train import Results
-from .metrics.accumulator import to_numbers
-from .metrics.metrics import Metrics
+from .loop.evaluate import Results
 from .module.data_module import DataModule
-from .module.hooks import ModuleHooks
+from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
 from .request import Request
-from .result import Outcome, outcome_of, take_over
-from .resume.after_restart import go_on, note_checkpoint, note_end, note_run
+from .result import EndedRun, save_ended
 from .resume.changed_settings import Winner
-from .resume.find_checkpoint import find_checkpoint
 from .resume.rollback import roll_back
-from .resume.run_state import still_parts, take_state
-from .resume.take_snapshot import end_snapshots
-from .run_view import RunView
-from .session.interruption import Interruption
-from .session.profiler import profiler_by_name
+from .resume.save import save_checkpoint
+from .resume.take_snapshot import take_snapshot
+from .runner import Runner
+from .session.profiler import Profiler
 from .session.session import Session, Task
 from .session.settings import Settings, accepting
-from .session.torch_flags import numerics
 from .session.train_state import TrainState
-from .setup import make_callbacks, make_loggers, open_loggers, root_dir, set_up, with_module_callbacks
-
-Work = Callable[[Session, Request], Any]
+from .session.trained_samples import TrainedSamples
 
 
-class Trainer(RunView):
+class Trainer:
     """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
+
+    Hooks see it as a `callbacks.run.Run`, which says what each property means.
 
     Raises:
         ConfigError: for an argument that does not exist or cannot be, with the value and what to do.
@@ -61,22 +50,8 @@ class Trainer(RunView):
 
     @accepting(Settings)
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings = settings.effective()
-        self._precision = Precision(settings.precision)
-        self.strategy, self._hardware = place(
-            settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
-        )
-        self.strategy.validate(self._hardware, self._precision)
-        self.loggers = make_loggers(settings)
-        check_loggers(self.loggers)
-        self._callbacks = make_callbacks(settings)
-        self.profiler = profiler_by_name(settings.profiler)
-        self.state = TrainState()
-        self._has_fitted = False
-        self._is_introduced = False
-        self._reports = False
-        """Whether this is a copy in another process, whose caller waits for an `Outcome`."""
-        self._outcome: Outcome | None = None
+        self.settings = settings.effective()
+        self._runner = Runner(self.settings, self)
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -110,8 +85,8 @@ class Trainer(RunView):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         request = Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
-        self._run(fit, request)
-        self.session.interruption.raise_if_requested()
+        self._runner.execute(fit, request)
+        self._ran.interruption.raise_if_requested()
 
     def validate(
         self,
@@ -156,7 +131,7 @@ class Trainer(RunView):
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
         request = self._request("predict", model, dataloaders, datamodule, ckpt_path)
-        self._run(run_evaluation, replace(request, keeps_predictions=return_predictions))
+        self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
@@ -169,19 +144,11 @@ class Trainer(RunView):
             RunError: where there is no run whose state could be saved.
             CheckpointError: if it cannot be written, or its state holds what is no tensor and no JSON.
         """
-        session, began = self.session, monotonic()
-        with self.profiler.record("checkpoint"):
-            state = take_state(session, weights_only=weights_only or session.task != "fit")
-            if self.is_global_zero:
-                for logger in self.loggers:
-                    logger.save()
-            session.writer.save(Path(path), state, still=still_parts(session))
-            if wait:
-                session.writer.close()
-        session.checkpoint_seconds += monotonic() - began
-        if "loop" in state:
-            session.last_checkpoint = Path(path)
-            note_checkpoint(session, Path(path))
+        current = self._runner.current
+        if isinstance(current, EndedRun):
+            save_ended(current, Path(path), weights_only=weights_only)
+        else:
+            save_checkpoint(self.session, Path(path), weights_only=weights_only, wait=wait)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything that is none is left alone."""
@@ -198,12 +165,10 @@ class Trainer(RunView):
 
         To be called in ``on_train_step_end`` only. Collective: every rank calls it.
         """
-        path = self.session.last_checkpoint
+        path = self.session.progress.last_checkpoint
         if path is not None:
             roll_back(self.session, path)
         return path
-
-    # --- one run -----------------------------------------------------------------------------------------------------
 
     def _request(
         self, task: Task, model: TrainModule | None, loaders: Any, datamodule: DataModule | None, ckpt_path: Any
@@ -217,177 +182,285 @@ class Trainer(RunView):
             datamodule = datamodule if datamodule is not None or loaders is not None else self.datamodule
         return Request(task, model, datamodule, evaluation_loaders=loaders, ckpt_path=ckpt_path)
 
-    def _run(self, work: Work, request: Request) -> Any:
-        """Do the work in this process, or in processes of its own."""
-        with self._guarded(request) as checked:
-            if self.strategy.starts_processes:
-                return self._launch(work, checked)
-            with self._connected(checked) as session, numerics(self.settings):
-                return work(session, checked)
-
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
         request = self._request(task, model, loaders, datamodule, ckpt_path)
-        results: Results = self._run(run_evaluation, request)
+        results: Results = self._runner.execute(run_evaluation, request)
         if verbose and self.is_global_zero and any(results):
             say(render_table(results, title=f"{task.capitalize()} metric"))
         return results
 
-    @contextmanager
-    def _guarded(self, request: Request) -> Iterator[Request]:
-        """Check a request in the caller's process, before anything starts; and allow one run at a time."""
-        if self._is_running:
+    # --- where the run is ---
+
+    @property
+    def stage(self) -> Stage | None:
+        return self._ran.progress.stage if self._runner.is_running and self._runner.current is not None else None
+
+    @property
+    def sanity_checking(self) -> bool:
+        return self.stage == "sanity_check"
+
+    @property
+    def training(self) -> bool:
+        """Whether training batches are running."""
+        return self.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is running, inside `fit` or alone."""
+        return self.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is running."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction is running."""
+        return self.stage == "predict"
+
+    @property
+    def current_epoch(self) -> int:
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        return self.state.global_step
+
+    @property
+    def samples_seen(self) -> int:
+        return self.state.samples_seen
+
+    @property
+    def batch_position(self) -> int:
+        return self._ran.progress.batch_idx
+
+    @property
+    def max_epochs(self) -> int:
+        last = self.settings.last_epoch
+        return -1 if last is None else last
+
+    @property
+    def max_steps(self) -> int:
+        return self.settings.max_steps
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current micro-batch is the last of its epoch, as far as the data knows."""
+        return self._ran.progress.batch_idx + 1 >= self.num_training_batches
+
+    @property
+    def is_interrupted(self) -> bool:
+        interruption = self._ran.interruption
+        return interruption.is_requested or interruption.is_time_up()
+
+    @property
+    def num_training_batches(self) -> int | float:
+        data = self._ran.train_data
+        return data.num_batches if data is not None else 0
+
+    @property
+    def num_val_batches(self) -> Sequence[int | float]:
+        return self._num_batches("fit", "validate")
+
+    @property
+    def num_test_batches(self) -> Sequence[int | float]:
+        return self._num_batches("test")
+
+    @property
+    def num_predict_batches(self) -> Sequence[int | float]:
+        return self._num_batches("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> Sequence[int | float]:
+        limit = self.settings.num_sanity_val_steps
+        return [min(count, math.inf if limit == -1 else limit) for count in self._num_batches("fit")]
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        return self._ran.progress.checkpoint_seconds
+
+    @property
+    def is_taking_snapshot(self) -> bool:
+        return self._ran.progress.is_taking_snapshot
+
+    def _num_batches(self, *tasks: str) -> Sequence[int | float]:
+        data = self._ran.evaluation_data if self._ran.task in tasks else None
+        return data.num_batches if data is not None else []
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        data, settings = self._ran.train_data, self.settings
+        if data is None:
             raise RunError(
-                f"Trainer.{request.task} was called while {self.session.task} runs; call it when that has returned, "
-                "or use another Trainer."
+                f"estimated_stepping_batches is known during fit; found the task {self._ran.task!r}. Call fit."
             )
-        check_module(request.module, request.datamodule, request.task)
-        check_manual(request.module, self.settings)
-        folder = root_dir(self.settings, request.task)
-        if folder is not None:
-            check_writable(folder)
-        # where the processes exist already, their rank 0 will be asked
-        checkpoint = None if self._hardware.environment.is_external else self._find_checkpoint(request)
-        self._is_running = True
-        try:
-            yield replace(request, checkpoint=checkpoint)
-        finally:
-            self._is_running = False
+        by_steps = math.inf if settings.last_step is None else settings.last_step
+        if data.num_batches == math.inf or settings.last_epoch is None:
+            return by_steps
+        return min(by_steps, data.num_steps * settings.last_epoch)
 
-    def _find_checkpoint(self, request: Request) -> Path | None:
-        sources = self.loggers, self.checkpoint_callbacks, self.default_root_dir
-        return find_checkpoint(request.ckpt_path, *sources, to_resume=request.task == "fit")
+    # --- what hooks may change ---
 
-    def _launch(self, work: Work, request: Request) -> Any:
-        """Do the work in processes of its own, and take over what they leave behind."""
+    @property
+    def should_stop(self) -> bool:
+        """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
+        return self._ran.progress.should_stop
 
-        def take(answer: tuple[Outcome, Any]) -> None:
-            self._is_introduced = True
-            self._precision.convert_module(request.module)
-            self._session = self._open_session(request)
-            self.state = self._session.state = answer[0].state
-            take_over(self._session, answer[0])
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._ran.progress.should_stop = value
 
-        parts = {**request.parts(), "callbacks": self._callbacks, "loggers": self.loggers, "strategy": self.strategy}
-        job = partial(self._report, work, request, capture_rng())
-        return self.strategy.launch(job, on_result=take, parts=parts)[1]
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of an optimizer step; set it in ``on_train_epoch_start``, for that epoch and those after it."""
+        current = self._runner.current
+        return self.settings.accumulate_grad_batches if current is None else current.progress.accumulate_grad_batches
 
-    def _report(self, work: Work, request: Request, rng: Mapping[str, Any]) -> tuple[Outcome, Any]:
-        """Do the work in a process of the run, begun as the caller's was, and return what it leaves behind."""
-        restore_rng(rng)
-        self._reports = True
-        with self._connected(request) as session, numerics(self.settings):
-            result = work(session, request)
-        assert self._outcome is not None
-        return self._outcome, result
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        self._ran.progress.accumulate_grad_batches = value
 
-    @contextmanager
-    def _connected(self, request: Request) -> Iterator[Session]:
-        """Open the session of a run in this process, and end it in good order whatever happens."""
-        self.strategy.connect(self._hardware, self._precision)
-        session = self._session = self._open_session(request)
-        status = "failed"
-        try:
-            self._agree(session, request)
-            set_up(session)
-            self.profiler.start(self.log_dir, self.strategy.rank)
-            yield session
-            status = "interrupted" if session.interruption.is_requested else "success"
-            note_end(session)
-            if self._reports:
-                self._outcome = outcome_of(session)
-        except BaseException as error:
-            self.strategy.annotate(error)
-            session.hooks.call("on_exception", error)
-            if session.datamodule is not None:
-                session.datamodule.on_exception(error)
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
-            # in a launched process the caller finds the culprit
-            culprit = None if self._reports else self.strategy.blame_peer(error)
-            if culprit is not None:
-                raise culprit from error
-            raise
-        finally:
-            self._close(session, status)
+    # --- metrics ---
 
-    def _agree(self, session: Session, request: Request) -> None:
-        """Let all ranks go by rank 0's seed, checkpoint and folders."""
-        strategy, environment = self.strategy, self._hardware.environment
-        session.resumed_from = request.checkpoint
-        if strategy.world_size > 1:
-            if self.is_global_zero and not self._is_introduced:
-                say(environment.describe())
-            self._is_introduced = True
-            if environment.is_external:
-                session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
-            session.state.seed = strategy.broadcast(session.state.seed)
-        if not self.is_global_zero:
-            silence(self.loggers)
-        if request.task == "fit":
-            go_on(session)
-            continued = None if session.is_restarted else session.resumed_from
-            versions = strategy.collectives.on_first_rank(partial(open_loggers, self.loggers, continued))
-            note_run(session, versions)
-            if not self.is_global_zero:
-                continue_loggers(self.loggers, versions)
+    @property
+    def callback_metrics(self) -> Mapping[str, Tensor]:
+        return {} if (current := self._runner.current) is None else current.metrics.callback_metrics()
 
-    def _open_session(self, request: Request) -> Session:
-        module, settings = request.module, self.settings
-        callbacks = with_module_callbacks(self._callbacks, module)
-        callbacks = supervised(self.strategy, callbacks, logs=bool(self.loggers))
-        check_state_keys(callbacks)
-        if request.task == "fit":
-            self.state = TrainState(seed=torch.initial_seed())
-            if settings.logger is True and self._has_fitted:
-                self.loggers = make_loggers(settings)  # another run, another folder
-            self._has_fitted = True
-        metrics = Metrics(self.strategy, module)
-        metrics.position = self.state.global_step
-        run: Run = self
-        module.attach(run, None if settings.barebones else metrics)
-        if request.datamodule is not None:
-            request.datamodule.trainer = run
-        return Session(
-            task=request.task,
-            run=run,
-            settings=settings,
-            writer=make_writer(self.strategy.group, is_async=request.task == "fit"),
-            strategy=self.strategy,
-            module=module,
-            datamodule=request.datamodule,
-            callbacks=callbacks,
-            loggers=self.loggers,
-            profiler=self.profiler,
-            hooks=Hooks(run, module, ModuleHooks, callbacks),
-            metrics=metrics,
-            state=self.state,
-            interruption=Interruption(
-                parse_duration("max_time", settings.max_time), is_alone=self.strategy.world_size == 1
-            ),
-        )
+    @property
+    def logged_metrics(self) -> Mapping[str, Tensor]:
+        return {} if (current := self._runner.current) is None else current.metrics.logged
 
-    def _close(self, session: Session, status: str) -> None:
-        session.stage = None
-        if status == "failed":
-            session.writer.abandon()
-        end_snapshots(session, has_failed=status == "failed")
-        with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
-            session.writer.close()
-        if session.train_data is not None:
-            session.train_data.close()
-        session.hooks.call("teardown", session.task)
-        if session.datamodule is not None:
-            session.datamodule.teardown(session.task)
-        summary = self.profiler.stop()
-        if self.is_global_zero:
-            if summary:
-                say(summary)
-            numbers = to_numbers(session.metrics.callback_metrics())
-            for logger in self.loggers:
-                logger.finalize(numbers, status)
-        self.strategy.close()
+    @property
+    def progress_bar_metrics(self) -> Mapping[str, float]:
+        return {} if (current := self._runner.current) is None else current.metrics.progress_bar()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the last run behind: a trainer that travels to another process begins one there."""
-        return {**self.__dict__, "_session": None, "_outcome": None}
+    def reduce_metrics(self) -> None:
+        self.session.metrics.reduce()
+
+    def metric_step(self, name: str) -> int | None:
+        return self.session.metrics.computed_at(name)
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        self.session.log_numbers(metrics)
+
+    @property
+    def log_every_n_steps(self) -> int:
+        return self.settings.log_every_n_steps
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger, if there is one."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def log_dir(self) -> str:
+        return self.loggers[0].log_dir if self.loggers else self.default_root_dir
+
+    @property
+    def default_root_dir(self) -> str:
+        return str(self.settings.default_root_dir or ".")
+
+    def follow_samples(self) -> TrainedSamples:
+        return TrainedSamples(self.session)
+
+    def take_snapshot(self) -> None:
+        take_snapshot(self.session)
+
+    # --- parts ---
+
+    @property
+    def session(self) -> Session:
+        """The run in this process that is going on, or the last one: internals, without promises.
+
+        Raises:
+            RunError: before the first run, and after one in other processes, which have ended.
+        """
+        return self._runner.session
+
+    @property
+    def _ran(self) -> Session | EndedRun:
+        if self._runner.current is None:
+            return self._runner.session  # which raises
+        return self._runner.current
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._runner.strategy
+
+    @property
+    def loggers(self) -> Sequence[Logger]:
+        return self._runner.loggers
+
+    @property
+    def profiler(self) -> Profiler:
+        """What measures the parts of a step."""
+        return self._runner.profiler
+
+    @property
+    def state(self) -> TrainState:
+        """The counters of the current or last fit."""
+        return self._runner.state
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.strategy.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process."""
+        return self.strategy.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def model(self) -> TrainModule | None:
+        """The module of the current or last run."""
+        return current.module if (current := self._runner.current) is not None else None
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the current or last run, if it has one."""
+        return current.datamodule if (current := self._runner.current) is not None else None
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return current.optimizers if (current := self._runner.current) is not None else ()
+
+    @property
+    def lr_scheduler_configs(self) -> Sequence[LRSchedulerConfig]:
+        return current.schedulers if (current := self._runner.current) is not None else ()
+
+    @property
+    def callbacks(self) -> Sequence[Callback]:
+        return self._runner.callbacks
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Every `ModelCheckpoint` among the callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first `ModelCheckpoint`, if there is one: what ``ckpt_path="best"`` asks."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first `EarlyStopping`, if there is one."""
+        return next((one for one in self.callbacks if isinstance(one, EarlyStopping)), None)
+
+    @property
+    def progress_bar_callback(self) -> TQDMProgressBar | None:
+        """The progress bar, if there is one."""
+        return next((one for one in self.callbacks if isinstance(one, TQDMProgressBar)), None)
+
+    @property
+    def predictions(self) -> Sequence[Any] | None:
+        collected = current.progress.predictions if (current := self._runner.current) is not None else None
+        return collected[0] if collected is not None and len(collected) == 1 else collected

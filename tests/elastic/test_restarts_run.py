@@ -109,7 +109,7 @@ class Dies(Meanwhile):
     """With snapshots complete that were taken before."""
 
     def act(self, trainer: Any) -> None:
-        trainer.session.snapshots.close()
+        trainer.session.recovery.snapshots.close()
         self.damage(trainer.strategy.supervisor.folder)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from echelon.trainer.data.index_stream import Ranks
+from echelon.trainer.data.index_stream import DataRanks
 
 T = TypeVar("T")
 
 
-def on_ranks(data_size: int, function: Callable[[Ranks], T], ranks: Ranks | None = None) -> list[T]:
+def on_ranks(data_size: int, function: Callable[[DataRanks], T], ranks: DataRanks | None = None) -> list[T]:
     """Return what a function returns on each rank; they take turns, since random generators are global."""
     said: list[list[list[float]]] = [[] for _ in range(data_size)]
     turn, meeting = threading.Lock(), threading.Barrier(data_size, timeout=20)
@@ -36,7 +36,7 @@ def on_ranks(data_size: int, function: Callable[[Ranks], T], ranks: Ranks | None
             try:
                 return function(
                     replace(
-                        ranks or Ranks(),
+                        ranks or DataRanks(),
                         data_rank=data_rank,
                         data_size=data_size,
                         agree=agree if data_size > 1 else None,

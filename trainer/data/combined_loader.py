@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -170,3 +171,12 @@ _READERS: Final[dict[str, Callable[[Sequence[Limited]], Iterator[Sequence[Any]]]
     "max_size_cycle": _beginning_again,
     "max_size": _until_the_longest,
 }
+
+
+def combined_of(source: Any) -> CombinedLoader | None:
+    """Return several loaders as a CombinedLoader of our own; None for one loader."""
+    if isinstance(source, CombinedLoader):
+        return copy.copy(source)
+    if isinstance(source, Mapping | list | tuple):
+        return CombinedLoader(source, "max_size_cycle")
+    return None

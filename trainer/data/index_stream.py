@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
+from ...callbacks.samples.file import Source
+from .micro_batch import MicroBatch, Window
 from .seed import RngStream, derive, seed_generators
 
 
@@ -119,7 +121,7 @@ Agree = Callable[[list[float]], list[list[float]]]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class DataRanks:
     """Who reads the data: this rank, of how many."""
 
     data_rank: int = 0
@@ -186,23 +188,11 @@ def _num_samples(batches: Iterable[Any]) -> int | None:
     return sum(map(len, lists)) if all(isinstance(batch, list) for batch in lists) else None
 
 
-class Part(NamedTuple):
-    """What is cut out of a global batch for this rank, and what all ranks have together."""
-
-    num_micro_batches: int
-    """Of this rank; may be 0."""
-    totals: list[int | None]
-    """Samples of all ranks in their first, second, ... micro-batches; None where only reading tells."""
-    end: int
-    """The position of all ranks behind this global batch."""
-
-
 class IndexStream:
-    """The batch sampler behind every training loader: this rank's micro-batches from a position on.
+    """The batch sampler behind every training loader: it yields the indices of this rank's micro-batches.
 
-    `sizes` receives, for every micro-batch yielded, its number of samples and by how many entries the position of all
-    ranks advances with it. `parts` receives, where there are several ranks, what each global batch is cut into before
-    the first micro-batch of it is yielded.
+    `drawn` receives the `Window` of each global batch before the indices of its first micro-batch are yielded. Where
+    this rank has no sample of a global batch, its window is empty and nothing is yielded.
     """
 
     def __init__(self, order: Order, share: Share, *, seed: int, drop_last: bool, is_seeded: bool) -> None:
@@ -211,8 +201,7 @@ class IndexStream:
         self._seed = seed
         self._drop_last = drop_last
         self._is_seeded = is_seeded
-        self.sizes: deque[tuple[int | None, int]] = deque()
-        self.parts: deque[Part] = deque()
+        self.drawn: deque[Window] = deque()
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int) -> None:
@@ -224,38 +213,41 @@ class IndexStream:
         self._share = share
 
     def __iter__(self) -> Iterator[Any]:
-        self.sizes.clear()
-        self.parts.clear()
+        self.drawn.clear()
         share, place = self._share, self._start
         entries = self._order.entries(self._epoch, place)
         size, width = share.global_batch_size, share.micro_batch_size
-        length, mine, starts = 0, slice(0), range(0)
+        length, own, starts = 0, slice(0), range(0)
         totals: list[int | None] = []
         while global_batch := list(islice(entries, size)):
             if len(global_batch) != length:  # the first, or the last: all others are cut in the same way
                 length = len(global_batch)
                 if self._drop_last and length < size:
                     return
-                mine = share.of(length)
-                starts = range(mine.start, mine.stop, width or 1)
+                own = share.of(length)
+                starts = range(own.start, own.stop, width or 1)
                 totals = []
-            if share.data_size > 1:
-                if width is None or not totals:  # ready-made batches may differ in size
-                    totals = share.totals(global_batch)
-                self.parts.append(Part(len(starts), totals, place + length))
-            for start in starts:
-                stop = min(start + starts.step, mine.stop)
-                yield self._micro_batch(global_batch[start:stop], place + start, length if stop == mine.stop else 0)
+            if share.data_size > 1 and (width is None or not totals):  # ready-made batches may differ in size
+                totals = share.totals(global_batch)
+            micro_batches = [
+                self._micro_batch(global_batch[start : min(start + starts.step, own.stop)], place + start)
+                for start in starts
+            ]
             place += length
+            self.drawn.append(Window(micro_batches, totals, end=place))
+            for micro_batch in micro_batches:
+                yield micro_batch.indices
 
-    def _micro_batch(self, entries: list[Any], place: int, advance: int) -> Any:
-        batch = entries if self._share.micro_batch_size is not None else entries[0]
-        self.sizes.append((len(batch) if isinstance(batch, list) else None, advance))
-        if self._is_seeded and isinstance(batch, list):
-            # a ready-made batch is one entry: its samples' places are those inside it
-            seed = derive(self._seed, self._epoch, *(() if batch is entries else (place,)))
-            return SeededIndices(batch, seed, place if batch is entries else 0)
-        return batch
+    def _micro_batch(self, entries: list[Any], place: int) -> MicroBatch:
+        if self._share.micro_batch_size is None:
+            # a ready-made batch is one entry: the places of its samples are those inside it
+            indices, seed, first = entries[0], derive(self._seed, self._epoch, place), 0
+            size = len(indices) if isinstance(indices, list) else None
+        else:
+            indices, seed, first, size = entries, derive(self._seed, self._epoch), place, len(entries)
+        if self._is_seeded and isinstance(indices, list):
+            indices = SeededIndices(indices, seed, first)
+        return MicroBatch(None, size, place, indices)
 
     def __len__(self) -> int:
         size = self.num_batches()
@@ -273,6 +265,17 @@ class IndexStream:
         whole, rest = divmod(num_entries, self._share.global_batch_size)
         count = whole * self._share.num_micro_batches(self._share.global_batch_size)
         return count if self._drop_last else count + self._share.num_micro_batches(rest)
+
+    def source(self, num_indices: int | None, num_streams: int) -> Source:
+        """Return what is known of the order, as the iteration that runs reads it."""
+        end = self.end
+        return Source(
+            -1 if num_indices is None else num_indices,
+            -1 if end is None else end,
+            comes_once=int(isinstance(self._order, Sequential | Shuffled)),
+            in_batches=int(self._share.micro_batch_size is None),
+            num_streams=num_streams,
+        )
 
     @property
     def end(self) -> int | None:

@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ...strategies.errors import DataError
-from .index_stream import Order, Ranks, Sampled, Sequential, Shuffled, length_of
+from .index_stream import DataRanks, Order, Sampled, Sequential, Shuffled, length_of
 
 
-def check_loader(loader: Any, ranks: Ranks) -> None:
+def check_loader(loader: Any, ranks: DataRanks) -> None:
     """Raise `DataError` unless these ranks can read batches from it, judging without reading."""
     if isinstance(loader, Dataset):
         raise DataError(
@@ -49,7 +49,7 @@ def is_sequence(loader: Any) -> bool:
     return hasattr(loader, "__getitem__") and length_of(loader) is not None and not hasattr(loader, "__iter__")
 
 
-def is_dealt(loader: Any, ranks: Ranks) -> bool:
+def is_dealt(loader: Any, ranks: DataRanks) -> bool:
     """Return whether what a loader reads is dealt to the ranks from outside; otherwise it yields each its own."""
     if not ranks.is_dealing or not (is_indexed(loader) or is_sequence(loader)):
         return False

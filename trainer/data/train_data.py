@@ -1,37 +1,29 @@
-"""The loaders of a run: training windows, evaluation loaders, and how many batches each gives."""
+"""TrainData: the training loaders of a run, read as windows of micro-batches."""
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...callbacks.samples.file import Source
-from ...strategies.errors import ConfigError, DataError
-from .combined_loader import CombinedLoader
-from .evaluation_data import Reader, SideBySide, deals, reader_of
-from .index_stream import Ranks, length_of
-from .loader_kinds import check_loader, unshuffled
-from .map_stream import Cut, IterableStream, MapStream, stream_of
-from .sample_trace import Trail
-from .seed import derive
-from .window import Window, num_samples
+from torch.utils.data import DataLoader
 
-Count = int | float
-"""A number of batches; infinity where the data does not know."""
+from ...callbacks.samples.file import Reading, Source
+from ...strategies.errors import ConfigError, DataError
+from .combined_loader import CombinedLoader, combined_of
+from .index_stream import length_of
+from .iterable_stream import IterableStream
+from .limits import limited
+from .loader_kinds import check_loader, is_indexed, is_sequence
+from .map_stream import MapStream
+from .micro_batch import MicroBatch, Window
+from .stream import CountSamples, Cut, Stream
+from .transfer import size_of
 
 
 class TrainData:
-    """The training data of a run, as windows: the micro-batches of one optimizer step, each with its size."""
-
-    window_total: int
-    """Samples of the window that was read last, over all ranks; kept where there are several."""
-    window_length: int
-    """Micro-batches of the window that was read last, on the rank that has most; kept where there are several ranks."""
+    """The training data of a run, as windows: the micro-batches of one optimizer step."""
 
     def __init__(
         self,
@@ -41,22 +33,18 @@ class TrainData:
         cut: Cut,
         limit: int | float,
         in_order: bool,
-        trail: Trail | None = None,
+        count: CountSamples = size_of,
     ) -> None:
-        self._cut, self._limit, self._trail = cut, limit, trail
+        self._cut, self._limit = cut, limit
         self._resumed_epoch: int | None = None
-        self._combined = _combined(source)
+        self._combined = combined_of(source)
         loaders = self._combined.flattened if self._combined is not None else [source]
         if not loaders:
             raise DataError(f"The training loaders are empty: {source!r:.60}; pass at least one loader.")
-        self._streams: list[MapStream | IterableStream] = [
-            stream_of(loader, seed, cut, in_order=in_order, trail=None if trail is None else trail.of_loader(number))
-            for number, loader in enumerate(loaders)
-        ]
-        if trail is not None:
-            trail.sources = self._sources
+        self._streams = [stream_of(loader, seed, cut, in_order=in_order, count=count) for loader in loaders]
+        self._columns = [_Column(number, stream) for number, stream in enumerate(self._streams)]
         if self._combined is not None:
-            self._combined.flattened = self._streams
+            self._combined.flattened = self._columns
         self._count_steps()
         _check_global_batch(cut, self.global_batch_size if len(loaders) == 1 else None, source)
         self._known_length = self._length()
@@ -130,50 +118,56 @@ class TrainData:
         """Return the rest of the epoch, of which this rank has already seen so many micro-batches.
 
         Where there are several ranks, a window may be empty on this one, and reading is collective unless all is known
-        from indices: `window_length` and `window_total` say what all ranks read.
+        from indices.
         """
         remaining = self.num_batches - batches_done
-        if self._trail is not None:
-            self._trail.clear()
+        if self.is_shared:
+            stream = self._streams[0]
+            assert isinstance(stream, MapStream)
+            windows = stream.windows(remaining)
+            return windows if self._cut.ranks.data_size == 1 else self._with_totals(windows)
         if self._cut.ranks.data_size > 1:
-            return self._shared_windows(remaining) if self.is_shared else self._own_windows(remaining)
-        batches = islice(self._sized_batches(), None if remaining == math.inf else int(remaining))
-        if self._per_step == 1:
-            return zip(batches)  # tuples of one, without a frame of ours
-        return iter(lambda: tuple(islice(batches, self._per_step)), ())
+            return self._windows_of_all_ranks(remaining)
+        micro_batches = islice(self._micro_batches(), None if remaining == math.inf else int(remaining))
+        return map(Window, iter(lambda: list(islice(micro_batches, self._per_step)), []))
 
-    def _shared_windows(self, remaining: float) -> Iterator[Window]:
-        """Yield this rank's parts of global batches."""
-        stream = self._streams[0]
-        assert isinstance(stream, MapStream)
-        for window, totals in stream.parts(self._sized_batches(), remaining):
-            if None in totals:
-                self.window_total = sum(int(row[0]) for row in self._cut.ranks.gather(num_samples(window)))
+    def _with_totals(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield windows with the samples of all ranks; asks them where their samplers do not tell."""
+        for window in windows:
+            if None in window.totals:
+                window.total_size = sum(int(row[0]) for row in self._cut.ranks.gather(window.size))
             else:
-                self.window_total = sum(totals)  # type: ignore[arg-type]
-            self.window_length = len(totals)
+                window.total_size = sum(window.totals)  # type: ignore[arg-type]
             yield window
 
-    def _own_windows(self, remaining: float) -> Iterator[Window]:
-        """Yield what this rank has of its own, until no rank has any."""
-        batches = self._sized_batches()
+    def _windows_of_all_ranks(self, remaining: float) -> Iterator[Window]:
+        """Yield what this rank reads by itself, until no rank has any."""
+        micro_batches = self._micro_batches()
         while remaining > 0:
-            window = list(islice(batches, int(min(self._per_step, remaining))))
-            rows = self._cut.ranks.gather(len(window), num_samples(window))
-            self.window_length = max(int(length) for length, _ in rows)
-            self.window_total = sum(int(total) for _, total in rows)
-            if self.window_length == 0:
+            window = Window(list(islice(micro_batches, int(min(self._per_step, remaining)))))
+            rows = self._cut.ranks.gather(len(window.micro_batches), window.size)
+            window.num_micro_batches = max(int(length) for length, _ in rows)
+            window.total_size = sum(int(total) for _, total in rows)
+            if window.num_micro_batches == 0:
                 return
-            remaining -= self.window_length
+            remaining -= window.num_micro_batches
             yield window
 
-    def _sized_batches(self) -> Iterator[tuple[Any, int]]:
-        batches = self._streams[0].sized_batches()
-        if self._combined is not None:
-            batches = ((batch, self._streams[index].batch_size) for batch, _, index in self._combined)
-        return batches if self._trail is None else self._trail.rows(batches)
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield micro-batches, each of one loader or combined of several."""
+        if self._combined is None:
+            return self._streams[0].micro_batches()
+        return self._combined_micro_batches(self._combined)
 
-    def _sources(self) -> list[Source]:
+    def _combined_micro_batches(self, combined: CombinedLoader) -> Iterator[MicroBatch]:
+        for column in self._columns:
+            column.readings.clear()
+        for batch, _, index in combined:
+            micro_batch = MicroBatch(batch, self._streams[index].batch_size)
+            micro_batch.readings = [reading for column in self._columns for reading in column.take_readings()]
+            yield micro_batch
+
+    def sources(self) -> list[Source]:
         """Return what is known of the order of each loader in this epoch."""
         is_whole = self._known_length == self.num_batches and (
             self._combined is None or (self._combined.mode != "min_size" and self._combined.limits is None)
@@ -188,6 +182,51 @@ class TrainData:
         """Let workers go that outlive an epoch."""
         for stream in self._streams:
             stream.close()
+
+
+class _Column:
+    """One of several loaders: an iterable of its batches that keeps which samples it gave."""
+
+    def __init__(self, number: int, stream: Stream) -> None:
+        self._number, self._stream = number, stream
+        self.readings: list[Reading] = []
+
+    @property
+    def rounds(self) -> int:
+        return self._stream.rounds
+
+    def __iter__(self) -> Iterator[Any]:
+        for micro_batch in self._stream.micro_batches():
+            self.readings.append(micro_batch.reading(self._number))
+            yield micro_batch.batch
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def take_readings(self) -> list[Reading]:
+        """Return what was read since the last call: loaders read ahead, and a combined row may be dropped."""
+        readings, self.readings = self.readings, []
+        return readings
+
+
+def stream_of(
+    loader: Any, seed: int, cut: Cut, *, in_order: bool = False, count: CountSamples = size_of
+) -> MapStream | IterableStream:
+    """Return the stream that reads a loader; `in_order` ignores a shuffle (overfit_batches).
+
+    Raises:
+        DataError: if it cannot be read as a loader.
+    """
+    check_loader(loader, cut.ranks)
+    if cut.ranks.data_size > 1 and cut.ranks.is_dealing and is_sequence(loader):
+        loader = DataLoader(loader, batch_size=None, collate_fn=_unchanged)
+    if is_indexed(loader):
+        return MapStream(loader, seed, cut, in_order=in_order, count=count)
+    return IterableStream(loader, seed, cut.ranks.data_size, count=count)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _check_global_batch(cut: Cut, found: int | None, source: Any) -> None:
@@ -210,96 +249,3 @@ def _check_global_batch(cut: Cut, found: int | None, source: Any) -> None:
             f"global_batch_size={asked} is no multiple of the {data_size} ranks, to which the loader's own sampler "
             f"deals; give {found}, or a sampler that does not deal."
         )
-
-
-@dataclass(frozen=True)
-class EvaluationData:
-    """The loaders of a validation, test or prediction, and how many batches are read of each."""
-
-    loaders: list[Any]
-    num_batches: list[Count]
-    """Of all ranks."""
-    readers: list[Reader]
-    seed: int = 0
-
-    @classmethod
-    def of(
-        cls, source: Any, limit: int | float, stage: str, *, in_order: bool = False, ranks: Ranks, seed: int = 0
-    ) -> EvaluationData:
-        """Take one loader, or a nested list or dict of them, one after the other; limit 0 takes none.
-
-        With `in_order` a shuffle is ignored (overfit_batches). `seed` is that of samplers that are dealt to several
-        ranks, the same on all.
-        """
-        combined = _combined(source)
-        if combined is None:
-            loaders = [source]
-        elif isinstance(source, CombinedLoader) and source.mode != "sequential":
-            loaders = [SideBySide(source)]
-        else:
-            loaders = combined.flattened
-        for loader in loaders:
-            check_loader(loader, ranks)
-        if in_order:
-            loaders = [unshuffled(loader) for loader in loaders]
-        name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
-        counts = [limited(limit, _length_on_all(loader, ranks), name, stage) for loader in loaders]
-        if limit and 0 in counts:
-            at = counts.index(0)
-            warnings.warn(
-                f"Loader {at} to {stage} has no batches ({loaders[at]!r:.60}); nothing is read of it.", stacklevel=2
-            )
-        return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed)
-
-    def batches(self, dataloader_idx: int, limit: float, step: int) -> Iterator[tuple[int, Any]]:
-        """Return this rank's batches of a loader, each with its index among those of all ranks.
-
-        What the ranks read together are the batches of one process, each once. The limit is the largest number of
-        batches of all ranks. On several ranks a random order is a function of seed and step.
-        """
-        count = min(self.num_batches[dataloader_idx], limit)
-        stop = None if count == math.inf else int(count)
-        return self.readers[dataloader_idx](stop, derive(self.seed, step, dataloader_idx))
-
-
-def _length_on_all(loader: Any, ranks: Ranks) -> int | None:
-    """Return how many batches all ranks read of an evaluation loader, at most; None if that is not known."""
-    length = length_of(loader)
-    if ranks.data_size == 1 or deals(loader, ranks):
-        return length
-    length = ranks.longest(length)
-    return None if length is None else length * ranks.data_size
-
-
-def _combined(source: Any) -> CombinedLoader | None:
-    """Return several loaders as a CombinedLoader of our own; None for one loader."""
-    if isinstance(source, CombinedLoader):
-        return copy.copy(source)
-    if isinstance(source, Mapping | list | tuple):
-        return CombinedLoader(source, "max_size_cycle")
-    return None
-
-
-def limited(limit: int | float, length: int | None, name: str, what: str) -> Count:
-    """Return how many batches a limit leaves of a loader.
-
-    Raises:
-        ConfigError: for a fraction that leaves nothing, or a fraction of an unknown length.
-    """
-    if length is None:
-        if isinstance(limit, float) and limit not in (0.0, 1.0):
-            raise ConfigError(
-                f"{name}={limit} is a fraction, but the {what} loader has no length; give batches as an int."
-            )
-        return math.inf if isinstance(limit, float) and limit else limit
-    if isinstance(limit, int):
-        if limit > length > 0:
-            warnings.warn(f"{name}={limit}, but the {what} loader has {length} batches: all are used.", stacklevel=2)
-        return min(limit, length)
-    count = int(length * limit)
-    if count == 0 and limit > 0 and length > 0:
-        raise ConfigError(
-            f"{name}={limit} of {length} batches is less than one batch; give at least {1 / length:.3g}, or "
-            "batches as an int."
-        )
-    return count

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...strategies import Strategy
 from ...strategies.errors import ModuleError
-from ..data.window import Window, num_samples
+from ..data.micro_batch import Window
 from ..module.loss import Loss, as_tensor, mean_of, nonzero
 
 
@@ -18,17 +18,16 @@ class Weights:
     come only with the last micro-batch: gradients are first of totals over the first count, and corrected at the end.
 
     Args:
-        window: the micro-batches of this rank.
+        window: the micro-batches of this rank, with the samples of all ranks where there are several.
         strategy: where several ranks share a step; they average their gradients.
-        total: samples of the step over all ranks; with a strategy only.
     """
 
     __slots__ = ("_count", "_divisor", "_is_whole", "_planned", "_ranks", "_strategy", "_used", "has_units", "losses")
 
-    def __init__(self, window: Window, strategy: Strategy | None = None, total: int = 0) -> None:
+    def __init__(self, window: Window, strategy: Strategy | None = None) -> None:
         self._strategy = strategy
-        self._planned = num_samples(window) if strategy is None else total
-        self._is_whole = len(window) == 1 and strategy is None
+        self._planned = window.size if strategy is None else window.total_size
+        self._is_whole = len(window.micro_batches) == 1 and strategy is None
         self._ranks = 1 if strategy is None else strategy.data_size
         self._used = 0
         # of the totals, as long as the counts are not known

@@ -1,241 +1,330 @@
-"""One optimizer step: micro-batches forward and backward, clip, update, schedule."""
+"""Step: one optimizer step, cut at the window: `forward_backward`, then `update`, then `finish`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ...strategies.errors import ConfigError
-from ..data.window import Window
+from ...callbacks.dispatch import overrides
+from ...strategies import Strategy
+from ...strategies.state.closures import needs_closure
+from ..data.micro_batch import MicroBatch, Window
+from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of, outputs_for_hooks
+from ..module.optimizers import ManagedOptimizer, zero_grad_of
+from ..module.train_module import TrainModule
 from ..session.session import Session
-from .distributed_step import (
-    backward_without_samples,
-    catch_up,
-    count_shared,
-    counts_units,
-    make_weights,
-    meet_early,
-    refuse_to_skip,
-    run_spare_batch,
-)
 from .loss_weights import Weights
+from .schedule import step_schedulers
 
 
-def take_steps(session: Session, windows: Iterable[Window]) -> Iterator[int]:
-    """Train on the micro-batches of one optimizer step after another; yield after each how many they were.
+class Step(ABC):
+    """One optimizer step of a fit. What it reads is bound here, once, as directly as strategy and hooks allow.
 
-    0 says that a hook asked to end the epoch. The order is Lightning's: batch start, forward, zero_grad (before the
-    first backward), backward, and with the last micro-batch clip, update and schedulers; batch end. A generator, since
-    what a step reads lies in its frame: looking it up anew costs the step of a small model 2%.
+    The order is Lightning's: for each micro-batch batch start, forward, zero_grad (before the first backward), backward
+    and batch end; before the last batch end clip, update and schedulers. A subclass says how gradients come about: on
+    one rank alone, on ranks that share the step, in a pipeline.
     """
-    metrics, hooks, state, writer = session.metrics, session.hooks, session.state, session.writer
-    transfer, forward, backward, zero_grads = session.transfer, session.forward, session.backward, session.zero_grads
-    is_automatic, passes_closure, is_shared = session.is_automatic, session.passes_closure, session.is_shared
-    is_collective = is_shared and session.strategy.forward_is_collective
-    on_batch_start, on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
-    goes_on = True
-    for window in windows:
-        last = len(window) - 1
-        weights = make_weights(session, window) if last or passes_closure or is_shared else None
-        metrics.position = state.global_step + 1
-        has_gradients = False
-        has_begun = is_collective and catch_up(session, window)
-        for index, (batch, size) in enumerate(window):
-            metrics.in_batch, metrics.batch_size = True, size
-            batch_idx = session.batch_idx = state.batches_in_epoch
-            if transfer is not None:
-                batch = transfer(batch, 0)
-            for hook in on_batch_start:
-                goes_on = hook(batch, batch_idx) != -1 and goes_on
-            if goes_on:
-                if last or is_shared:
-                    session.strategy.set_grad_sync(index == last)
-                if writer.is_copying and not is_automatic:
-                    writer.wait_for_copy()  # the step itself changes what a checkpoint is copying
-                output = forward(batch, batch_idx)
-                if is_automatic:
-                    # nearly always the loss itself, known without a call
-                    is_plain = type(output) is Tensor and output.requires_grad and output.ndim == 0
-                    loss = output if is_plain else loss_of(output)
-                    if index == 0 and not has_begun:
-                        for zero_grad in zero_grads:
-                            zero_grad()
-                    if loss is not None:
-                        has_gradients = True
-                        if weights is not None:
-                            loss = weights.weigh(loss, size)
-                        backward(loss if is_plain else mean_of(loss))
-                    elif is_shared:
-                        refuse_to_skip(session)
-            if index == last or not goes_on:
-                if has_gradients:
-                    if is_shared and not goes_on:
-                        meet_early(session)
-                    update(session, weights, window)
-                elif goes_on and not is_automatic:
-                    end_manual_update(session)
-                    state.global_step += 1
-            if not goes_on:
-                break
-            state.batches_in_epoch = batch_idx + 1
-            state.samples_seen += size
-            if on_batch_end:
-                outputs = outputs_for_hooks(output)
-                for hook in on_batch_end:
-                    hook(outputs, batch, batch_idx)
-        if is_shared and goes_on:
-            if not window:
-                _step_without_samples(session, has_begun=has_begun)
-            last = count_shared(session, window) - 1
-        metrics.in_batch, metrics.position = False, state.global_step
-        yield last + 1 if goes_on else 0
 
+    def __init__(self, session: Session) -> None:
+        hooks = session.hooks
+        self.session, self.module, self.strategy = session, session.module, session.strategy
+        self.state, self.progress, self.metrics = session.state, session.progress, session.metrics
+        self.writer, self.transfer, self.hooks = session.writer, session.transfer, hooks
+        self.optimizers, self.schedulers = session.optimizers, session.schedulers
+        self.is_automatic = session.module.automatic_optimization
+        """Whether the trainer, not the module, makes the optimizer steps."""
+        self.set_grad_sync = session.strategy.set_grad_sync
+        self._on_batch_start, self._on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
+        self._bind_update()
+        self._bind_gradients()
+        self.weights: Weights | None = None
+        """Of the losses of this window; None where its one micro-batch is the whole step."""
+        self.has_gradients = False
+        """Whether this window has computed any."""
+        self._has_stepped = False
+        """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
+        self.batch: Any = None
+        """The batch of the micro-batch that runs, on the device."""
+        self.output: Any = None
+        """What ``training_step`` returned for it."""
 
-def _step_without_samples(session: Session, *, has_begun: bool) -> None:
-    """Take part in a step of the other ranks for which this one has no samples."""
-    if session.is_automatic:
-        backward_without_samples(session, is_first=not has_begun)
-        update(session, make_weights(session, ()), ())
-    else:
-        run_spare_batch(session)
-        end_manual_update(session)
-        session.state.global_step += 1
+    def _bind_gradients(self) -> None:
+        strategy, hooks, module, measured = self.strategy, self.hooks, self.module, self.session.profiler.measured
+        forward = strategy.step_fn("training_step")
+        if num_step_arguments(module, "training_step", 2) == 1:
+            forward = _without_index(forward)
+        self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
+        backward: Callable[..., None] = strategy.backward
+        if not strategy.precision.uses_scaler and not overrides(strategy, "backward", Strategy):
+            backward = Tensor.backward
+        if overrides(module, "backward", TrainModule):
+            backward = partial(_module_backward, module, strategy)
+        self._plain_backward = measured("backward", backward)
+        has_hooks = hooks.on_before_backward or hooks.on_after_backward
+        self.backward: Callable[..., None] = self._backward_with_hooks if has_hooks else self._plain_backward
+        asks = hooks.on_before_zero_grad or overrides(module, "optimizer_zero_grad", TrainModule)
+        zeroes_plainly = not (asks or self.session.profiler.is_active)
+        self.zero_grads = [
+            zero_grad_of(optimizer) if zeroes_plainly else partial(self._zero_grad, optimizer)
+            for optimizer in self.optimizers
+        ]
 
+    def _bind_update(self) -> None:
+        strategy, module, profiler = self.strategy, self.module, self.session.profiler
+        scales = strategy.precision.uses_scaler
+        updates_plainly = not (scales or overrides(strategy, "step", Strategy) or profiler.is_active)
+        # the method `step` is not bound: a scheduler that is made later replaces it
+        self._updaters: list[Optimizer | ManagedOptimizer] = [
+            optimizer
+            if updates_plainly
+            else ManagedOptimizer(optimizer, profiler.measured("optimizer_step", partial(strategy.step, optimizer)))
+            for optimizer in self.optimizers
+        ]
+        self._needs_closure = [needs_closure(optimizer) for optimizer in self.optimizers]
+        self._overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
+        self.passes_closure = self._overrides_optimizer_step or any(self._needs_closure)
+        """Whether the loss may be asked for again."""
+        overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
+        self._clips = self.session.settings.gradient_clip_val is not None or overrides_clipping
+        hooked = self.hooks.on_before_optimizer_step
+        self._updates_directly = not (scales or self._clips or self.passes_closure or hooked)
+        self._managed_optimizers = [
+            ManagedOptimizer(optimizer, partial(self._managed_step, index))
+            for index, optimizer in enumerate(self.optimizers)
+        ]
+        module.attach_optimizers(self._managed_optimizers, self.manual_backward)
 
-def update(session: Session, weights: Weights | None, window: Window) -> None:
-    """Update the parameters with the gradients of a window, and count the step."""
-    state, closure = session.state, None
-    if weights is not None:
-        correction = weights.correction(counts_units=counts_units(session, weights))
-        if correction is not None:
-            session.strategy.scale_gradients(correction)
-        if session.passes_closure:
-            closure = _closure(session, window, weights)
-    if session.writer.is_copying:
-        session.writer.wait_for_copy()  # a checkpoint is copying what changes now
-    has_updated = True
-    if session.updates_directly:
-        for index, updater in enumerate(session.updaters):
-            updater.step()
-            state.optimizer_steps[index] += 1
-    else:
-        has_updated = _update_each(session, closure)
-    state.global_step += 1
-    if not has_updated:
-        state.skipped_steps += 1
-    elif session.schedulers:
-        step_schedulers(session, "step", state.global_step)
+    # --- the step, in the order in which it runs ---------------------------------------------------------------------
 
+    @abstractmethod
+    def forward_backward(self, window: Window) -> bool:
+        """Add the gradients of a window's micro-batches; return False if a hook asked to end the epoch."""
 
-def _update_each(session: Session, closure: Callable[[], Any] | None) -> bool:
-    """Unscale, clip and step each optimizer; return False when scaled gradients overflowed and one was left out."""
-    for index, optimizer in enumerate(session.optimizers):
-        session.strategy.unscale(optimizer)
-        for hook in session.hooks.on_before_optimizer_step:
+    def begin(self, micro_batch: MicroBatch) -> bool:
+        """Bring a micro-batch to the device and call the hooks; return False if one asked to end the epoch."""
+        metrics, progress = self.metrics, self.progress
+        metrics.in_batch, metrics.batch_size = True, micro_batch.size
+        progress.micro_batch = micro_batch
+        batch_idx = progress.batch_idx = self.state.batches_in_epoch
+        batch = micro_batch.batch
+        if self.transfer is not None:
+            batch = self.transfer(batch, 0)
+        self.batch = batch
+        goes_on = True
+        for hook in self._on_batch_start:
+            goes_on = hook(batch, batch_idx) != -1 and goes_on
+        if self.writer.is_copying and not self.is_automatic:
+            self.writer.wait_for_copy()  # the step itself changes what a checkpoint is copying
+        return goes_on
+
+    def add_gradients(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
+        """Add the gradients of the loss that ``training_step`` returned for a micro-batch."""
+        output = self.output
+        # nearly always the loss itself, known without a call
+        is_plain = type(output) is Tensor and output.requires_grad and output.ndim == 0
+        loss = output if is_plain else loss_of(output)
+        if is_first:
+            for zero_grad in self.zero_grads:
+                zero_grad()
+        if loss is None:
+            self.skip()
+            return
+        self.has_gradients = True
+        if self.weights is not None:
+            loss = self.weights.weigh(loss, micro_batch.size)
+        self.backward(loss if is_plain else mean_of(loss))
+
+    def skip(self) -> None:
+        """Take note that ``training_step`` returned None for a micro-batch."""
+
+    def end(self, micro_batch: MicroBatch) -> None:
+        """Count a micro-batch and call the hooks."""
+        state = self.state
+        state.batches_in_epoch += 1
+        state.samples_seen += micro_batch.size
+        if self._on_batch_end:
+            outputs = outputs_for_hooks(self.output)
+            for hook in self._on_batch_end:
+                hook(outputs, self.batch, self.progress.batch_idx)
+
+    def update(self, window: Window, *, goes_on: bool) -> None:
+        """Update the parameters with the gradients of a window, and count the step."""
+        if self.is_automatic and self.has_gradients:
+            self._update(window)
+        elif goes_on and not self.is_automatic:
+            self._end_manual_update()
+            self.state.global_step += 1
+
+    def finish(self, window: Window, *, goes_on: bool) -> int:
+        """End the window's last micro-batch; return how many it had, 0 if a hook asked to end the epoch."""
+        if goes_on and window.micro_batches:
+            self.end(window.micro_batches[-1])
+        self.batch = self.output = None
+        self.metrics.in_batch, self.metrics.position = False, self.state.global_step
+        return window.num_micro_batches if goes_on else 0
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def _zero_grad(self, optimizer: Optimizer) -> None:
+        for hook in self.hooks.on_before_zero_grad:
             hook(optimizer)
-        if session.clips:
-            limit, algorithm = session.settings.gradient_clip_val, session.settings.gradient_clip_algorithm
-            session.module.configure_gradient_clipping(optimizer, limit, algorithm)
-        if session.overrides_optimizer_step:
-            managed: Any = session.managed_optimizers[index]
-            session.module.optimizer_step(session.state.epoch, session.batch_idx, managed, closure)
+        self.module.optimizer_zero_grad(self.state.epoch, self.progress.batch_idx, optimizer)
+
+    def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for hook in self.hooks.on_before_backward:
+            hook(loss)
+        self._plain_backward(loss, *args, **kwargs)
+        for hook in self.hooks.on_after_backward:
+            hook()
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add gradients as ``training_step`` asks in manual optimization."""
+        self._end_manual_update()
+        self.backward(loss, *args, **kwargs)
+
+    # --- the update --------------------------------------------------------------------------------------------------
+
+    def make_weights(self, window: Window) -> Weights:
+        """Return the weights of a window's losses."""
+        return Weights(window)
+
+    def counts_units(self, weights: Weights) -> bool:
+        """Return whether the losses of the step are `Loss`."""
+        return weights.has_units
+
+    def correct_gradients(self, weights: Weights) -> None:
+        """Multiply the gradients by what was not known before the last micro-batch. Collective with several ranks."""
+        correction = weights.correction(counts_units=self.counts_units(weights))
+        if correction is not None:
+            self.strategy.scale_gradients(correction)
+
+    def _update(self, window: Window) -> None:
+        state, weights, closure = self.state, self.weights, None
+        if weights is not None:
+            self.correct_gradients(weights)
+            if self.passes_closure:
+                closure = self._closure(window, weights)
+        if self.writer.is_copying:
+            self.writer.wait_for_copy()  # a checkpoint is copying what changes now
+        has_updated = True
+        if self._updates_directly:
+            for index, updater in enumerate(self._updaters):
+                updater.step()
+                state.optimizer_steps[index] += 1
         else:
-            session.updaters[index].step(closure if session.needs_closure[index] else None)
-            session.state.optimizer_steps[index] += 1
-    return session.strategy.end_step()
+            has_updated = self._update_each(closure)
+        state.global_step += 1
+        if not has_updated:
+            state.skipped_steps += 1
+        elif self.schedulers:
+            step_schedulers(self.session, "step", state.global_step)
 
+    def _update_each(self, closure: Callable[[], Any] | None) -> bool:
+        """Unscale, clip and step each optimizer; return False if one was left out as scaled gradients overflowed."""
+        settings = self.session.settings
+        for index, optimizer in enumerate(self.optimizers):
+            self.strategy.unscale(optimizer)
+            for hook in self.hooks.on_before_optimizer_step:
+                hook(optimizer)
+            if self._clips:
+                limit, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
+                self.module.configure_gradient_clipping(optimizer, limit, algorithm)
+            if self._overrides_optimizer_step:
+                managed: Any = self._managed_optimizers[index]
+                self.module.optimizer_step(self.state.epoch, self.progress.batch_idx, managed, closure)
+            else:
+                self._updaters[index].step(closure if self._needs_closure[index] else None)
+                self.state.optimizer_steps[index] += 1
+        return self.strategy.end_step()
 
-def managed_step(session: Session, index: int) -> Callable[[Callable[[], Any] | None], None]:
-    """Return what ``step`` of an optimizer means that the user's module holds."""
-
-    def step(closure: Callable[[], Any] | None) -> None:
-        if closure is not None and not session.needs_closure[index]:
+    def _managed_step(self, index: int, closure: Callable[[], Any] | None) -> None:
+        """Do what ``step`` means of an optimizer that the user's module holds."""
+        if closure is not None and not self._needs_closure[index]:
             closure()
             closure = None
-        is_manual = not session.module.automatic_optimization
-        if is_manual:
-            session.strategy.unscale(session.optimizers[index])
-            for hook in session.hooks.on_before_optimizer_step:
-                hook(session.optimizers[index])
-        session.updaters[index].step(closure)
-        session.state.optimizer_steps[index] += 1
-        if is_manual:
-            session.has_stepped = True
+        if not self.is_automatic:
+            self.strategy.unscale(self.optimizers[index])
+            for hook in self.hooks.on_before_optimizer_step:
+                hook(self.optimizers[index])
+        self._updaters[index].step(closure)
+        self.state.optimizer_steps[index] += 1
+        if not self.is_automatic:
+            self._has_stepped = True
             torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
 
-    return step
+    def _end_manual_update(self) -> None:
+        """Adapt the loss scale, once all optimizers have stepped whose gradients were computed with it."""
+        if self._has_stepped:
+            self._has_stepped = False
+            self.state.skipped_steps += not self.strategy.end_step()
 
+    # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
 
-def manual_backward(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Add gradients as `training_step` asks in manual optimization."""
-    end_manual_update(session)
-    session.backward(loss if session.loss_weight == 1.0 else loss * session.loss_weight, *args, **kwargs)
+    def _closure(self, window: Window, weights: Weights) -> Callable[[], Tensor]:
+        """Return what an optimizer may call for the loss: the first time the one that is computed already."""
+        computed = [weights.total()]
 
+        def closure() -> Tensor:
+            return computed.pop() if computed else self._compute_again(window)
 
-def end_manual_update(session: Session) -> None:
-    """Adapt the loss scale, not before all optimizers have stepped whose gradients were computed with it."""
-    if session.has_stepped:
-        session.has_stepped = False
-        session.state.skipped_steps += not session.strategy.end_step()
+        return closure
 
+    def _compute_again(self, window: Window) -> Tensor:
+        """Compute the loss and the gradients of a window at the parameters as they are now."""
+        weights = self.make_weights(window)
+        self.begin_again(window)
+        last = len(window.micro_batches) - 1
+        for index, micro_batch in enumerate(window.micro_batches):
+            batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
+            if last:
+                self.set_grad_sync(index == last)
+            loss = loss_of(self.forward(batch, self.progress.batch_idx))
+            if loss is not None:
+                self.strategy.backward(weights.weigh(loss, micro_batch.size))
+        self.correct_gradients(weights)
+        return weights.total()
 
-def _closure(session: Session, window: Window, weights: Weights) -> Callable[[], Tensor]:
-    """Return what an optimizer may call for the loss: first the one computed already, then anew."""
-    computed = [weights.total()]
-
-    def closure() -> Tensor:
-        return computed.pop() if computed else _compute_again(session, window)
-
-    return closure
-
-
-def _compute_again(session: Session, window: Window) -> Tensor:
-    """Compute the loss and the gradients of a window at the parameters as they are now."""
-    weights = make_weights(session, window)
-    has_begun = session.strategy.forward_is_collective and session.is_shared and catch_up(session, window)
-    if not window:
-        backward_without_samples(session, is_first=not has_begun)
-    elif not has_begun:
-        for optimizer in session.optimizers:
+    def begin_again(self, window: Window) -> None:
+        """Drop the gradients, before the loss of a window is computed once more."""
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
-    for index, (batch, size) in enumerate(window):
-        batch = batch if session.transfer is None else session.transfer(batch, 0)
-        if len(window) > 1:
-            session.strategy.set_grad_sync(index == len(window) - 1)
-        loss = loss_of(session.forward(batch, session.batch_idx))
-        if loss is not None:
-            session.strategy.backward(weights.weigh(loss, size))
-    correction = weights.correction(counts_units=counts_units(session, weights))
-    if correction is not None:
-        session.strategy.scale_gradients(correction)
-    return weights.total()
 
 
-def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
-    """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
+class OneRankStep(Step):
+    """The step of a rank that shares it with no other."""
 
-    Those with a metric are stepped apart, `with_metric`, when it has been computed. In manual optimization the module
-    steps them all.
+    def forward_backward(self, window: Window) -> bool:
+        micro_batches = window.micro_batches
+        last = len(micro_batches) - 1
+        self.weights = self.make_weights(window) if last or self.passes_closure else None
+        self.has_gradients = False
+        self.metrics.position = self.state.global_step + 1
+        for index, micro_batch in enumerate(micro_batches):
+            if index:
+                self.end(micro_batches[index - 1])
+            if not self.begin(micro_batch):
+                return False
+            if last:
+                self.set_grad_sync(index == last)
+            self.output = self.forward(self.batch, self.progress.batch_idx)
+            if self.is_automatic:
+                self.add_gradients(micro_batch, is_first=index == 0)
+        return True
 
-    Raises:
-        ConfigError: when a metric that a scheduler monitors strictly was never logged.
-    """
-    for config in session.schedulers if session.module.automatic_optimization else ():
-        if config.interval != interval or config.reduce_on_plateau != with_metric or count % config.frequency:
-            continue
-        if with_metric:
-            session.metrics.reduce()  # a step's value, of all ranks
-        metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
-        if with_metric and metric is None:
-            if config.strict:
-                known = sorted(session.metrics.callback_metrics())
-                raise ConfigError(
-                    f"A scheduler monitors {config.monitor!r}, which was not logged; logged were {known}. "
-                    "Log it, choose one of those, or set strict=False."
-                )
-            continue
-        session.module.lr_scheduler_step(config.scheduler, metric)
+
+def _module_backward(module: TrainModule, strategy: Strategy, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    module.backward(strategy.scaled(loss), *args, **kwargs)
+
+
+def _without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
+    def forward(batch: Any, batch_idx: int) -> Any:
+        return step(batch)
+
+    return forward

@@ -15,7 +15,7 @@ from ...strategies.resilience.supervisor import Supervisor
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
 from ..loggers.base import continue_loggers
-from ..session.session import Session
+from ..session.session import Recovery, Session
 
 _KEPT: Final = 10
 """Checkpoints that are kept in mind; all but the newest few are deleted by and by."""
@@ -35,20 +35,19 @@ def go_on(session: Session) -> None:
     strategy, supervisor = session.strategy, session.strategy.supervisor
     if supervisor is None:
         return
-    session.fit = next(_FITS)
+    recovery = session.recovery = Recovery(next(_FITS), MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree()
-    session.snapshots = MemoryWriter(supervisor.snapshots)
     known, may_go_on_from_memory, step, path = strategy.collectives.on_first_rank(
-        partial(_noted, supervisor, session.fit, -1 if in_memory is None else in_memory.step)
+        partial(_noted, supervisor, recovery.fit, -1 if in_memory is None else in_memory.step)
     )
     if known is None:
         supervisor.snapshots.clear()
         return
-    session.is_restarted = True
+    recovery.is_restarted = True
     # what a run that has saved nothing would otherwise choose anew
     session.state.seed, session.state.data_size = known["seed"], known["data_size"]
     continue_loggers(session.loggers, known["versions"])
-    session.last_checkpoint = path
+    session.progress.last_checkpoint = path
     if in_memory is not None and may_go_on_from_memory and in_memory.step >= step:
         step, path = in_memory.step, in_memory.path
     if path is not None:
@@ -60,13 +59,13 @@ def go_on(session: Session) -> None:
 
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     """Keep for later rounds where this run logs, and what it began with."""
-    strategy, supervisor = session.strategy, session.strategy.supervisor
-    if supervisor is None or session.is_restarted or strategy.rank:
+    strategy, supervisor, recovery = session.strategy, session.strategy.supervisor, session.recovery
+    if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
         return
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
-    supervisor.note(f"run/{session.fit}", {"versions": list(versions), **state})
+    supervisor.note(f"run/{recovery.fit}", {"versions": list(versions), **state})
     supervisor.note(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))
-    supervisor.note("fit", session.fit)
+    supervisor.note("fit", recovery.fit)
 
 
 def note_end(session: Session) -> None:
@@ -78,9 +77,9 @@ def note_end(session: Session) -> None:
 
 def note_checkpoint(session: Session, path: Path) -> None:
     """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
-    supervisor = session.strategy.supervisor
-    if supervisor is not None and session.strategy.rank == 0:
-        name = f"checkpoints/{session.fit}"
+    supervisor, recovery = session.strategy.supervisor, session.recovery
+    if supervisor is not None and recovery is not None and session.strategy.rank == 0:
+        name = f"checkpoints/{recovery.fit}"
         known = [one for one in supervisor.noted(name) or [] if one != str(path.absolute())]
         supervisor.note(name, [*known, str(path.absolute())][-_KEPT:])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...callbacks.dispatch import load_callback_states
+from ..loop.schedule import plan_epoch
 from ..session.session import Session
 from .find_checkpoint import read_checkpoint
 from .run_state import load_weights
@@ -40,7 +41,7 @@ def roll_back(session: Session, path: Path) -> None:
     )
     session.metrics.position = state.global_step
     load_callback_states(session.callbacks, saved["callbacks"])
-    session.plan_epoch()
+    plan_epoch(session)
     if session.strategy.rank == 0:
         for logger in session.loggers:
             logger.resume_at(state.global_step)

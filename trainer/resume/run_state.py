@@ -8,12 +8,14 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ...callbacks.dispatch import callback_states, load_callback_states
+from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ...strategies.errors import CheckpointError
 from ..checkpoint import difference
 from ..data.seed import capture_rng, derive, restore_rng, seed_generators
 from ..module.hparams_json import jsonable
+from ..module.train_module import TrainModule
 from ..session.session import Session
+from ..session.train_state import TrainState
 from .changed_settings import Winner, load_groups, load_scheduler
 
 T = TypeVar("T")
@@ -32,18 +34,27 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     calls it.
     """
     session.strategy.sync_replicas()
-    module = session.module
+    state = module_state(session.module, session.strategy.model_state())
+    if not weights_only:
+        state.update(_training_state(session))
+    return shown_to_hooks(state, session.hooks, session.state)
+
+
+def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return what a module can be built from again: its weights and hyper-parameters."""
     hyper_parameters, omitted = jsonable(module.hparams_initial)
-    state: dict[str, Any] = {
-        "state_dict": session.strategy.model_state(),
+    return {
+        "state_dict": weights,
         "hyper_parameters": hyper_parameters,
         "hyper_parameters_argument": module.hparams_argument,
         "omitted_hyper_parameters": omitted,
     }
-    if not weights_only:
-        state.update(_training_state(session))
-    state.update(epoch=session.state.epoch, global_step=session.state.global_step)  # for the hooks; "loop" holds them
-    session.hooks.call("on_save_checkpoint", state)
+
+
+def shown_to_hooks(state: dict[str, Any], hooks: Hooks, counters: TrainState) -> dict[str, Any]:
+    """Let ``on_save_checkpoint`` add to a state, and return it under the names of the files."""
+    state.update(epoch=counters.epoch, global_step=counters.global_step)  # for the hooks; "loop" holds them
+    hooks.call("on_save_checkpoint", state)
     del state["epoch"], state["global_step"]
     return {_PARTS.get(name, name): value for name, value in state.items()}
 

@@ -13,26 +13,26 @@ def take_snapshot(session: Session) -> None:
 
     To be called where a checkpoint may be saved. Nothing that goes wrong with the snapshot is raised.
     """
-    writer = session.snapshots
-    if writer is None:
+    recovery, progress = session.recovery, session.progress
+    if recovery is None:
         return
     began = time.monotonic()
     with session.profiler.record("snapshot"):
         # what they hold back would be lost with this process, and the run that goes on does not log it again
         for logger in session.loggers if session.strategy.rank == 0 else ():
             logger.save()
-        session.is_taking_snapshot = True
+        progress.is_taking_snapshot = True
         try:
             state = take_state(session, weights_only=False)
         finally:
-            session.is_taking_snapshot = False
-        writer.save(state, session.state.global_step, gathering=time.monotonic() - began)
-    session.checkpoint_seconds += time.monotonic() - began
+            progress.is_taking_snapshot = False
+        recovery.snapshots.save(state, session.state.global_step, gathering=time.monotonic() - began)
+    progress.checkpoint_seconds += time.monotonic() - began
 
 
 def end_snapshots(session: Session, *, has_failed: bool) -> None:
     """Wait until the snapshot under way is complete; after a failure, not for long."""
-    if session.snapshots is not None:
+    if session.recovery is not None:
         if has_failed:
-            session.snapshots.abandon()
-        session.snapshots.close()
+            session.recovery.snapshots.abandon()
+        session.recovery.snapshots.close()

@@ -11,9 +11,9 @@ from test_train_data import LISTS, Batches, Sized, Stream
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from echelon import CombinedLoader, ConfigError
-from echelon.trainer.data.index_stream import Ranks
-from echelon.trainer.data.train_data import EvaluationData
-from echelon.trainer.loop.predictions import in_dataset_order
+from echelon.trainer.data.evaluation_data import EvaluationData
+from echelon.trainer.data.index_stream import DataRanks
+from echelon.trainer.loop.evaluate import in_dataset_order
 
 
 def evaluated(make, data_size, *, limit=1.0, again=float("inf"), is_dealing=True, steps=(0,), in_order=False):
@@ -26,7 +26,7 @@ def evaluated(make, data_size, *, limit=1.0, again=float("inf"), is_dealing=True
             read = list(data.batches(0, again, step))
         return [(batch_idx, indices([batch])[0]) for batch_idx, batch in read], data.num_batches
 
-    found = on_ranks(data_size, run, Ranks(is_dealing=is_dealing))
+    found = on_ranks(data_size, run, DataRanks(is_dealing=is_dealing))
     assert len({tuple(num_batches) for _, num_batches in found}) == 1
     return [read for read, _ in found], found[0][1]
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 from echelon import CombinedLoader, ConfigError, DataError
-from echelon.trainer.data.index_stream import Ranks
-from echelon.trainer.data.map_stream import Cut
+from echelon.trainer.data.index_stream import DataRanks
+from echelon.trainer.data.stream import Cut
 from echelon.trainer.data.train_data import TrainData
 
 
@@ -54,9 +54,10 @@ def train_data(source, ranks, *, accumulate=1, global_batch_size=None, limit=1.0
 def read(data, windows, plain=flat):
     steps = []
     for window in windows:
-        sizes = [size for _, size in window]
-        total, length = getattr(data, "window_total", sum(sizes)), getattr(data, "window_length", len(window))
-        steps.append(Step(plain([batch for batch, _ in window]), sizes, total, length, data.state_dict()))
+        sizes = [micro_batch.size for micro_batch in window.micro_batches]
+        batches = [micro_batch.batch for micro_batch in window.micro_batches]
+        total = window.total_size or sum(sizes)
+        steps.append(Step(plain(batches), sizes, total, window.num_micro_batches, data.state_dict()))
     return steps
 
 
@@ -68,7 +69,7 @@ def epoch(make, data_size, *, number=0, planned_size=0, is_dealing=True, plain=f
         data.begin_epoch(number)
         return Epoch(read(data, data.windows(0), plain), data.num_batches, data)
 
-    return on_ranks(data_size, run, Ranks(planned_size=planned_size, is_dealing=is_dealing))
+    return on_ranks(data_size, run, DataRanks(planned_size=planned_size, is_dealing=is_dealing))
 
 
 def global_batches(ranks):
@@ -188,7 +189,7 @@ def test_overfitting_reads_the_same_first_batches_in_order():
 
 def test_a_global_batch_of_fewer_samples_than_ranks_is_refused():
     with raises(ConfigError, "global_batch_size=2 is less", "3 ranks", "give at least 3"):
-        train_data(loader(), Ranks(0, 3), global_batch_size=2)
+        train_data(loader(), DataRanks(0, 3), global_batch_size=2)
 
 
 # --- another number of ranks goes on
@@ -204,7 +205,7 @@ def finished_by(make, states, batches_done, data_size, planned_size):
         assert done + sum(step.length for step in steps) == data.num_batches
         return Epoch(steps, math.inf, data)
 
-    return on_ranks(data_size, run, Ranks(planned_size=planned_size))
+    return on_ranks(data_size, run, DataRanks(planned_size=planned_size))
 
 
 @pytest.mark.filterwarnings("ignore:Batches cannot go to a position")
@@ -224,7 +225,7 @@ def test_other_ranks_go_on_with_the_same_global_batches(make, data_size):
 @pytest.mark.parametrize(("before", "after"), [((2, 6), (6, 2)), ((6, 2), (2, 6)), ((2, 1), (24, 1)), ((5, 1), (4, 1))])
 def test_batches_cut_in_another_way_lose_nothing(before, after):
     def data_of(batch_size, accumulate):
-        return train_data(loader(24, batch_size), Ranks(), accumulate=accumulate)
+        return train_data(loader(24, batch_size), DataRanks(), accumulate=accumulate)
 
     first, second = data_of(*before), data_of(*after)
     first.begin_epoch(0)
@@ -300,7 +301,7 @@ def test_a_distributed_sampler_for_other_ranks_is_refused():
     with raises(
         DataError, "deals to 2 ranks, of which this would be 0", "has 2 ranks, of which this is 1", "data_rank"
     ):
-        train_data(data, Ranks(1, 2))
+        train_data(data, DataRanks(1, 2))
 
 
 def test_nothing_is_dealt_where_the_user_does():
@@ -322,7 +323,7 @@ def test_a_rank_goes_on_with_a_stream_of_its_own_and_other_ranks_as_near_as_can_
     (first, states), (second, _) = on_ranks(2, run)
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert second == [[10, 11], [12, 13], [14, 15], [16, 17]]
-    alone = train_data(DataLoader(Stream(0, 20), 2), Ranks())
+    alone = train_data(DataLoader(Stream(0, 20), 2), DataRanks())
     with pytest.warns(UserWarning, match="saved by 2 ranks, 1 go on, each from position 4"):
         assert alone.resume_epoch(0, states, 2) == 4
 

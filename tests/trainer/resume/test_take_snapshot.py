@@ -23,6 +23,7 @@ from echelon.strategies.snapshots.index import OUTLINE
 from echelon.strategies.snapshots.snapshots import MemorySnapshots, SnapshotCost
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save
+from echelon.trainer.session.session import Recovery
 
 STRATEGIES = ("ddp", "zero", "fsdp", "hsdp")
 STEPS = 3
@@ -60,10 +61,10 @@ class Supervised(Callback):
         node = self.nodes[strategy.rank]
         snapshots = MemorySnapshots(self.folder / f"node-{node}", self.round, strategy.group, node)
         recovered = snapshots.agree()
-        session.snapshots = MemoryWriter(snapshots)
+        session.recovery = Recovery(0, MemoryWriter(snapshots))
         assert (recovered is None) == (self.round == 0)
         if recovered is not None:
-            session.resumed_from, session.is_restarted = recovered.path, True
+            session.resumed_from, session.recovery.is_restarted = recovered.path, True
             self.outlines = len(list(recovered.path.glob(f"*{OUTLINE}")))
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:

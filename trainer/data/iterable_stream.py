@@ -1,0 +1,127 @@
+"""IterableStream: any iterable of batches, read from any position on; by its own state if it has one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ...callbacks.samples.file import Source
+from .index_stream import length_of, set_epoch
+from .micro_batch import MicroBatch
+from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
+from .stream import END, CountSamples, load_place, place_of
+
+
+class IterableStream:
+    """An iterable without indices: its position is a number of batches.
+
+    Each rank reads its own. All have the same random numbers, so that what deals a shuffled order to them can.
+    """
+
+    def __init__(self, loader: Any, seed: int, num_streams: int, *, count: CountSamples) -> None:
+        self._loader, self._seed, self._count = loader, seed, count
+        self.num_streams = num_streams
+        self._owns_rng = isinstance(loader, DataLoader)
+        self._rng: RngStream | None = None
+        self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
+        self._is_over = self._was_over = False
+        self._state: Mapping[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{self._loader!r:.80}"
+
+    def seek(self, epoch: int, position: int) -> None:
+        self._epoch, self.position, self.rounds = epoch, position, 0
+        self._is_over = self._was_over = False
+
+    def recut(self, accumulate: int) -> None:
+        """An iterable is not cut: micro-batches are taken as they come."""
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        if self._is_over:  # the next iteration is another epoch
+            self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
+        if not self._was_over:
+            batches = self._begin()
+            while (batch := self._fetch(batches)) is not END:
+                self.batch_size = self._count(batch)
+                micro_batch = MicroBatch(batch, self.batch_size, self.position)
+                micro_batch.lap = self.rounds
+                self.position += 1
+                yield micro_batch
+        self._is_over, self._was_over = True, False
+
+    def _begin(self) -> Iterator[Any]:
+        """Return the batches from the position on."""
+        epoch = self._epoch + self.rounds
+        for data in (self._loader, getattr(self._loader, "dataset", None)):
+            set_epoch(data, epoch)
+        state, self._state = self._state, {}
+        self._rng = RngStream(derive(self._seed, epoch)) if self._owns_rng else None
+        # fast-forwarding must not consume the random numbers that were restored
+        with self._rng or (isolated_rng() if self.position else nullcontext()):
+            if "loader" in state:
+                self._loader.load_state_dict(state["loader"])
+            batches: Iterator[Any] = iter(self._loader)
+            if "loader" not in state and self.position:
+                self._skip(batches)
+            if "rng" in state and self.position:
+                restore_rng(state["rng"])
+        return batches
+
+    def _skip(self, batches: Iterator[Any]) -> None:
+        warnings.warn(
+            f"{type(self._loader).__name__} cannot go to a position: its first {self.position} batches are read again "
+            "and dropped, which is exact only if it yields the same each time. Give it state_dict and "
+            "load_state_dict, or use torchdata's StatefulDataLoader, to resume at once.",
+            stacklevel=2,
+        )
+        for _ in islice(batches, self.position):
+            pass
+
+    def _fetch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, or `END`; a DataLoader draws from a random stream apart."""
+        if self._rng is None:
+            return next(batches, END)
+        with self._rng:
+            return next(batches, END)
+
+    # --- lengths and state -------------------------------------------------------------------------------------------
+
+    def num_batches(self) -> int | None:
+        return length_of(self._loader)
+
+    def batches_done(self) -> int:
+        return self.position
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {**place_of(self), "is_over": self._is_over}
+        if hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict"):
+            state["loader"] = self._loader.state_dict()
+            if self._rng is not None:
+                with self._rng:
+                    state["rng"] = capture_rng()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        load_place(self, state_dict)
+        if self.is_cut_as(state_dict):
+            self._state, self._was_over = state_dict, state_dict["is_over"]
+
+    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+        return state_dict["num_streams"] == self.num_streams and "is_over" in state_dict
+
+    def source(self) -> Source:
+        return Source(num_streams=self.num_streams)
+
+    def close(self) -> None:
+        """An iterable is the user's to close."""

@@ -1,0 +1,114 @@
+"""Stream: one training loader read from any position on, and how its global batches are cut."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol
+
+from ...callbacks.samples.file import Source
+from .index_stream import DataRanks, Share
+from .micro_batch import MicroBatch
+
+CountSamples = Callable[[Any], int]
+"""Returns the number of samples of a batch that no sampler has counted."""
+
+END: Final[Any] = object()
+"""What reading returns after the last batch."""
+
+_PLACE: Final = ("position", "rounds", "batch_size", "num_streams")
+
+
+class Stream(Protocol):
+    """One training loader while it is read."""
+
+    position: int
+    """How far this epoch has been consumed by all ranks; in samples, or in batches where the loader yields those."""
+    rounds: int
+    """How often the loader has begun again in this epoch of the run, beside longer ones."""
+    batch_size: int
+    """Samples of the micro-batch that was read last, where several loaders are combined."""
+    num_streams: int
+    """1 if all ranks share what is read; their number, if each reads its own."""
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Let the next iteration begin here."""
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches from the position on."""
+
+    def __len__(self) -> int:
+        """Return `num_batches`, or raise TypeError."""
+
+    def num_batches(self) -> int | None:
+        """Return the batches of a whole epoch; None if the data does not know."""
+
+    def batches_done(self) -> int:
+        """Return how many batches lie before the position, on the rank that has most."""
+
+    def recut(self, accumulate: int) -> None:
+        """Set the micro-batches of an optimizer step, from the next iteration on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what the loader needs to go on from it."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+
+    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether what is read was cut and dealt in the same way when `state_dict` was taken."""
+
+    def source(self) -> Source:
+        """Return what is known of the order that is read."""
+
+    def close(self) -> None:
+        """Let the loader's workers go."""
+
+
+class Cut:
+    """How the global batch is cut for one loader, as the settings say it."""
+
+    def __init__(self, accumulate: int, global_batch_size: int | None, ranks: DataRanks) -> None:
+        self.accumulate = accumulate
+        self.global_batch_size = global_batch_size
+        self.ranks = ranks
+        self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate
+
+    @property
+    def per_step(self) -> int:
+        """Batches of an optimizer step on one rank, where a loader's batches are taken as they come."""
+        return math.ceil(self._num_planned / self.ranks.data_size)
+
+    def share(self, batch_size: int | None, *, is_dealt: bool) -> Share:
+        """Return the share of a loader with this batch size; None: it yields ready-made batches.
+
+        A loader that is not dealt is all this rank's: its global batch is this rank's part of the whole one.
+        """
+        if self.global_batch_size is not None and batch_size is not None:
+            size = self.global_batch_size
+        else:
+            size = (batch_size or 1) * self._num_planned
+        ranks = self.ranks
+        if is_dealt:
+            return Share(size, batch_size, ranks.data_rank, ranks.data_size)
+        return Share(math.ceil(size / ranks.data_size), batch_size)
+
+
+def place_of(stream: Stream) -> dict[str, Any]:
+    """Return where a stream is, for its state."""
+    return {name: getattr(stream, name) for name in _PLACE}
+
+
+def load_place(stream: Stream, state_dict: Mapping[str, Any]) -> None:
+    """Put a stream back to where its state was taken; as near as possible if other ranks read other streams."""
+    position, stream.rounds, stream.batch_size, saved = (state_dict[name] for name in _PLACE)
+    if saved != stream.num_streams:
+        position = position * saved // stream.num_streams
+        warnings.warn(
+            f"{stream!r} yields to each rank batches of its own. It was saved by {saved} ranks, {stream.num_streams} "
+            f"go on, each from position {position}: some samples of this epoch may come twice or never. Use a data "
+            "set with indices, and no DistributedSampler, to resume exactly on any number of ranks.",
+            stacklevel=2,
+        )
+    stream.position = position

@@ -1,0 +1,183 @@
+"""The evaluation loop: validation, test and prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from ...strategies.distributed.nested import map_tensors
+from ..data.seed import isolated_rng
+from ..data.transfer import check_batch, size_of
+from ..module.arguments import num_step_arguments
+from ..session.session import Session
+from .schedule import validates
+from .shared_step import nothing_logged
+
+EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
+
+Results = list[dict[str, float]]
+"""What was logged on each loader."""
+
+_STEP_NAMES: Final[dict[EvaluationStage, str]] = {
+    "sanity_check": "validation",
+    "validate": "validation",
+    "test": "test",
+    "predict": "predict",
+}
+
+
+def validate(session: Session) -> None:
+    """Validate inside `fit`; the random streams of training do not notice."""
+    session.writer.wait_for_copy()  # hooks may swap the weights
+    session.module.on_validation_model_zero_grad()
+    with isolated_rng():
+        evaluate(session, "validate")
+    session.progress.validated_at = session.state.global_step
+
+
+def sanity_check(session: Session) -> None:
+    """Run a few validation batches before training, and forget them: a bug in validation shows at once."""
+    limit = session.settings.num_sanity_val_steps
+    if limit == 0 or not validates(session):
+        return
+    session.hooks.call("on_sanity_check_start")
+    with isolated_rng():
+        evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
+    session.metrics.forget()
+    session.hooks.call("on_sanity_check_end")
+
+
+def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
+    """Run every batch of the evaluation loaders through the stage's step, and reduce what was logged."""
+    name = _STEP_NAMES[stage]
+    module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
+    assert data is not None
+    progress = session.progress
+    outer, training_batch_idx = progress.stage, progress.batch_idx
+    progress.stage = stage
+    session.strategy.sync_replicas()
+    logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
+    metrics.clear_stage()
+    may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode
+    without_grad = torch.inference_mode() if may_infer else torch.no_grad()
+    with _in_eval_mode(module):
+        getattr(module, f"on_{name}_model_eval")()
+        with without_grad:
+            hooks.call(f"on_{name}_start")
+            hooks.call(f"on_{name}_epoch_start")
+            for dataloader_idx in range(len(data.loaders)):
+                _evaluate_loader(session, name, dataloader_idx, limit)
+            if progress.predictions is not None:
+                progress.predictions = in_dataset_order(session.strategy.all_gather_object(progress.predictions))
+            hooks.call(f"on_{name}_epoch_end")
+            values = metrics.end_stage()
+            if stage not in ("sanity_check", "predict"):
+                session.log(values)
+            hooks.call(f"on_{name}_end")
+    getattr(module, f"on_{name}_model_train")()
+    metrics.clear_stage()
+    metrics.enter(logs_into)
+    progress.stage, progress.batch_idx = outer, training_batch_idx
+    numbers = {key: value.item() for key, value in values.items()}
+    return [_of_loader(numbers, index) for index in range(len(data.loaders))]
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Switch to eval mode, and each part back to its own, also after an error."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: float) -> None:
+    """Run the batches of one loader through a step."""
+    hooks, metrics, data = session.hooks, session.metrics, session.evaluation_data
+    assert data is not None
+    several = len(data.loaders) > 1
+    metrics.dataloader_idx = dataloader_idx if several else None
+    num_args = num_step_arguments(session.module, f"{name}_step", 3 if several else 2)
+    action = f"{name}_step"
+    is_first = True
+    batches = data.batches(dataloader_idx, limit, session.state.global_step)
+    if session.strategy.forward_is_collective and session.is_shared:
+        batches = _in_lockstep(session, batches, action, dataloader_idx, num_args)
+    for batch_idx, batch in batches:
+        if is_first:
+            check_batch(batch, name, session.moves_own_types)
+            is_first = False
+        metrics.in_batch, metrics.batch_size = True, size_of(batch)
+        session.progress.batch_idx = batch_idx
+        if session.transfer is not None:
+            batch = session.transfer(batch, dataloader_idx)
+        for hook in getattr(hooks, f"on_{name}_batch_start"):
+            hook(batch, batch_idx, dataloader_idx)
+        with session.profiler.record(action):
+            output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
+        if session.progress.predictions is not None:
+            session.progress.predictions[dataloader_idx].append((batch_idx, map_tensors(torch.Tensor.cpu, output)))
+        for hook in getattr(hooks, f"on_{name}_batch_end"):
+            hook(output, batch, batch_idx, dataloader_idx)
+        if session.task != "fit":
+            session.profiler.step()
+    metrics.in_batch, metrics.dataloader_idx = False, None
+
+
+def _of_loader(numbers: dict[str, float], index: int) -> dict[str, float]:
+    """Return what was logged on one loader, or on no particular one."""
+    mine = f"/dataloader_idx_{index}"
+    return {key: number for key, number in numbers.items() if "/dataloader_idx_" not in key or key.endswith(mine)}
+
+
+def _in_lockstep(
+    session: Session, batches: Iterator[tuple[int, Any]], step_name: str, dataloader_idx: int, num_args: int
+) -> Iterator[tuple[int, Any]]:
+    """Yield this rank's batches, and run a discarded one as often as another rank has one and this one does not.
+
+    It is the last one seen; a rank that has seen none gets another rank's. Collective: every rank iterates to the end.
+    """
+    strategy = session.strategy
+    spare: tuple[int, Any] | None = None
+    while True:
+        item = next(batches, None)
+        spare = spare if item is None else item
+        owner = -strategy.world_size if item is None else -strategy.rank
+        has_any, lacks_any, first = strategy.all_reduce(
+            [float(item is not None), float(spare is None), float(owner)], "max"
+        )
+        if not has_any:
+            return
+        if lacks_any:
+            shared = strategy.broadcast(item, src=-int(first))
+            spare = shared if spare is None else spare
+        if item is not None:
+            yield item
+            continue
+        assert spare is not None
+        batch_idx, batch = spare
+        batch = batch if session.transfer is None else session.transfer(batch, dataloader_idx)
+        with nothing_logged(session):
+            strategy.run(step_name, *(batch, batch_idx, dataloader_idx)[:num_args])
+
+
+def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, Any]]]]) -> list[list[Any]]:
+    """Return for each loader the predictions of all ranks in the order of its batches.
+
+    Args:
+        gathered: for each rank and each loader the pairs of batch index and prediction. Ranks that saw the same batch
+            (they share a model) have the same prediction, of which one is kept.
+    """
+    merged: list[list[Any]] = []
+    for parts in zip(*gathered, strict=True):
+        by_index = {batch_idx: prediction for part in parts for batch_idx, prediction in part}
+        merged.append([by_index[batch_idx] for batch_idx in sorted(by_index)])
+    return merged

@@ -1,0 +1,102 @@
+"""Schedule of a run: when it ends, logs, validates, reloads its data and steps its learning rate schedulers."""
+
+from __future__ import annotations
+
+import math
+
+from ...strategies.errors import ConfigError
+from ..session.session import Session
+
+
+def plan_epoch(session: Session) -> None:
+    """Work out when the epoch logs and validates, and how long it is."""
+    data, settings, progress = session.train_data, session.settings, session.progress
+    assert data is not None
+    progress.num_batches = data.num_batches
+    every = settings.log_every_n_steps
+    progress.next_log = (session.state.global_step // every + 1) * every if every else math.inf
+    progress.validates_inside = validates(session) and _validates_in_this_epoch(session)
+    interval = settings.val_check_interval
+    if isinstance(interval, float):
+        interval = math.inf if interval == 1.0 or math.isinf(data.num_batches) else int(data.num_batches * interval)
+    progress.validation_interval = max(1, interval)
+
+
+def is_over(session: Session) -> bool:
+    """Return whether training ends at this step boundary. Collective: every rank calls it."""
+    state, progress, settings = session.state, session.progress, session.settings
+    interruption = session.interruption
+    last_step = progress.next_check = math.inf if settings.last_step is None else settings.last_step
+    if session.meetings.is_needed:
+        progress.should_stop, has_failed, meeting = session.meetings.meet(
+            state.global_step, should_stop=progress.should_stop, has_failed=session.writer.has_failed
+        )
+        progress.next_check = min(last_step, meeting)
+        if has_failed:  # all ranks raise together, and none waits for another in vain
+            session.writer.close()
+    epochs = state.epoch + state.is_epoch_done
+    last_epoch = math.inf if settings.last_epoch is None else settings.last_epoch
+    if interruption.signal is not None or state.global_step >= last_step or epochs >= last_epoch:
+        return True
+    if not (progress.should_stop or (interruption.has_limit and interruption.is_time_up())):
+        return False
+    return epochs >= settings.min_epochs and state.global_step >= settings.min_steps
+
+
+def validates(session: Session) -> bool:
+    """Return whether this fit validates at all."""
+    return session.evaluation_data is not None and any(session.evaluation_data.num_batches)
+
+
+def is_validation_due(session: Session, num_micro_batches: int) -> bool:
+    """Return whether a validation inside the epoch follows the step, just completed, of so many micro-batches."""
+    across_epochs = session.settings.check_val_every_n_epoch is None
+    interval = session.progress.validation_interval
+    count = session.state.batches_seen if across_epochs else session.state.batches_in_epoch
+    return count // interval > (count - num_micro_batches) // interval
+
+
+def is_validation_due_at_epoch_end(session: Session) -> bool:
+    """Return whether the epoch, just completed, ends with a validation."""
+    interval = session.settings.val_check_interval
+    at_end = interval == 1.0 and isinstance(interval, float)
+    if not at_end or not validates(session) or session.progress.validated_at == session.state.global_step:
+        return False
+    return _validates_in_this_epoch(session)
+
+
+def _validates_in_this_epoch(session: Session) -> bool:
+    every = session.settings.check_val_every_n_epoch
+    return every is None or (session.state.epoch + 1) % every == 0
+
+
+def reload_if_due(session: Session) -> None:
+    """Ask for the loaders again, every ``reload_dataloaders_every_n_epochs``."""
+    every, epoch = session.settings.reload_dataloaders_every_n_epochs, session.state.epoch
+    if every and session.reload is not None and epoch and epoch % every == 0:
+        session.reload()
+
+
+def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
+    """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
+
+    Those with a metric are stepped apart, `with_metric`, when it has been computed. In manual optimization the module
+    steps them all.
+
+    Raises:
+        ConfigError: when a metric that a scheduler monitors strictly was never logged.
+    """
+    for config in session.schedulers if session.module.automatic_optimization else ():
+        if config.interval != interval or config.reduce_on_plateau != with_metric or count % config.frequency:
+            continue
+        if with_metric:
+            session.metrics.reduce()  # a step's value, of all ranks
+        metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
+        if with_metric and metric is None and config.strict:
+            known = sorted(session.metrics.callback_metrics())
+            raise ConfigError(
+                f"A scheduler monitors {config.monitor!r}, which was not logged; logged were {known}. "
+                "Log it, choose one of those, or set strict=False."
+            )
+        if metric is not None or not with_metric:
+            session.module.lr_scheduler_step(config.scheduler, metric)

@@ -1,0 +1,176 @@
+"""SharedStep: an optimizer step that several ranks share, each with its part of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategies.errors import DataError, ModuleError
+from ..data.micro_batch import MicroBatch, Window
+from ..module.loss import loss_of, mean_of
+from ..session.session import Session
+from .loss_weights import Weights
+from .step import Step
+
+
+class SharedStep(Step):
+    """The step of a rank that shares it with others, and whose window may be shorter than theirs, or empty.
+
+    Where forward is collective (FSDP), a rank runs a spare batch, whose loss is multiplied by 0, for each micro-batch
+    that other ranks have more.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._is_collective = session.strategy.forward_is_collective
+        self._spare_batch: MicroBatch | None = None
+        """A batch seen before, for a step in which this rank has none."""
+        self._counts_units: bool | None = None
+        """Whether training steps return `Loss`, on all ranks; None before the first one."""
+        self._manual_weight = 1.0
+        """In manual optimization, what the losses of this window are multiplied by."""
+
+    def forward_backward(self, window: Window) -> bool:
+        micro_batches = window.micro_batches
+        last = len(micro_batches) - 1
+        self.weights = self.make_weights(window)
+        self.has_gradients = False
+        self.metrics.position = self.state.global_step + 1
+        has_begun = self._is_collective and self._catch_up(window)
+        for index, micro_batch in enumerate(micro_batches):
+            if index:
+                self.end(micro_batches[index - 1])
+            if not self.begin(micro_batch):
+                if self.has_gradients:  # all ranks stop here, with gradients that have not met
+                    self._backward_spare(is_first=False, is_last=True)
+                return False
+            self.set_grad_sync(index == last)
+            self.output = self.forward(self.batch, self.progress.batch_idx)
+            if self.is_automatic:
+                self.add_gradients(micro_batch, is_first=index == 0 and not has_begun)
+        if not micro_batches:
+            self._take_part_without_samples(is_first=not has_begun)
+        return True
+
+    def finish(self, window: Window, *, goes_on: bool) -> int:
+        num_micro_batches = super().finish(window, goes_on=goes_on)
+        if goes_on:  # count as all ranks do
+            self.state.batches_in_epoch += window.num_micro_batches - len(window.micro_batches)
+            self.state.samples_seen += window.total_size - window.size
+        return num_micro_batches
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def make_weights(self, window: Window) -> Weights:
+        if not self.is_automatic:
+            self._manual_weight = self.strategy.data_size * window.size / window.total_size
+        if window.micro_batches:
+            self._spare_batch = window.micro_batches[-1]
+        return Weights(window, self.strategy)
+
+    def counts_units(self, weights: Weights) -> bool:
+        """Return whether the losses of a step are `Loss`; the ranks agree on it in the first. Collective.
+
+        Raises:
+            ModuleError: if some ranks return `Loss` and others do not.
+        """
+        if self._counts_units is None:
+            kinds = self.strategy.all_gather_object(weights.has_units if weights.losses else None)
+            known = {rank: has_units for rank, has_units in enumerate(kinds) if has_units is not None}
+            if len(set(known.values())) > 1:
+                raise ModuleError(
+                    f"training_step returned a Loss on ranks {[r for r, has in known.items() if has]} and a tensor on "
+                    f"ranks {[r for r, has in known.items() if not has]}; return a Loss on all ranks, or on none."
+                )
+            self._counts_units = any(known.values())
+        if weights.losses and weights.has_units != self._counts_units:
+            kind = "a Loss" if weights.has_units else "a tensor"
+            raise ModuleError(
+                f"training_step returned {kind} on rank {self.strategy.rank}, after another kind of loss in earlier "
+                "steps; return a Loss always, or never."
+            )
+        return self._counts_units
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        weight = self._manual_weight
+        super().manual_backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+
+    def skip(self) -> None:
+        """Refuse that this rank skips a micro-batch, which the other ranks do not know.
+
+        Raises:
+            ModuleError: always.
+        """
+        raise ModuleError(
+            f"training_step returned None on rank {self.strategy.rank} of {self.strategy.world_size}, where the "
+            "other ranks wait for its gradients. Return Loss(total, count) on all ranks, and Loss(0 * loss, 0) for a "
+            "batch that is to count nothing."
+        )
+
+    # --- ranks with fewer samples than others ------------------------------------------------------------------------
+
+    def begin_again(self, window: Window) -> None:
+        has_begun = self._is_collective and self._catch_up(window)
+        if not window.micro_batches:
+            self._backward_spare(is_first=not has_begun, is_last=True)
+        elif not has_begun:
+            super().begin_again(window)
+
+    def _catch_up(self, window: Window) -> bool:
+        """Run a spare batch for each micro-batch that other ranks have more in this step; return if there were any.
+
+        They come first, so that all ranks end with the last micro-batch, which synchronizes. The old gradients are gone
+        then, and those of other ranks may be here.
+        """
+        missing = window.num_micro_batches - max(len(window.micro_batches), 1)
+        for index in range(missing if self.is_automatic else 0):
+            self._backward_spare(is_first=index == 0, is_last=False)
+        return self.is_automatic and missing > 0
+
+    def _take_part_without_samples(self, *, is_first: bool) -> None:
+        """Take part in a step of the other ranks, and add nothing to their gradients."""
+        if self.is_automatic:
+            self._backward_spare(is_first=is_first, is_last=True)
+            self.has_gradients = True
+        else:
+            self._manual_weight = 0.0
+            with nothing_logged(self.session):
+                self.forward(self._batch_to_spare(), self.progress.batch_idx)
+
+    def _backward_spare(self, *, is_first: bool, is_last: bool) -> None:
+        """Compute the gradients of a loss of 0; with `is_first` those of the step before are still there."""
+        self.set_grad_sync(is_last)
+        with nothing_logged(self.session):
+            loss = self.strategy.zero_loss(self._spare_loss)
+        if is_first:
+            for zero_grad in self.zero_grads:
+                zero_grad()
+        self.strategy.backward(loss)
+
+    def _spare_loss(self) -> Tensor:
+        loss = loss_of(self.forward(self._batch_to_spare(), self.progress.batch_idx))
+        return torch.zeros(()) if loss is None else mean_of(loss)
+
+    def _batch_to_spare(self) -> Any:
+        if self._spare_batch is None:
+            raise DataError(
+                f"Rank {self.strategy.rank} of {self.strategy.world_size} has no sample in the first step, and this "
+                "strategy (or manual optimization) needs one on every rank; use fewer processes, or larger batches."
+            )
+        batch = self._spare_batch.batch
+        return batch if self.transfer is None else self.transfer(batch, 0)
+
+
+@contextmanager
+def nothing_logged(session: Session) -> Iterator[None]:
+    """Ignore what the module logs."""
+    module, metrics = session.module, session.module_metrics
+    module.attach(session.run, None)
+    try:
+        yield
+    finally:
+        module.attach(session.run, metrics)

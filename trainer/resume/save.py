@@ -1,0 +1,27 @@
+"""Saving a checkpoint of a run: while it goes on, after it, and after one whose processes have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+
+from ..session.session import Session
+from .after_restart import note_checkpoint
+from .run_state import still_parts, take_state
+
+
+def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: bool) -> None:
+    """Write a checkpoint of a run in this process. Collective: every rank calls it."""
+    began = monotonic()
+    with session.profiler.record("checkpoint"):
+        state = take_state(session, weights_only=weights_only or session.task != "fit")
+        if session.strategy.rank == 0:
+            for logger in session.loggers:
+                logger.save()
+        session.writer.save(path, state, still=still_parts(session))
+        if wait:
+            session.writer.close()
+    session.progress.checkpoint_seconds += monotonic() - began
+    if "loop" in state:
+        session.progress.last_checkpoint = path
+        note_checkpoint(session, path)

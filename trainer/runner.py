@@ -1,0 +1,288 @@
+"""Runner: carries out what a Trainer is asked, in this process or in processes that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..callbacks.callback import Callback
+from ..callbacks.dispatch import Hooks, check_state_keys
+from ..callbacks.helpers.console import say
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.run import Run
+from ..callbacks.timer import parse_duration
+from ..strategies import Precision, place
+from ..strategies.errors import CheckpointError, RunError
+from .checkpoint import make_writer
+from .checks import check_loggers, check_manual, check_module, check_writable
+from .data.seed import capture_rng, restore_rng
+from .default_callbacks import supervised
+from .loggers import silence
+from .loggers.base import continue_loggers
+from .metrics.accumulator import to_numbers
+from .metrics.metrics import Metrics
+from .module.hooks import ModuleHooks
+from .request import Request
+from .result import EndedRun, Result, result_of, take_over
+from .resume.after_restart import go_on, note_end, note_run
+from .resume.find_checkpoint import find_checkpoint
+from .resume.take_snapshot import end_snapshots
+from .session.interruption import Interruption
+from .session.profiler import profiler_by_name
+from .session.session import Session
+from .session.settings import Settings
+from .session.torch_flags import numerics
+from .session.train_state import TrainState
+from .setup import make_callbacks, make_loggers, open_loggers, root_dir, set_up, with_module_callbacks
+
+Work = Callable[[Session, Request], Any]
+
+
+class Runner:
+    """The parts of a Trainer that runs are made of, and how a run begins and ends in good order.
+
+    Args:
+        settings: those of the trainer.
+        run: the trainer, as hooks see it.
+    """
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        self.settings, self._run = settings, run
+        self._precision = Precision(settings.precision)
+        self.strategy, self._hardware = place(
+            settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
+        )
+        self.strategy.validate(self._hardware, self._precision)
+        self.loggers = make_loggers(settings)
+        check_loggers(self.loggers)
+        self._callbacks = make_callbacks(settings)
+        self.profiler = profiler_by_name(settings.profiler)
+        self.state = TrainState()
+        self.current: Session | EndedRun | None = None
+        """The run that is going on, or the last one."""
+        self.is_running = False
+        self._has_fitted = False
+        self._has_described = False
+        """Whether the start-up line with the processes was printed."""
+        self._reports = False
+        """Whether this is a copy in another process, whose caller waits for a `Result`."""
+        self._result: Result | None = None
+
+    @property
+    def session(self) -> Session:
+        """The run in this process that is going on, or the last one.
+
+        Raises:
+            RunError: before the first, and after one in other processes, which have ended.
+        """
+        if self.current is None:
+            raise RunError("No run has begun, found None in its place; call fit, validate, test or predict first.")
+        if isinstance(self.current, EndedRun):
+            raise RunError(
+                f"The processes of this {self.current.task} have ended, and with them its optimizers and loaders; "
+                f"call this in a hook, while trainer.{self.current.task} runs."
+            )
+        return self.current
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The trainer's callbacks and, once there was a run, those that its module brought."""
+        return list(self.current.callbacks) if self.current is not None else self._callbacks
+
+    def execute(self, work: Work, request: Request) -> Any:
+        """Do the work in this process, or in processes of its own."""
+        with self._guarded(request) as checked:
+            if self.strategy.starts_processes:
+                return self._launch(work, checked)
+            with self._connected(checked) as session, numerics(self.settings):
+                return work(session, checked)
+
+    @contextmanager
+    def _guarded(self, request: Request) -> Iterator[Request]:
+        """Check a request in the caller's process, before anything starts; and allow one run at a time."""
+        if self.is_running:
+            running = self.current.task if self.current is not None else "another call"
+            raise RunError(
+                f"Trainer.{request.task} was called while {running} runs; call it when that has returned, "
+                "or use another Trainer."
+            )
+        check_module(request.module, request.datamodule, request.task)
+        check_manual(request.module, self.settings)
+        folder = root_dir(self.settings, request.task)
+        if folder is not None:
+            check_writable(folder)
+        # where the processes exist already, their rank 0 will be asked
+        checkpoint = None if self._hardware.environment.is_external else self._find_checkpoint(request)
+        self.is_running = True
+        try:
+            yield replace(request, checkpoint=checkpoint)
+        finally:
+            self.is_running = False
+
+    def _find_checkpoint(self, request: Request) -> Path | None:
+        savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        root = str(self.settings.default_root_dir or ".")
+        return find_checkpoint(request.ckpt_path, self.loggers, savers, root, to_resume=request.task == "fit")
+
+    # --- in processes of its own -------------------------------------------------------------------------------------
+
+    def _launch(self, work: Work, request: Request) -> Any:
+        """Do the work in processes of its own, and take over what they leave behind."""
+
+        def take(answer: tuple[Result, Any]) -> None:
+            self._has_described = True
+            self._precision.convert_module(request.module)
+            callbacks = self._callbacks_of(request)
+            self._begin(request)
+            self.state = answer[0].state
+            ended = self.current = EndedRun(
+                task=request.task,
+                module=request.module,
+                datamodule=request.datamodule,
+                callbacks=callbacks,
+                hooks=Hooks(self._run, request.module, ModuleHooks, callbacks),
+                metrics=self._metrics_of(request),
+                state=self.state,
+            )
+            take_over(ended, answer[0], self.loggers)
+
+        parts = {**request.parts(), "callbacks": self._callbacks, "loggers": self.loggers, "strategy": self.strategy}
+        job = partial(self._report, work, request, capture_rng())
+        return self.strategy.launch(job, on_result=take, parts=parts)[1]
+
+    def _report(self, work: Work, request: Request, rng: Mapping[str, Any]) -> tuple[Result, Any]:
+        """Do the work in a process of the run, begun as the caller's was, and return what it leaves behind."""
+        restore_rng(rng)
+        self._reports = True
+        with self._connected(request) as session, numerics(self.settings):
+            value = work(session, request)
+        assert self._result is not None
+        return self._result, value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the last run behind: a trainer that travels to another process begins one there."""
+        return {**self.__dict__, "current": None, "_result": None}
+
+    # --- in this process ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _connected(self, request: Request) -> Iterator[Session]:
+        """Open the session of a run in this process, and end it in good order whatever happens."""
+        self.strategy.connect(self._hardware, self._precision)
+        session = self.current = self._open_session(request)
+        status = "failed"
+        try:
+            self._agree(session, request)
+            set_up(session)
+            self.profiler.start(self._run.log_dir, self.strategy.rank)
+            yield session
+            status = "interrupted" if session.interruption.is_requested else "success"
+            note_end(session)
+            if self._reports:
+                self._result = result_of(session)
+        except BaseException as error:
+            self.strategy.annotate(error)
+            session.hooks.call("on_exception", error)
+            if session.datamodule is not None:
+                session.datamodule.on_exception(error)
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
+            # in a launched process the caller finds the culprit
+            culprit = None if self._reports else self.strategy.blame_peer(error)
+            if culprit is not None:
+                raise culprit from error
+            raise
+        finally:
+            self._close(session, status)
+
+    def _agree(self, session: Session, request: Request) -> None:
+        """Let all ranks go by rank 0's seed, checkpoint and folders."""
+        strategy, environment = self.strategy, self._hardware.environment
+        session.resumed_from = request.checkpoint
+        if strategy.world_size > 1:
+            if strategy.rank == 0 and not self._has_described:
+                say(environment.describe())
+            self._has_described = True
+            if environment.is_external:
+                session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
+            session.state.seed = strategy.broadcast(session.state.seed)
+        if strategy.rank:
+            silence(self.loggers)
+        if request.task == "fit":
+            go_on(session)
+            continued = None if session.is_restarted else session.resumed_from
+            versions = strategy.collectives.on_first_rank(partial(open_loggers, self.loggers, continued))
+            note_run(session, versions)
+            if strategy.rank:
+                continue_loggers(self.loggers, versions)
+
+    def _begin(self, request: Request) -> None:
+        """Begin the counters of a fit, and its folder."""
+        if request.task == "fit":
+            self.state = TrainState(seed=torch.initial_seed())
+            if self.settings.logger is True and self._has_fitted:
+                self.loggers = make_loggers(self.settings)  # another run, another folder
+            self._has_fitted = True
+
+    def _callbacks_of(self, request: Request) -> list[Callback]:
+        callbacks = with_module_callbacks(self._callbacks, request.module)
+        callbacks = supervised(self.strategy, callbacks, logs=bool(self.loggers))
+        check_state_keys(callbacks)
+        return callbacks
+
+    def _metrics_of(self, request: Request) -> Metrics:
+        """Return what ``self.log`` of a run writes to, attached to the module."""
+        metrics = Metrics(self.strategy, request.module)
+        metrics.position = self.state.global_step
+        request.module.attach(self._run, None if self.settings.barebones else metrics)
+        if request.datamodule is not None:
+            request.datamodule.trainer = self._run
+        return metrics
+
+    def _open_session(self, request: Request) -> Session:
+        callbacks = self._callbacks_of(request)
+        self._begin(request)
+        return Session(
+            task=request.task,
+            run=self._run,
+            settings=self.settings,
+            writer=make_writer(self.strategy.group, is_async=request.task == "fit"),
+            strategy=self.strategy,
+            module=request.module,
+            datamodule=request.datamodule,
+            callbacks=callbacks,
+            loggers=self.loggers,
+            profiler=self.profiler,
+            hooks=Hooks(self._run, request.module, ModuleHooks, callbacks),
+            metrics=self._metrics_of(request),
+            state=self.state,
+            interruption=Interruption(
+                parse_duration("max_time", self.settings.max_time), is_alone=self.strategy.world_size == 1
+            ),
+        )
+
+    def _close(self, session: Session, status: str) -> None:
+        session.progress.stage = None
+        if status == "failed":
+            session.writer.abandon()
+        end_snapshots(session, has_failed=status == "failed")
+        with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
+            session.writer.close()
+        if session.train_data is not None:
+            session.train_data.close()
+        session.hooks.call("teardown", session.task)
+        if session.datamodule is not None:
+            session.datamodule.teardown(session.task)
+        summary = self.profiler.stop()
+        if self.strategy.rank == 0:
+            if summary:
+                say(summary)
+            numbers = to_numbers(session.metrics.callback_metrics())
+            for logger in self.loggers:
+                logger.finalize(numbers, status)
+        self.strategy.close()

@@ -1,0 +1,45 @@
+"""Progress: what changes while a run goes on and is not saved, as a resumed run works it out again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...callbacks.run import Stage
+from ..data.micro_batch import MicroBatch
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is inside its epoch, beside the counters of `TrainState`."""
+
+    stage: Stage | None = None
+    batch_idx: int = 0
+    """Of the micro-batch that runs, or ran last."""
+    micro_batch: MicroBatch | None = None
+    """The training micro-batch that runs, or ran last."""
+    should_stop: bool = False
+    """Whether a hook asked to end training."""
+    next_log: float = math.inf
+    """The global step at which the loggers get the step's values."""
+    next_check: float = math.inf
+    """The global step after which to ask whether training is over: the last one, or when the ranks meet."""
+    num_batches: float = 0
+    """Micro-batches of the epoch; infinity where only reading tells."""
+    validates_inside: bool = False
+    """Whether the epoch has validations before its end."""
+    validation_interval: float = 1
+    """Micro-batches between the validations inside an epoch."""
+    validated_at: int = -1
+    """The global step of the newest validation."""
+    predictions: list[Any] | None = None
+    last_checkpoint: Path | None = None
+    """The newest checkpoint of this run that training can be resumed from."""
+    checkpoint_seconds: float = 0.0
+    """How long training has waited for checkpoints and snapshots."""
+    is_taking_snapshot: bool = False
+    """Whether the state is being taken for a snapshot in memory."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches of a step, from the next epoch on."""

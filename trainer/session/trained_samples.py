@@ -1,0 +1,27 @@
+"""TrainedSamples: which samples the current training micro-batch holds, for callbacks that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...callbacks.samples.file import Reading, Source
+from .session import Session
+
+
+class TrainedSamples:
+    """Reads the samples of a run off its micro-batches; a run that nobody follows does nothing for it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def sources(self) -> Sequence[Source]:
+        """Return what is known of the order of each training loader in this epoch."""
+        data = self._session.train_data
+        return data.sources() if data is not None else ()
+
+    def pop(self) -> Sequence[Reading]:
+        """Return what each loader gave to the micro-batch that was trained on last."""
+        micro_batch = self._session.progress.micro_batch
+        if micro_batch is None:
+            return ()
+        return micro_batch.readings if micro_batch.readings is not None else [micro_batch.reading(0)]
