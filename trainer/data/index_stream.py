@@ -13,7 +13,7 @@ import torch
 
 from ...callbacks.samples.file import Source
 from .micro_batch import MicroBatch, Window
-from .seed import RngStream, derive, seed_generators
+from .seed import RngStream, derive, mix, seed_generators
 
 
 class Order(Protocol):
@@ -99,11 +99,13 @@ class SeededIndices(list[int]):
     def __init__(self, indices: Iterable[int], seed: int, place: int) -> None:
         super().__init__(indices)
         self.seed = seed
+        """With a sample's place it makes the seed of that sample."""
         self.place = place
 
     def __iter__(self) -> Iterator[int]:
-        for offset, index in enumerate(super().__iter__()):
-            seed_generators(derive(self.seed, self.place + offset))
+        seed = self.seed
+        for place, index in enumerate(super().__iter__(), self.place):
+            seed_generators(mix(seed, place))
             yield index
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -112,7 +114,7 @@ class SeededIndices(list[int]):
 
 def _arrive(indices: list[int], seed: int, place: int) -> SeededIndices:
     """Unpickle indices in a worker, and seed it: for a data set whose ``__getitems__`` does not iterate over them."""
-    seed_generators(derive(seed, place))
+    seed_generators(mix(seed, place))
     return SeededIndices(indices, seed, place)
 
 
