@@ -15,7 +15,7 @@ from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, check_state_keys
 from ..callbacks.helpers.console import say
 from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..callbacks.run import Run
+from ..callbacks.run import Logger, Run, Stage
 from ..callbacks.timer import parse_duration
 from ..strategies import Precision, place
 from ..strategies.errors import CheckpointError, RunError
@@ -54,11 +54,11 @@ class Runner:
 
     def __init__(self, settings: Settings, run: Run) -> None:
         self.settings, self._run = settings, run
-        self._precision = Precision(settings.precision)
-        self.strategy, self._hardware = place(
+        self.precision = Precision(settings.precision)
+        self.strategy, self.hardware = place(
             settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
         )
-        self.strategy.validate(self._hardware, self._precision)
+        self.strategy.validate(self.hardware, self.precision)
         self.loggers = make_loggers(settings)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)
@@ -91,6 +91,23 @@ class Runner:
         return self.current
 
     @property
+    def stage(self) -> Stage | None:
+        """What is running; None before and after."""
+        return self.current.progress.stage if self.is_running and self.current is not None else None
+
+    def set_loggers(self, loggers: list[Logger]) -> None:
+        """Exchange the loggers, between runs.
+
+        Raises:
+            RunError: while a run is going on.
+            ConfigError: if two of them write to one folder.
+        """
+        if self.is_running:
+            raise RunError(f"trainer.loggers was set while {self.stage} runs; set it before or after the run.")
+        check_loggers(loggers)
+        self.loggers = loggers
+
+    @property
     def callbacks(self) -> list[Callback]:
         """The trainer's callbacks and, once there was a run, those that its module brought."""
         return list(self.current.callbacks) if self.current is not None else self._callbacks
@@ -118,7 +135,7 @@ class Runner:
         if folder is not None:
             check_writable(folder)
         # where the processes exist already, their rank 0 will be asked
-        checkpoint = None if self._hardware.environment.is_external else self._find_checkpoint(request)
+        checkpoint = None if self.hardware.environment.is_external else self._find_checkpoint(request)
         self.is_running = True
         try:
             yield replace(request, checkpoint=checkpoint)
@@ -137,7 +154,7 @@ class Runner:
 
         def take(answer: tuple[Result, Any]) -> None:
             self._has_described = True
-            self._precision.convert_module(request.module)
+            self.precision.convert_module(request.module)
             callbacks = self._callbacks_of(request)
             self._begin(request)
             self.state = answer[0].state
@@ -174,7 +191,7 @@ class Runner:
     @contextmanager
     def _connected(self, request: Request) -> Iterator[Session]:
         """Open the session of a run in this process, and end it in good order whatever happens."""
-        self.strategy.connect(self._hardware, self._precision)
+        self.strategy.connect(self.hardware, self.precision)
         session = self.current = self._open_session(request)
         status = "failed"
         try:
@@ -202,7 +219,7 @@ class Runner:
 
     def _agree(self, session: Session, request: Request) -> None:
         """Let all ranks go by rank 0's seed, checkpoint and folders."""
-        strategy, environment = self.strategy, self._hardware.environment
+        strategy, environment = self.strategy, self.hardware.environment
         session.resumed_from = request.checkpoint
         if strategy.world_size > 1:
             if strategy.rank == 0 and not self._has_described:

@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
-from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.helpers.console import say
 from ..callbacks.helpers.table import render_table
-from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..callbacks.progress import TQDMProgressBar
-from ..callbacks.run import Logger, Stage
+from ..callbacks.run import Run, Stage
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError, RunError
+from .attributes import TrainerAttributes
 from .fit import fit, run_evaluation
 from .loop.evaluate import Results
 from .module.data_module import DataModule
@@ -39,7 +37,7 @@ from .session.train_state import TrainState
 from .session.trained_samples import TrainedSamples
 
 
-class Trainer:
+class Trainer(TrainerAttributes):
     """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
 
     Hooks see it as a `callbacks.run.Run`, which says what each property means.
@@ -51,7 +49,8 @@ class Trainer:
     @accepting(Settings)
     def __init__(self, settings: Settings) -> None:
         self.settings = settings.effective()
-        self._runner = Runner(self.settings, self)
+        run: Run = self
+        self._runner = Runner(self.settings, run)
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -195,31 +194,11 @@ class Trainer:
 
     @property
     def stage(self) -> Stage | None:
-        return self._ran.progress.stage if self._runner.is_running and self._runner.current is not None else None
+        return self._runner.stage
 
     @property
     def sanity_checking(self) -> bool:
         return self.stage == "sanity_check"
-
-    @property
-    def training(self) -> bool:
-        """Whether training batches are running."""
-        return self.stage == "train"
-
-    @property
-    def validating(self) -> bool:
-        """Whether a validation is running, inside `fit` or alone."""
-        return self.stage == "validate"
-
-    @property
-    def testing(self) -> bool:
-        """Whether a test is running."""
-        return self.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        """Whether a prediction is running."""
-        return self.stage == "predict"
 
     @property
     def current_epoch(self) -> int:
@@ -245,11 +224,6 @@ class Trainer:
     @property
     def max_steps(self) -> int:
         return self.settings.max_steps
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the current micro-batch is the last of its epoch, as far as the data knows."""
-        return self._ran.progress.batch_idx + 1 >= self.num_training_batches
 
     @property
     def is_interrupted(self) -> bool:
@@ -351,11 +325,6 @@ class Trainer:
         return self.settings.log_every_n_steps
 
     @property
-    def logger(self) -> Logger | None:
-        """The first logger, if there is one."""
-        return next(iter(self.loggers), None)
-
-    @property
     def log_dir(self) -> str:
         return self.loggers[0].log_dir if self.loggers else self.default_root_dir
 
@@ -391,10 +360,6 @@ class Trainer:
         return self._runner.strategy
 
     @property
-    def loggers(self) -> Sequence[Logger]:
-        return self._runner.loggers
-
-    @property
     def profiler(self) -> Profiler:
         """What measures the parts of a step."""
         return self._runner.profiler
@@ -409,26 +374,6 @@ class Trainer:
         return self.strategy.rank == 0
 
     @property
-    def global_rank(self) -> int:
-        """The rank of this process."""
-        return self.strategy.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.strategy.world_size
-
-    @property
-    def model(self) -> TrainModule | None:
-        """The module of the current or last run."""
-        return current.module if (current := self._runner.current) is not None else None
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The data module of the current or last run, if it has one."""
-        return current.datamodule if (current := self._runner.current) is not None else None
-
-    @property
     def optimizers(self) -> Sequence[Optimizer]:
         return current.optimizers if (current := self._runner.current) is not None else ()
 
@@ -439,26 +384,6 @@ class Trainer:
     @property
     def callbacks(self) -> Sequence[Callback]:
         return self._runner.callbacks
-
-    @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Every `ModelCheckpoint` among the callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first `ModelCheckpoint`, if there is one: what ``ckpt_path="best"`` asks."""
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first `EarlyStopping`, if there is one."""
-        return next((one for one in self.callbacks if isinstance(one, EarlyStopping)), None)
-
-    @property
-    def progress_bar_callback(self) -> TQDMProgressBar | None:
-        """The progress bar, if there is one."""
-        return next((one for one in self.callbacks if isinstance(one, TQDMProgressBar)), None)
 
     @property
     def predictions(self) -> Sequence[Any] | None:

@@ -112,6 +112,8 @@ class EvaluationData:
     """Of all ranks."""
     readers: list[Reader]
     seed: int = 0
+    source: Any = None
+    """The loaders as they were given."""
 
     @classmethod
     def of(
@@ -140,7 +142,7 @@ class EvaluationData:
             warnings.warn(
                 f"Loader {at} to {stage} has no batches ({loaders[at]!r:.60}); nothing is read of it.", stacklevel=2
             )
-        return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed)
+        return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed, source)
 
     def batches(self, dataloader_idx: int, limit: float, step: int) -> Iterator[tuple[int, Any]]:
         """Return this rank's batches of a loader, each with its index among those of all ranks.

@@ -35,6 +35,8 @@ class TrainData:
         in_order: bool,
         count: CountSamples = size_of,
     ) -> None:
+        self.source = source
+        """The loaders as they were given."""
         self._cut, self._limit = cut, limit
         self._resumed_epoch: int | None = None
         self._combined = combined_of(source)

@@ -1,0 +1,236 @@
+"""TrainerAttributes: what Lightning's Trainer shows to users beyond what hooks need (`callbacks.run.Run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.run import Logger
+from .module.data_module import DataModule
+from .module.train_module import TrainModule
+from .runner import Runner
+from .session.settings import Settings
+
+
+class TrainerAttributes:
+    """Lightning's names for the state, the parts and the processes of a run; read-only unless they say otherwise."""
+
+    settings: Settings
+    _runner: Runner
+
+    # --- what is running ---
+
+    @property
+    def training(self) -> bool:
+        """Whether training batches are running."""
+        return self._runner.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is running, inside `fit` or alone."""
+        return self._runner.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is running."""
+        return self._runner.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction is running."""
+        return self._runner.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation or a test is running."""
+        return self.validating or self.testing
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the last run, or is about to end this one."""
+        current = self._runner.current
+        return current is not None and current.interruption.is_requested
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM has come to this run."""
+        current = self._runner.current
+        return current is not None and current.interruption.signal == 15
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current micro-batch is the last of its epoch, as far as the data knows."""
+        current = self._runner.current
+        if current is None or current.train_data is None:
+            return False
+        return current.progress.batch_idx + 1 >= current.train_data.num_batches
+
+    # --- what takes part ---
+
+    @property
+    def model(self) -> TrainModule | None:
+        """The module of the current or last run."""
+        current = self._runner.current
+        return current.module if current is not None else None
+
+    @property
+    def lightning_module(self) -> TrainModule | None:
+        """The module of the current or last run, as `model`."""
+        return self.model
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the current or last run, if it has one."""
+        current = self._runner.current
+        return current.datamodule if current is not None else None
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loaders of the current or last run, as they were passed or returned; None without any."""
+        current = self._runner.current
+        return current.train_data.source if current is not None and current.train_data is not None else None
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders of the current or last run; None without any."""
+        return self._evaluation_loaders("fit", "validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders of the current or last run; None without any."""
+        return self._evaluation_loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loaders to predict of the current or last run; None without any."""
+        return self._evaluation_loaders("predict")
+
+    def _evaluation_loaders(self, *tasks: str) -> Any:
+        current = self._runner.current
+        data = current.evaluation_data if current is not None and current.task in tasks else None
+        return data.source if data is not None else None
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger, if there is one; set it to exchange all for one, between runs."""
+        return next(iter(self._runner.loggers), None)
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self._runner.set_loggers([] if logger is None else [logger])
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Every `ModelCheckpoint` among the callbacks."""
+        return [callback for callback in self._runner.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first `ModelCheckpoint`, if there is one: what ``ckpt_path="best"`` asks."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """Every `EarlyStopping` among the callbacks."""
+        return [callback for callback in self._runner.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first `EarlyStopping`, if there is one."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> TQDMProgressBar | None:
+        """The progress bar, if there is one."""
+        return next((callback for callback in self._runner.callbacks if isinstance(callback, TQDMProgressBar)), None)
+
+    # --- processes and devices ---
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process."""
+        return self._runner.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process among those of its node."""
+        return self._runner.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this node."""
+        return self._runner.strategy.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._runner.strategy.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self._runner.strategy.environment.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices on each node."""
+        return len(self.device_ids)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the devices on this node."""
+        return list(self._runner.hardware.devices)
+
+    @property
+    def precision(self) -> str:
+        """The precision's name, such as ``bf16-mixed``."""
+        return self._runner.precision.name
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of a run in 16-mixed; None in other precisions, and before the first run."""
+        strategy = self._runner.strategy
+        return strategy.scaler if self._runner.precision.uses_scaler and self._runner.current is not None else None
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
+        """Return the context in which a module is built in the precision and on the device of the strategy.
+
+        Args:
+            empty_init: Lightning's; parameters are always initialized.
+        """
+        return self._runner.strategy.init_context()
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on rank 0 only, as Python's ``print``."""
+        if self.global_rank == 0:
+            print(*args, **options)  # noqa: T201 - what it is for
+
+    # --- settings ---
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether `fit` validates if it finds a loader and a step: ``limit_val_batches`` is not 0."""
+        return self.settings.limit_val_batches != 0
+
+    @property
+    def loggers(self) -> Sequence[Logger]:
+        """All loggers, on every rank; only rank 0's write. Set it between runs to exchange them."""
+        return self._runner.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Logger] | None) -> None:
+        self._runner.set_loggers(list(loggers or ()))
+
+
+# every other setting is an attribute of the trainer, too, as in Lightning; Trainer overrides those that change in a run
+for _field in fields(Settings):
+    if not hasattr(TrainerAttributes, _field.name):
+        setattr(TrainerAttributes, _field.name, property(attrgetter(f"settings.{_field.name}")))
