@@ -1,1 +1,1 @@
-"""What the user holds: Trainer, TrainModule, DataModule, and what they are made of."""
+"""The Trainer, and the rooms it is made of. Imports strategies and callbacks."""

@@ -1,8 +1,7 @@
-"""TrainerAttributes: what Lightning's Trainer shows to users beyond what hooks need (`callbacks.run.Run`)."""
+"""Attributes of Lightning's Trainer that users read, beyond those that hooks need (`callbacks.run.Run`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from operator import attrgetter
@@ -219,15 +218,6 @@ class TrainerAttributes:
     def enable_validation(self) -> bool:
         """Whether `fit` validates if it finds a loader and a step: ``limit_val_batches`` is not 0."""
         return self.settings.limit_val_batches != 0
-
-    @property
-    def loggers(self) -> Sequence[Logger]:
-        """All loggers, on every rank; only rank 0's write. Set it between runs to exchange them."""
-        return self._runner.loggers
-
-    @loggers.setter
-    def loggers(self, loggers: Sequence[Logger] | None) -> None:
-        self._runner.set_loggers(list(loggers or ()))
 
 
 # every other setting is an attribute of the trainer, too, as in Lightning; Trainer overrides those that change in a run

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts, said in the user's process."""
+"""Checks of a module, callbacks and loggers in the caller's process, before anything starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
     """Check that there is a module with the step that is needed.
 
     Raises:
-        ConfigError: if it, or the data module, is no such thing.
+        ConfigError: if it is not a TrainModule, or the data module not a DataModule.
         ModuleError: if it lacks a step or the optimizers.
     """
     if not isinstance(module, TrainModule):
@@ -42,8 +42,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
     if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
         raise ModuleError(
             f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; "
-            "define it to "
-            "return an optimizer, such as torch.optim.Adam(self.parameters())."
+            "define it to return an optimizer, such as torch.optim.Adam(self.parameters())."
         )
     point_out_misspelt(module, TrainModule)
 
@@ -61,8 +60,8 @@ def _check_step(module: TrainModule, step: str, task: Task) -> None:
 
 
 def _near(module: TrainModule, name: str) -> str:
-    found = difflib.get_close_matches(name, _own_methods(module, TrainModule), n=1, cutoff=0.6)
-    return f" (is {found[0]!r} meant to be it?)" if found else ""
+    near = difflib.get_close_matches(name, _own_methods(module, TrainModule), n=1, cutoff=0.6)
+    return f" (is {near[0]!r} meant to be it?)" if near else ""
 
 
 def _own_methods(instance: object, base: type) -> list[str]:
@@ -78,7 +77,7 @@ def point_out_misspelt(instance: object, base: type) -> None:
         near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
         if near and not name.startswith("_"):
             warnings.warn(
-                f"{type(instance).__name__}.{name} is no hook and will not be called. Did you mean {near[0]!r}?",
+                f"{type(instance).__name__}.{name} is not a hook and will not be called. Did you mean {near[0]!r}?",
                 stacklevel=2,
             )
 
@@ -96,8 +95,7 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
         if value != neutral:
             raise ConfigError(
                 f"{name}={value} needs automatic optimization, but {type(module).__name__}.automatic_optimization "
-                "is False; "
-                "do it in training_step, or drop the setting."
+                "is False; do it in training_step, or drop the setting."
             )
 
 
@@ -122,7 +120,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     """Check that callbacks are callbacks, and point out their misspelt hooks.
 
     Raises:
-        ConfigError: for one that is none.
+        ConfigError: for an object that is not a Callback.
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):

@@ -1,4 +1,4 @@
-"""The callbacks of an elastic run, beside the user's."""
+"""Default callbacks of an elastic run, added to the user's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..strategies import Strategy
 def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
     """Return the callbacks of a run: the user's, and where it is elastic those that supervise its workers.
 
-    The heartbeat comes before the user's, whose work after a step is not to count as part of it. Where the user has one
-    of a kind, there is not another.
+    The heartbeat comes before the user's callbacks, so that their work after a step does not count as part of it. A
+    class of which the user has an instance is not added again.
 
     Args:
         strategy: that of the run.

@@ -1,4 +1,4 @@
-"""One fit, validate, test or predict in one process, between the opening of its session and its end."""
+"""The work of a fit, validate, test or predict in one process, inside an open session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fit(session: Session, request: Request) -> None:
     """Train, from the beginning or from a checkpoint. Collective: every rank calls it."""
     saved = _read(session, request)
     if saved is not None:
-        load_position(session, saved)  # the order of the samples hangs on the seed
+        load_position(session, saved)  # the order of the samples depends on the seed
     _load_data(session, request)
     session.reload = partial(_load_data, session, request)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
@@ -32,7 +32,7 @@ def fit(session: Session, request: Request) -> None:
             load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
             if not session.is_restarted:  # else it may be a snapshot, which the next one replaces
                 session.progress.last_checkpoint = session.resumed_from
-        # a run that asked for its last checkpoint, and was killed before there was one, begins its curves anew
+        # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
         session.hooks.call("on_fit_start")
@@ -41,7 +41,7 @@ def fit(session: Session, request: Request) -> None:
                 sanity_check(session)
             else:
                 load_generators(session, saved)
-            saved = None  # and with it, its files
+            saved = None  # closes its files
             session.progress.stage = "train"
             session.interruption.start(session.state.seconds)
             train(session, step)
@@ -68,7 +68,7 @@ def _read(session: Session, request: Request) -> dict[str, Any] | None:
     """Return the content of the checkpoint, if there is one."""
     if session.resumed_from is None:
         return None
-    # those were verified when they were found
+    # the last checkpoint was verified when it was looked up
     verify = request.ckpt_path != "last" and not session.is_restarted
     return read_checkpoint(session.resumed_from, session.strategy, verify=verify)
 

@@ -1,4 +1,4 @@
-"""Request: what one call of the trainer was asked."""
+"""Request: the arguments of one fit, validate, test or predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result: what a run in other processes leaves behind, and how it comes into the objects that the caller holds."""
+"""Result: the end of a run in other processes, and its way into the objects that the caller holds."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     that is of its last step.
 
     Raises:
-        RunError: if there is no such checkpoint.
+        RunError: if the run saved no checkpoint at its last step.
     """
     if weights_only or run.task != "fit":
         state = module_state(run.module, dict(run.module.state_dict()))

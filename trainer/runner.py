@@ -1,4 +1,4 @@
-"""Runner: carries out what a Trainer is asked, in this process or in processes that it starts."""
+"""Runner: carries out the requests of a Trainer, in this process or in processes that it starts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Runner:
             RunError: before the first, and after one in other processes, which have ended.
         """
         if self.current is None:
-            raise RunError("No run has begun, found None in its place; call fit, validate, test or predict first.")
+            raise RunError("trainer.session must be a run, found None; call fit, validate, test or predict first.")
         if isinstance(self.current, EndedRun):
             raise RunError(
                 f"The processes of this {self.current.task} have ended, and with them its optimizers and loaders; "
@@ -134,7 +134,7 @@ class Runner:
         folder = root_dir(self.settings, request.task)
         if folder is not None:
             check_writable(folder)
-        # where the processes exist already, their rank 0 will be asked
+        # under a launcher rank 0 looks it up once the ranks have met
         checkpoint = None if self.hardware.environment.is_external else self._find_checkpoint(request)
         self.is_running = True
         try:
@@ -150,7 +150,7 @@ class Runner:
     # --- in processes of its own -------------------------------------------------------------------------------------
 
     def _launch(self, work: Work, request: Request) -> Any:
-        """Do the work in processes of its own, and take over what they leave behind."""
+        """Do the work in processes of its own, and take over their result."""
 
         def take(answer: tuple[Result, Any]) -> None:
             self._has_described = True
@@ -174,7 +174,7 @@ class Runner:
         return self.strategy.launch(job, on_result=take, parts=parts)[1]
 
     def _report(self, work: Work, request: Request, rng: Mapping[str, Any]) -> tuple[Result, Any]:
-        """Do the work in a process of the run, begun as the caller's was, and return what it leaves behind."""
+        """Do the work in a process of the run, with the caller's random state, and return its result."""
         restore_rng(rng)
         self._reports = True
         with self._connected(request) as session, numerics(self.settings):

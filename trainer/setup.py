@@ -1,4 +1,4 @@
-"""Putting a run together: callbacks, loggers, loaders, optimizers."""
+"""Setup of a run: callbacks, loggers, loaders and optimizers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_callbacks(settings: Settings) -> list[Callback]:
     """Return the user's callbacks and the default ones, in the order in which they are called.
 
     Raises:
-        ConfigError: for what is no callback, and for one that another setting switches off.
+        ConfigError: for an object that is not a Callback, and for one that another setting switches off.
     """
     given = settings.callbacks
     mine = [] if given is None else [given] if isinstance(given, Callback) else list(given)
@@ -159,8 +159,7 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
             return
         raise ModuleError(
             f"There is no loader to {kind}: {type(session.module).__name__} defines no {_LOADER_HOOKS[kind]}, and "
-            "neither "
-            f"dataloaders nor a datamodule with one was passed; pass one to {kind}()."
+            f"neither dataloaders nor a datamodule with one was passed; pass one to {kind}()."
         )
     name = "val" if kind == "validate" else kind
     limit = getattr(session.settings, f"limit_{name}_batches")
@@ -223,20 +222,20 @@ def build_optimizers(session: Session) -> None:
             f"{type(module).__name__}.configure_optimizers returned None; return an optimizer (is `return` missing?), "
             "or [] to train without one."
         )
-    found = parse_optimizers(returned)
-    check_parameters(found.optimizers, module)
+    configured = parse_optimizers(returned)
+    check_parameters(configured.optimizers, module)
     if module.automatic_optimization:
-        check_monitors(found.schedulers)
-    evaluating = [type(optimizer).__name__ for optimizer in found.optimizers if needs_closure(optimizer)]
+        check_monitors(configured.schedulers)
+    evaluating = [type(optimizer).__name__ for optimizer in configured.optimizers if needs_closure(optimizer)]
     if evaluating and strategy.precision.uses_scaler:
         raise ConfigError(
             f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss "
             f"itself ({evaluating}) cannot take; use bf16-mixed or 32-true."
         )
-    strategy.setup_optimizers(found.optimizers)
-    session.optimizers, session.schedulers = found.optimizers, found.schedulers
+    strategy.setup_optimizers(configured.optimizers)
+    session.optimizers, session.schedulers = configured.optimizers, configured.schedulers
     if not session.state.optimizer_steps:  # a resumed run has them
-        session.state.optimizer_steps = [0] * len(found.optimizers)
+        session.state.optimizer_steps = [0] * len(configured.optimizers)
 
 
 def set_up(session: Session) -> None:

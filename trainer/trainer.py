@@ -1,4 +1,4 @@
-"""Trainer: settings, fit / validate / test / predict, and what hooks and users may read of a run."""
+"""Trainer: settings, fit / validate / test / predict, and the state of a run for its hooks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.console import say
 from ..callbacks.helpers.table import render_table
-from ..callbacks.run import Run, Stage
+from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError, RunError
 from .attributes import TrainerAttributes
 from .fit import fit, run_evaluation
 from .loop.evaluate import Results
+from .loop.schedule import num_steps
 from .module.data_module import DataModule
 from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
@@ -140,8 +141,8 @@ class Trainer(TrainerAttributes):
         in that is raised at the next step boundary.
 
         Raises:
-            RunError: where there is no run whose state could be saved.
-            CheckpointError: if it cannot be written, or its state holds what is no tensor and no JSON.
+            RunError: if there is no run whose state could be saved.
+            CheckpointError: if it cannot be written, or its state holds something that is neither a tensor nor JSON.
         """
         current = self._runner.current
         if isinstance(current, EndedRun):
@@ -150,7 +151,7 @@ class Trainer(TrainerAttributes):
             save_checkpoint(self.session, Path(path), weights_only=weights_only, wait=wait)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint directory; anything that is none is left alone."""
+        """Delete a checkpoint directory; anything else is left alone."""
         if self.is_global_zero:
             self.session.writer.remove(Path(path))
 
@@ -266,15 +267,12 @@ class Trainer(TrainerAttributes):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        data, settings = self._ran.train_data, self.settings
+        data = self._ran.train_data
         if data is None:
             raise RunError(
-                f"estimated_stepping_batches is known during fit; found the task {self._ran.task!r}. Call fit."
+                f"estimated_stepping_batches needs the data of a fit, got task={self._ran.task!r}; read it in fit."
             )
-        by_steps = math.inf if settings.last_step is None else settings.last_step
-        if data.num_batches == math.inf or settings.last_epoch is None:
-            return by_steps
-        return min(by_steps, data.num_steps * settings.last_epoch)
+        return num_steps(data, self.settings)
 
     # --- what hooks may change ---
 
@@ -323,6 +321,14 @@ class Trainer(TrainerAttributes):
     @property
     def log_every_n_steps(self) -> int:
         return self.settings.log_every_n_steps
+
+    @property
+    def loggers(self) -> Sequence[Logger]:
+        return self._runner.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Logger] | None) -> None:
+        self._runner.set_loggers(list(loggers or ()))
 
     @property
     def log_dir(self) -> str:
@@ -389,3 +395,8 @@ class Trainer(TrainerAttributes):
     def predictions(self) -> Sequence[Any] | None:
         collected = current.progress.predictions if (current := self._runner.current) is not None else None
         return collected[0] if collected is not None and len(collected) == 1 else collected
+
+
+for _name, _member in vars(Trainer).items():  # what `Run` says of a property is its documentation here, too
+    if isinstance(_member, property) and _member.__doc__ is None and _name in vars(Run):
+        _member.__doc__ = vars(Run)[_name].__doc__

@@ -207,7 +207,7 @@ def test_what_cannot_be_logged_is_refused(log: Any, parts: list[str]) -> None:
         (DataLoader(samples(3), 4, drop_last=True), DataError, ["has no batches", "length is 0", "drop_last"]),
         ([], DataError, ["training loaders are empty", "[]"]),
         (samples(), DataError, ["TensorDataset is a data set", "pass DataLoader(dataset, batch_size=...)"]),
-        (3, DataError, ["3 is no loader", "int", "pass a DataLoader"]),
+        (3, DataError, ["3 is not a loader", "int", "pass a DataLoader"]),
         (None, ModuleError, ["no training loader", "train_dataloader", "pass one to fit()"]),
         (DataLoader(["a", "b"], 2), DataError, ["first training batch holds no tensor", "list", "collate_fn"]),
     ],
@@ -292,7 +292,7 @@ def test_a_ckpt_path_that_is_absent_a_file_or_foreign_is_refused_unread(tmp_path
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "model.ckpt")
     with raises(CheckpointError, "foreign' is not a checkpoint", "manifest.json", "weights.bin", "give another"):
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "foreign")
-    with raises(ConfigError, "ckpt_path='best'", "found ''", "pass a path"):
+    with raises(ConfigError, "ckpt_path='best'", "got ''", "pass a path"):
         quiet().test(Steps(), data, ckpt_path="best")
     assert data.dataset.reads == []
 
@@ -342,7 +342,7 @@ def test_a_fit_inside_a_fit_is_refused_and_the_outer_one_can_go_on() -> None:
 
 
 def test_what_only_a_run_has_is_refused_before_one() -> None:
-    with raises(RunError, "No run has begun", "call fit"):
+    with raises(RunError, "must be a run, found None", "call fit"):
         quiet().save_checkpoint("x.ckpt")
     with raises(RunError, "Regression.trainer is None", "trainer.fit(module)"):
         _ = Regression().trainer

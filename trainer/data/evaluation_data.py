@@ -19,8 +19,8 @@ from .loader_kinds import check_loader, is_dealt, is_sequence, unshuffled, with_
 from .seed import derive
 
 Reader = Callable[[int | None, int], Iterator[tuple[int, Any]]]
-"""Reads this rank's share of a loader's first batches, so many of all ranks (None: all), each with its index among
-those of all ranks. The second number says what random samplers draw on all ranks alike."""
+"""Reads this rank's batches of a loader, each with its index among those of all ranks. The arguments are the number of
+batches of all ranks (None: all of them) and a seed for random samplers, the same on all ranks."""
 
 
 class SideBySide:

@@ -1,4 +1,4 @@
-"""Which samples of which global batch this rank reads: a function of seed, epoch and position alone."""
+"""IndexStream: the indices that this rank reads of each global batch, a function of seed, epoch and position alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Every index once, permuted anew for each epoch."""
+    """Every index once, in another permutation for each epoch."""
 
     num_samples: int
     seed: int
@@ -57,7 +57,7 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a user's sampler or batch sampler yields, with random numbers of its own that begin anew each epoch."""
+    """What a user's sampler or batch sampler yields, with random numbers of its own that are seeded for each epoch."""
 
     sampler: Iterable[Any]
     seed: int
@@ -83,10 +83,10 @@ def drawn(
         entries = islice(sampler, start, stop)
     while True:
         with own_rng:
-            found = list(islice(entries, chunk))
-        if not found:
+            drawn_entries = list(islice(entries, chunk))
+        if not drawn_entries:
             return
-        yield from found
+        yield from drawn_entries
 
 
 class SeededIndices(list[int]):
@@ -159,7 +159,7 @@ class Share:
     data_size: int = 1
 
     def of(self, num_entries: int, rank: int | None = None) -> slice:
-        """Return the part of a rank (of this one) of a global batch with so many entries; the first ranks have most."""
+        """Return this (or another) rank's slice of a global batch of `num_entries`; the first ranks have most."""
         rank = self.data_rank if rank is None else rank
         smaller, num_larger = divmod(num_entries, self.data_size)
         start = rank * smaller + min(rank, num_larger)
@@ -185,7 +185,7 @@ class Share:
 
 
 def _num_samples(batches: Iterable[Any]) -> int | None:
-    """Return the samples of batches of indices; None for what is no such batch."""
+    """Return the number of samples of batches of indices; None if one is not a list of indices."""
     lists = list(batches)
     return sum(map(len, lists)) if all(isinstance(batch, list) for batch in lists) else None
 
@@ -263,7 +263,7 @@ class IndexStream:
         return None if size is None else self.count(size)
 
     def count(self, num_entries: int) -> int:
-        """Return into how many micro-batches so many entries are cut, on the rank that has most."""
+        """Return into how many micro-batches `num_entries` are cut, on the rank that has most."""
         whole, rest = divmod(num_entries, self._share.global_batch_size)
         count = whole * self._share.num_micro_batches(self._share.global_batch_size)
         return count if self._drop_last else count + self._share.num_micro_batches(rest)

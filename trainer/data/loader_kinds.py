@@ -1,4 +1,4 @@
-"""What a user's loader is and how it reads, judged without reading."""
+"""Kinds of loaders: how a user's loader reads, judged without reading."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
         )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(
-            f"{loader!r:.80} is no loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
+            f"{loader!r:.80} is not a loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
         )
     sampler = _distributed_sampler(loader)
-    if ranks.data_size > 1 and sampler is not None:
-        deals, found = (sampler.num_replicas, sampler.rank), (ranks.data_size, ranks.data_rank)
-        if deals != found:
-            raise DataError(
-                f"The loader's {type(sampler).__name__} deals to {deals[0]} ranks, of which this would be {deals[1]}, "
-                f"but the data has {found[0]} ranks, of which this is {found[1]}. Build it in train_dataloader() or "
-                "its like, with num_replicas=self.trainer.strategy.data_size and rank=self.trainer.strategy.data_rank; "
-                "or leave it out: samples are dealt without it."
-            )
+    if ranks.data_size == 1 or sampler is None:
+        return
+    if (sampler.num_replicas, sampler.rank) != (ranks.data_size, ranks.data_rank):
+        raise DataError(
+            f"The loader's {type(sampler).__name__} must deal to the {ranks.data_size} data ranks, got num_replicas="
+            f"{sampler.num_replicas} and rank={sampler.rank} on data rank {ranks.data_rank}. Build it in "
+            "train_dataloader() or its like, with num_replicas=self.trainer.strategy.data_size and "
+            "rank=self.trainer.strategy.data_rank; or leave it out: samples are dealt without it."
+        )
 
 
 def is_indexed(loader: Any) -> bool:

@@ -186,4 +186,4 @@ class MapStream:
         return self._indices.source(length_of(self._loader.dataset), self.num_streams)
 
     def close(self) -> None:
-        vars(self._loader)["_iterator"] = None  # persistent workers end now; found by the garbage collector, after 10 s
+        vars(self._loader)["_iterator"] = None  # ends persistent workers now; the garbage collector would take 10 s

@@ -1,4 +1,4 @@
-"""MicroBatch and Window: batches on their way from the sampler to the optimizer step, with what is known of them."""
+"""MicroBatch and Window: batches on their way from the sampler to the optimizer step, with their counts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Window:
         return sum(micro_batch.size for micro_batch in self.micro_batches)
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Leave out what lies beyond so many micro-batches of each rank."""
+        """Keep the first `num_micro_batches` of each rank."""
         self.micro_batches = self.micro_batches[:num_micro_batches]
         self.totals = self.totals[:num_micro_batches]
         self.num_micro_batches = min(self.num_micro_batches, num_micro_batches)

@@ -1,4 +1,4 @@
-"""The generator behind Python's `random` module, saved, restored and seeded in a tenth of a microsecond."""
+"""PythonGenerator: the generator of Python's `random` module, saved and restored in a tenth of a microsecond."""
 
 from __future__ import annotations
 

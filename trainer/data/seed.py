@@ -26,12 +26,14 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     ``workers`` is Lightning's and changes nothing here: workers of loaders are always seeded.
 
     Raises:
-        ConfigError: for a seed that is no integer from 0 to 4294967295, the range that NumPy takes.
+        ConfigError: for a seed that is not an integer from 0 to 4294967295, the range that NumPy takes.
     """
     if seed is None:
         seed = 0
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _LARGEST_SEED:
-        raise ConfigError(f"seed={seed!r} is not possible; give an integer from 0 to {_LARGEST_SEED}, or None for 0.")
+        raise ConfigError(
+            f"seed must be an integer from 0 to {_LARGEST_SEED} (None means 0), got seed={seed!r}; choose another."
+        )
     random.seed(seed)
     torch.manual_seed(seed)
     try:
@@ -96,9 +98,9 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Leave the CPU generators behind as they were found, whatever is drawn or seeded inside.
+    """Restore the CPU generators on exit, whatever is drawn or seeded inside.
 
-    Costs about 85 us, of which NumPy's generator 70: its state cannot be read faster without losing a cached normal.
+    Costs about 85 us, 70 of them for NumPy's generator: reading its state faster would lose a cached normal.
     """
     python, cpu = random.getstate(), torch.default_generator.get_state()
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None

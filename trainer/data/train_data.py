@@ -80,7 +80,7 @@ class TrainData:
         return self.num_batches if math.isinf(self.num_batches) else math.ceil(self.num_batches / self._per_step)
 
     def recut(self, accumulate: int) -> None:
-        """Make the steps from the next epoch on of so many micro-batches."""
+        """Set the micro-batches of a step, from the next epoch on."""
         if accumulate == self.accumulate:
             return
         self._cut = Cut(accumulate, None, self._cut.ranks)
@@ -101,7 +101,7 @@ class TrainData:
             stream.seek(epoch, 0)
 
     def resume_epoch(self, epoch: int, states: Sequence[Mapping[str, Any]], batches_done: int) -> int:
-        """Read this epoch from where `state_dict` was taken, so many batches into it.
+        """Read this epoch from where `state_dict` was taken, `batches_done` batches into it.
 
         Return how many batches that is as the data is cut and dealt now. Where other ranks saved the states, all ranks
         pass those of one of them.
@@ -117,7 +117,7 @@ class TrainData:
         return int(min(sum(counts) if in_turn else max(counts), self.num_batches))
 
     def windows(self, batches_done: int) -> Iterator[Window]:
-        """Return the rest of the epoch, of which this rank has already seen so many micro-batches.
+        """Return the rest of the epoch, after the `batches_done` micro-batches that this rank has already seen.
 
         Where there are several ranks, a window may be empty on this one, and reading is collective unless all is known
         from indices.
@@ -231,14 +231,14 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _check_global_batch(cut: Cut, found: int | None, source: Any) -> None:
-    """Check that a given global_batch_size can be kept; `found` is what the data allows, None if it is not cut."""
+def _check_global_batch(cut: Cut, possible: int | None, source: Any) -> None:
+    """Check that a given global_batch_size can be kept; `possible` is what the data allows, None if it is not cut."""
     asked, data_size = cut.global_batch_size, cut.ranks.data_size
     if asked is None:
         return
-    if found is None:
+    if possible is None:
         raise ConfigError(
-            f"global_batch_size={asked} needs one DataLoader that makes batches of samples, found "
+            f"global_batch_size={asked} needs one DataLoader that makes batches of samples, got "
             f"{source!r:.80}; use accumulate_grad_batches with this data."
         )
     if asked < data_size:
@@ -246,8 +246,8 @@ def _check_global_batch(cut: Cut, found: int | None, source: Any) -> None:
             f"global_batch_size={asked} is less than one sample for each of {data_size} ranks; give at least "
             f"{data_size}, or use fewer devices."
         )
-    if asked != found:
+    if asked != possible:
         raise ConfigError(
-            f"global_batch_size={asked} is no multiple of the {data_size} ranks, to which the loader's own sampler "
-            f"deals; give {found}, or a sampler that does not deal."
+            f"global_batch_size={asked} must be a multiple of the {data_size} ranks to which the loader's own "
+            f"sampler deals; give {possible}, or a sampler that does not deal."
         )

@@ -1,4 +1,4 @@
-"""A batch on its way from the loader to the step."""
+"""Transfer of batches from the loader to the device, and their number of samples."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def check_batch(batch: Any, what: str, moves_own_types: bool) -> None:
         return
     raise DataError(
         f"The first {what} batch holds no tensor: it is a {type(batch).__name__} ({batch!r:.80}). Return tensors "
-        "from the "
-        "data set or its collate_fn, or override transfer_batch_to_device for batches of another kind."
+        "from the data set or its collate_fn, or override transfer_batch_to_device for batches of another kind."
     )
 
 
@@ -52,11 +51,11 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
 
     A hook of the data module goes before the module's of the same name.
     """
-    found: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     for name in _TRANSFER_HOOKS:
         owner = next((one for one in (datamodule, module) if one is not None and overrides(one, name, DataHooks)), None)
-        found[name] = getattr(owner, name) if owner is not None else None
-    before, move, after = (found[name] for name in _TRANSFER_HOOKS)
+        hooks[name] = getattr(owner, name) if owner is not None else None
+    before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
     precision = strategy.precision
     if not any((before, move, after)) and strategy.device.type == "cpu" and precision.param_dtype is None:
         return None

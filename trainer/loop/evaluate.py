@@ -173,8 +173,8 @@ def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, Any]]]]) ->
     """Return for each loader the predictions of all ranks in the order of its batches.
 
     Args:
-        gathered: for each rank and each loader the pairs of batch index and prediction. Ranks that saw the same batch
-            (they share a model) have the same prediction, of which one is kept.
+        gathered: for each rank and each loader the pairs of batch index and prediction. Ranks that share a
+            model saw the same batch and have the same prediction; one of them is kept.
     """
     merged: list[list[Any]] = []
     for parts in zip(*gathered, strict=True):

@@ -1,4 +1,4 @@
-"""What each micro-batch of an optimizer step weighs."""
+"""Weights of the micro-batches of an optimizer step, by their samples or by the units of `Loss`."""
 
 from __future__ import annotations
 

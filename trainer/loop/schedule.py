@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from ...strategies.errors import ConfigError
+from ..data.train_data import TrainData
 from ..session.session import Session
+from ..session.settings import Settings
 
 
 def plan_epoch(session: Session) -> None:
@@ -20,6 +22,14 @@ def plan_epoch(session: Session) -> None:
     if isinstance(interval, float):
         interval = math.inf if interval == 1.0 or math.isinf(data.num_batches) else int(data.num_batches * interval)
     progress.validation_interval = max(1, interval)
+
+
+def num_steps(data: TrainData, settings: Settings) -> float:
+    """Return the optimizer steps of a whole run; infinity without a limit."""
+    by_steps = math.inf if settings.last_step is None else settings.last_step
+    if data.num_batches == math.inf or settings.last_epoch is None:
+        return by_steps
+    return min(by_steps, data.num_steps * settings.last_epoch)
 
 
 def is_over(session: Session) -> bool:
@@ -49,7 +59,7 @@ def validates(session: Session) -> bool:
 
 
 def is_validation_due(session: Session, num_micro_batches: int) -> bool:
-    """Return whether a validation inside the epoch follows the step, just completed, of so many micro-batches."""
+    """Return whether a validation follows the step just completed, which had this number of micro-batches."""
     across_epochs = session.settings.check_val_every_n_epoch is None
     interval = session.progress.validation_interval
     count = session.state.batches_seen if across_epochs else session.state.batches_in_epoch

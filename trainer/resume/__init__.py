@@ -1,1 +1,1 @@
-"""What a run saves and how another goes on from it. Imports loop and below."""
+"""State that a run saves, and how another run goes on from it. Imports loop and below."""

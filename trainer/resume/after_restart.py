@@ -1,4 +1,4 @@
-"""Where a run goes on whose workers were started again: the newest state that is left, in the same folders."""
+"""Resuming after a restart of the workers: from the newest state that is left, in the same folders."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _log = logging.getLogger("echelon")
 def go_on(session: Session) -> None:
     """Have a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
 
-    Of a run that had saved nothing yet, the folders are left; it begins anew. So does, in a program of several fits,
-    one that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
+    A run that had saved nothing yet keeps its folders and starts again. So does, in a program of several fits, one that
+    had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
     strategy, supervisor = session.strategy, session.strategy.supervisor
     if supervisor is None:
@@ -44,7 +44,7 @@ def go_on(session: Session) -> None:
         supervisor.snapshots.clear()
         return
     recovery.is_restarted = True
-    # what a run that has saved nothing would otherwise choose anew
+    # a run that has saved nothing would otherwise choose them again
     session.state.seed, session.state.data_size = known["seed"], known["data_size"]
     continue_loggers(session.loggers, known["versions"])
     session.progress.last_checkpoint = path

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that were configured in another way than they were saved: which values win."""
+"""Changed settings of optimizers and schedulers on resume: the saved or the configured ones win."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 Winner = Literal["saved", "configured"]
 
-# what moves while a run goes on, and so differs without anybody having changed it
+# values that a run changes, and that differ though nobody configured them otherwise
 _MOVED_BY_SCHEDULERS: Final = frozenset(["lr", "momentum", "betas"])
 _MOVING: Final = frozenset(
     [
@@ -21,39 +21,39 @@ _MOVING: Final = frozenset(
 
 
 def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_scheduler: bool, winner: Winner) -> list[str]:
-    """Settle the differences between an optimizer's groups `before` its state was loaded and now.
+    """Resolve the differences between an optimizer's groups `before` its state was loaded and now.
 
     Where a scheduler moves the learning rate, the one it began with is compared, and the present one scaled with it.
 
     Returns:
         What differed, for the user to read.
     """
-    found = []
+    differences, name = [], type(optimizer).__name__
     for index, (configured, saved) in enumerate(zip(before, optimizer.param_groups, strict=True)):
         for key, value in configured.items():
             if key == "params" or (has_scheduler and key in _MOVED_BY_SCHEDULERS) or key not in saved:
                 continue
             if saved[key] == value:
                 continue
-            found.append(f"{type(optimizer).__name__} group {index}: {key} saved {saved[key]!r}, configured {value!r}")
+            differences.append(f"{name} group {index}: {key} saved {saved[key]!r}, configured {value!r}")
             if winner == "configured" and key == "initial_lr" and saved[key]:
                 saved["lr"] = saved["lr"] * value / saved[key]
             if winner == "configured":
                 saved[key] = value
-    return found
+    return differences
 
 
 def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> list[str]:
-    """Load a scheduler's state, and settle what was configured in another way; return what differed."""
+    """Load a scheduler's state, and resolve what was configured in another way; return what differed."""
     before = scheduler.state_dict()
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
-    found = []
+    differences = []
     for key, value in before.items():
         if key in _MOVING or key not in state or state[key] == value:
             continue
         if not key.startswith("_"):  # what is private follows from what is not
-            found.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
+            differences.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
         if winner == "configured":
             state[key] = value
     scheduler.load_state_dict(state)
-    return found
+    return differences

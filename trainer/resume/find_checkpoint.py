@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, and modules built from one."""
+"""Looking up the checkpoint that ``ckpt_path`` means, and reading it on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...strategies.errors import CheckpointError, ConfigError, EchelonError
 from .. import checkpoint
 
 _LARGE: Final = ("model", "optimizers")
-"""The parts of which a rank may use a share."""
+"""The entries that a rank may need only in part."""
 
 
 def find_checkpoint(
@@ -40,8 +40,7 @@ def find_checkpoint(
         best = next((callback.best_model_path for callback in callbacks), "")
         if not best:
             raise ConfigError(
-                f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, found {best!r}; fit with one, or pass "
-                "a path."
+                f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got {best!r}; fit with one, or pass a path."
             )
         return checkpoint.resolve(best)
     folders = {callback.dirpath for callback in callbacks if callback.dirpath}
@@ -53,7 +52,7 @@ def find_checkpoint(
 
 
 def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> dict[str, Any]:
-    """Return the state in a checkpoint, of which each rank reads what it uses. Collective: every rank calls it.
+    """Return the state in a checkpoint; each rank reads what it uses. Collective: every rank calls it.
 
     With `verify`, the ranks of each node share in comparing the hashes, and all hear of it.
 

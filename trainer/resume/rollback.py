@@ -1,4 +1,4 @@
-"""Going back to the last checkpoint without leaving the run, and without reading the data since then again."""
+"""Rolling a run back to its last checkpoint, without reading the data since then again."""
 
 from __future__ import annotations
 

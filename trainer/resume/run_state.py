@@ -1,4 +1,4 @@
-"""The state of a run as one dict: taken at a step boundary, and put back."""
+"""State of a run as one dictionary, taken at a step boundary, and loading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving a checkpoint of a run: while it goes on, after it, and after one whose processes have ended."""
+"""Saving a checkpoint of a run in this process."""
 
 from __future__ import annotations
 

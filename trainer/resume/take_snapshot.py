@@ -1,4 +1,4 @@
-"""Snapshots of a session in memory: taking one, and their end."""
+"""Taking snapshots of a run into memory, for elastic strategies."""
 
 from __future__ import annotations
 

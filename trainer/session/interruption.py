@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals and the clock. A handler sets a flag; the step boundary reads it."""
+"""Interruption of a run by signals and by the clock: a handler sets a flag, the step boundary reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 _ECHO: Final = 1.0
-"""Seconds in which a signal that comes twice to one of several processes is one."""
+"""Seconds within which a second signal to one of several processes counts as the same."""
 
 
 class Interruption:
@@ -45,7 +45,7 @@ class Interruption:
         """The signal that ends training, on all ranks alike."""
 
     def start(self, elapsed: float) -> None:
-        """Start the clock, of a run that has trained for so many seconds before it was resumed."""
+        """Start the clock of a run that has already trained for `elapsed` seconds."""
         self._began = time.monotonic() - elapsed
 
     def elapsed(self) -> float:
@@ -53,7 +53,7 @@ class Interruption:
         return time.monotonic() - self._began
 
     def agree(self, signal: int, seconds: float) -> None:
-        """Take what the ranks have found together: a signal that came to any (0 for none), and the longest time."""
+        """Set what the ranks agreed on: a signal that came to any of them (0 for none), and the longest time."""
         self.signal = signal or None
         self._agreed_seconds = seconds
 
@@ -70,7 +70,7 @@ class Interruption:
     def listening(self) -> Iterator[None]:
         """Handle signals inside the block, in the main thread; elsewhere Python leaves them to their handlers.
 
-        What is ignored stays so: SIGINT under nohup, and in a worker, whose caller passes on what is meant for it.
+        Ignored signals stay ignored: SIGINT under nohup, and in a worker, to which the caller passes on its signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -1,4 +1,4 @@
-"""Profilers: where the time of a run goes, by action; nothing, a table, or a trace of every operator."""
+"""Profilers: the time of a run by action, as a table or as a trace of every operator."""
 
 from __future__ import annotations
 

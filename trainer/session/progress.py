@@ -1,4 +1,4 @@
-"""Progress: what changes while a run goes on and is not saved, as a resumed run works it out again."""
+"""Progress: the state of a run that is not saved, as a resumed run works it out again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: everything that can be said to a Trainer, each with its default and its check, in this one place."""
+"""Settings: the arguments of a Trainer, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Settings:
     overfit_batches: int | float = 0.0
     """Train and validate on the same first batches, unshuffled."""
     fast_dev_run: bool | int = False
-    """Run so many batches of everything (True: 1), without loggers, checkpoints and sanity check."""
+    """Run this number of batches of everything (True: 1), without loggers, checkpoints and sanity check."""
 
     # --- evaluation and logging ---
     val_check_interval: int | float = 1.0
@@ -154,7 +154,7 @@ def accepting(
 
         def __init__(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
             if args:
-                raise ConfigError(f"Trainer takes keyword arguments only, found {args!r}; write Trainer(max_epochs=3).")
+                raise ConfigError(f"Trainer takes keyword arguments only, got {args!r}; write Trainer(max_epochs=3).")
             for name, value in kwargs.items():
                 if name not in known:
                     raise ConfigError(
@@ -181,7 +181,7 @@ def _check_types(settings: Settings) -> None:
 
 
 def fits(value: object, annotation: Any) -> bool:
-    """Return whether a value is of an annotated type, as far as one can see from outside; a bool is no number."""
+    """Return whether a value is of an annotated type, as far as it can be seen from outside; a bool is not a number."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return any(fits(value, part) for part in get_args(annotation))

@@ -1,4 +1,4 @@
-"""Meetings: when the ranks of a run tell each other what one of them alone knows."""
+"""Meetings of the ranks of a run, in which they agree on signals, failures and wishes to stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Meetings:
     """Ranks agree on a signal, the time and a wish to stop, at steps that they know beforehand.
 
     A signal reaches one process, and clocks differ; a rank that stopped by itself would leave the others waiting for
-    its gradients. Agreeing at every step would cost each 0.2 ms. So each meeting sets the next one, as many steps ahead
-    as were done in a second; slow steps meet at each. A run of one process never has to.
+    its gradients. Agreeing at every step would cost 0.2 ms a step. So each meeting sets the next one, about a second of
+    steps ahead; ranks with slow steps meet at each. A run of one process needs no meetings.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption) -> None:
@@ -33,8 +33,8 @@ class Meetings:
         now, interruption = time.monotonic(), self._interruption
         steps, seconds = step - self._last[0], now - self._last[1]
         flags = float(should_stop), float(has_failed), float(interruption.received or 0)
-        found = self._strategy.all_reduce([*flags, interruption.elapsed(), seconds], "max")
-        wishes, failures, signal, elapsed, slowest = found
+        flags_of_all = self._strategy.all_reduce([*flags, interruption.elapsed(), seconds], "max")
+        wishes, failures, signal, elapsed, slowest = flags_of_all
         interruption.agree(int(signal), elapsed)
         self._last = (step, now)
         if steps:  # at most twice as far as the last time: the first steps of a run are far from the usual

@@ -1,4 +1,4 @@
-"""Switches of torch that hold while a run lasts: determinism, cuDNN's benchmark, anomaly detection."""
+"""Flags of torch that are set for the length of a run: determinism, cuDNN's benchmark, anomaly detection."""
 
 from __future__ import annotations
 

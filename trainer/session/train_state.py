@@ -1,4 +1,4 @@
-"""TrainState: every number that a resumed run needs, and nothing else."""
+"""TrainState: the counters of a run, which are saved and which a resumed run needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainedSamples: which samples the current training micro-batch holds, for callbacks that follow them."""
+"""TrainedSamples: the samples of the current training micro-batch, for callbacks that follow them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .session import Session
 
 
 class TrainedSamples:
-    """Reads the samples of a run off its micro-batches; a run that nobody follows does nothing for it."""
+    """Reads the samples of a run off its micro-batches, which cost nothing more if nobody asks."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -50,7 +50,7 @@ def test_no_seed_means_zero():
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "3", True])
 def test_an_impossible_seed_is_named_with_its_range(seed):
-    with pytest.raises(ConfigError, match=r"give an integer from 0 to 4294967295") as caught:
+    with pytest.raises(ConfigError, match=r"must be an integer from 0 to 4294967295") as caught:
         seed_everything(seed)
     assert repr(seed) in str(caught.value)
 

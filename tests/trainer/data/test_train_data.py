@@ -298,9 +298,7 @@ def test_a_distributed_sampler_of_the_users_is_respected(in_batch_sampler):
 
 def test_a_distributed_sampler_for_other_ranks_is_refused():
     data = loader(12, 2, sampler=DistributedSampler(samples(12), 2, 0))
-    with raises(
-        DataError, "deals to 2 ranks, of which this would be 0", "has 2 ranks, of which this is 1", "data_rank"
-    ):
+    with raises(DataError, "must deal to the 2 data ranks", "num_replicas=2 and rank=0 on data rank 1", "data_rank"):
         train_data(data, DataRanks(1, 2))
 
 
