@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .run import Run
+from .run import Recoverable, Run
 
 _SMALLEST_SPREAD = 0.01
 
@@ -126,7 +126,7 @@ class LossSpikePolicy(Callback):
             self._losses.clear()
         if self._rolls_back:
             self._rolls_back = False
-            path = trainer.roll_back()
+            path = cast(Recoverable, trainer).roll_back()
             if not trainer.is_global_zero:
                 return
             if path is None:

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, cast
 
 from torch import nn
 
 from .callback import Callback
 from .helpers.console import say
-from .run import Run, SampleTrail
-from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
+from .run import Run
+from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, Source, next_attempt
 
 _SYNC_EVERY: Final = 1.0
 """Seconds; snapshots in memory may be many a second, and to wait for a disk costs more than they do."""
+
+
+class SampleTrail(Protocol):
+    """The samples of this rank's micro-batches, noted from the first `follow_samples` on."""
+
+    def sources(self) -> Sequence[Source]:
+        """Return what is known of the order of each loader in the current epoch."""
+
+    def pop(self) -> Sequence[Reading]:
+        """Return the samples of the oldest micro-batch, and drop them; call it once for each that was trained on."""
+
+
+class SampleSource(Protocol):
+    """A trainer that tells which samples it trains on; a hook takes it as ``cast(SampleSource, trainer)``."""
+
+    def follow_samples(self) -> SampleTrail:
+        """Return the samples of each micro-batch of this rank from now on; call it in ``setup``.
+
+        A micro-batch can be asked about from its ``on_train_batch_end`` on.
+        """
 
 
 class SampleLedger(Callback):
@@ -51,7 +71,7 @@ class SampleLedger(Callback):
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if stage == "fit":
-            self._trail = trainer.follow_samples()
+            self._trail = cast(SampleSource, trainer).follow_samples()
             self._history, self._attempt = [], 0  # those of the run before, if a checkpoint does not bring others
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
