@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..strategies.errors import RunError
 from .run import Run
 
 
@@ -71,6 +72,22 @@ class Callback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, before `on_fit_start` of a resumed run or after a launched `fit`."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value as `TrainModule.log` does, from `setup` to `teardown`.
+
+        Raises:
+            RunError: outside of a run.
+        """
+        raise RunError(f"{type(self).__name__}.log({name!r}, ...) needs a run; call it in a hook.")
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values as `TrainModule.log_dict` does, from `setup` to `teardown`.
+
+        Raises:
+            RunError: outside of a run.
+        """
+        raise RunError(f"{type(self).__name__}.log_dict({list(dictionary)}) needs a run; call it in a hook.")
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Called first, in every process, before the module is moved to its device.
