@@ -364,7 +364,7 @@ def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "least"}, "mode='least'.*give mode='min' or mode='max'"),
+        ({"mode": "least"}, "mode of ModelCheckpoint must be 'min' or 'max', got 'least'"),
         ({"save_top_k": -2}, "save_top_k must be a count, 0 for none or -1 for all, got -2"),
         ({"save_last": "yes"}, "save_last must be True, False or 'link', got 'yes'"),
         ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank by, got monitor=None; set monitor"),

@@ -105,5 +105,5 @@ def test_totals_go_on_in_a_resumed_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["window_size", "flops_per_batch", "available_flops"])
 def test_a_setting_that_is_not_positive_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=0 is not possible"):
+    with pytest.raises(ConfigError, match=f"{name} must be above 0, got 0"):
         ThroughputMonitor(**{name: 0})
