@@ -151,7 +151,8 @@ def undocumented(sources: Sequence[Source]) -> list[str]:
         return any(documents(base, method) for base in (*_documenting(classes[name]), *satisfied))
 
     def names(one: ast.ClassDef) -> set[str]:
-        return {item.name for item in _methods(one)}
+        inherited = (names(classes[base]) for base in base_names(one) if base in classes)
+        return {item.name for item in _methods(one)}.union(*inherited)
 
     found = []
     for source in sources:
