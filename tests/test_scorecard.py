@@ -116,8 +116,10 @@ CHECKS_AND_WHAT_THEY_PASS = [
     ),
     (
         scorecard.undocumented,
-        'class A(Protocol):\n    """."""\n    def f(self): "."\n    def g(self): "."\n'
-        'class B:\n    """."""\n    def f(self): "."\nclass C(B):\n    """."""\n    def g(self): ...',
+        (
+            'class A(Protocol):\n    """."""\n    def f(self): "."\n    def g(self): "."\n'
+            'class B:\n    """."""\n    def f(self): "."\nclass C(B):\n    """."""\n    def g(self): ...'
+        ),
     ),
     (scorecard.undocumented, "class _A:\n    def f(self): ...\ndef _g(): ..."),
     (scorecard.strategies_asked_their_class, "isinstance(strategy, Strategy) and strategy.shards_parameters"),
