@@ -56,10 +56,10 @@ def train_by_echelon(folder: Path) -> None:
 
     class Steps(Callback):
         def setup(self, trainer, module, stage):
-            self.log = StepLog(folder, trainer.strategy.rank)
+            self.step_log = StepLog(folder, trainer.strategy.rank)
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.log(trainer.global_step)
+            self.step_log(trainer.global_step)
 
     seed_everything(1)
     trainer = Trainer(

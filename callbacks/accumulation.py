@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: how many micro-batches make a step, by epoch."""
+"""GradientAccumulationScheduler: set the number of micro-batches per step by epoch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class GradientAccumulationScheduler(Callback):
     """Set ``accumulate_grad_batches`` when an epoch begins.
 
     Args:
-        scheduling: epoch (from 0) to the micro-batches of a step from that epoch on; 1 before the first that is named.
+        scheduling: maps an epoch (from 0) to the micro-batches per step from that epoch on; before the first it is 1.
 
     Raises:
-        ConfigError: for no epochs, an epoch below 0 or a number of micro-batches below 1.
+        ConfigError: for an empty mapping, an epoch below 0 or fewer than 1 micro-batch.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise ConfigError(
-                "scheduling={} is empty; give the micro-batches of a step by epoch, such as {0: 1, 4: 2}."
+                "scheduling must name an epoch, got scheduling={}; give micro-batches by epoch, such as {0: 1, 4: 2}."
             )
         for epoch, count in scheduling.items():
             if not _is_at_least(epoch, 0):
-                raise ConfigError(f"scheduling has the epoch {epoch!r}; give epochs as whole numbers from 0.")
+                raise ConfigError(f"scheduling must map whole numbers from 0, got the epoch {epoch!r}; change it.")
             if not _is_at_least(count, 1):
-                raise ConfigError(f"scheduling[{epoch}]={count!r} is not possible; give 1 or more micro-batches.")
+                raise ConfigError(f"scheduling[{epoch}] must be 1 or more micro-batches, got {count!r}; change it.")
         self.scheduling = {0: 1, **scheduling}
 
     def going_to_accumulate_grad_batches(self) -> bool:
@@ -38,19 +38,19 @@ class GradientAccumulationScheduler(Callback):
         return any(count > 1 for count in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the micro-batches of a step in an epoch."""
+        """Return the micro-batches per step in an epoch."""
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Refuse a second source of the same number."""
+        """Refuse a trainer that sets the number, too."""
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
-                f"GradientAccumulationScheduler sets accumulate_grad_batches itself, but the trainer has "
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}; leave it out of one of them."
+                "GradientAccumulationScheduler sets accumulate_grad_batches, but the trainer has it, too, got "
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}; remove it from one of them."
             )
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Set this epoch's number."""
+        """Set the number of this epoch."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
 

@@ -1,4 +1,4 @@
-"""Callback: the hooks, one sentence each on when, and on which ranks if not on all."""
+"""Callback: the hooks of a run, their order, and on which ranks they run."""
 
 from __future__ import annotations
 
@@ -8,51 +8,107 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..strategies.errors import RunError
 from .run import Run
 
 
 class Callback:
-    """What plugs into a run: override the hooks you need; the others are never called.
+    """A part that plugs into a run: override the hooks you need; the others are never called.
 
-    Hooks run on every rank, callbacks in the order of the list and before the module's own hook of the same name. All
-    ranks meet in each, and may communicate there, but for those of single batches and losses, of which a rank may have
-    fewer. A callback travels to the processes that `fit` starts, and what it cannot take along it makes in `setup`.
-    A callback asks `trainer` (a `Run`) and never writes its fields, except the two that `Run` says hooks may change.
-    The names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
+    A fit calls the hooks in this order; evaluation and what is due less often are only named where they happen::
+
+        setup
+        on_load_checkpoint; load_state_dict         # of a run that is resumed
+        on_fit_start
+        on_sanity_check_start; validate(); on_sanity_check_end
+        on_train_start
+        for epoch in epochs:
+            on_train_epoch_start
+            for micro_batches in epoch:             # of one optimizer step
+                for batch in micro_batches:
+                    on_train_batch_start
+                    loss = training_step(batch)
+                    on_before_zero_grad             # in the first micro-batch of the step
+                    on_before_backward; loss.backward(); on_after_backward
+                    on_before_optimizer_step; optimizer.step()  # in the last one
+                    on_train_batch_end
+                validate()                          # if due
+                on_train_epoch_end                  # if this was the last step of the epoch
+                on_train_step_end                   # if a checkpoint is due: state_dict; on_save_checkpoint
+        on_train_last_step
+        on_train_end
+        on_fit_end
+        on_exception                                # if anything has raised
+        teardown
+
+        def validate():                             # test and predict alike, with hooks of their name
+            on_validation_start
+            on_validation_epoch_start
+            for batch in batches:
+                on_validation_batch_start
+                outputs = validation_step(batch)
+                on_validation_batch_end
+            on_validation_epoch_end
+            on_validation_end
+
+    Each hook runs on every rank, for the callbacks in the order of the list and then for the module (`ModuleHooks`).
+    Collectives are allowed in every hook but those of single batches and losses: a rank may have fewer of these.
+    A callback is pickled into the processes that `fit` starts; create what cannot be pickled in `setup`.
+    A callback asks `trainer` (a `Run`) and writes only the two fields of it that `Run` names.
+    Names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
     """
 
     @property
     def state_key(self) -> str:
-        """Under which name this callback's state is saved; two callbacks of one class need two names."""
+        """The name under which this callback's state is saved; two callbacks with state need two names."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, and what a user reads afterwards: JSON values and tensors.
+        """Return what a resumed run needs and what is read after the run, as JSON values and tensors.
 
-        Called on every rank. Rank 0's is kept, and given to the caller's callback where `fit` has started processes.
+        Called on every rank; rank 0's is saved, and loaded by the caller's callback where `fit` starts processes.
         """
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned: before `on_fit_start` of a resumed run, or after a `fit`, see there."""
+        """Restore what `state_dict` returned, before `on_fit_start` of a resumed run or after a launched `fit`."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value as `TrainModule.log` does, from `setup` to `teardown`.
+
+        Raises:
+            RunError: outside of a run.
+        """
+        raise RunError(f"{type(self).__name__}.log({name!r}, ...) needs a run; call it in a hook.")
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values as `TrainModule.log_dict` does, from `setup` to `teardown`.
+
+        Raises:
+            RunError: outside of a run.
+        """
+        raise RunError(f"{type(self).__name__}.log_dict({list(dictionary)}) needs a run; call it in a hook.")
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Called first of all, in every process, before the module is moved; `stage` is the trainer's method."""
+        """Called first, in every process, before the module is moved to its device.
+
+        `stage` is the method of the trainer: ``fit``, ``validate``, ``test`` or ``predict``.
+        """
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Called last of all, also after an error."""
+        """Called last, also after an error."""
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called when `fit` begins: module and optimizers are in place, the checkpoint is loaded."""
+        """Called when `fit` begins: the optimizers are made, a checkpoint to resume from is loaded."""
 
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
         """Called when `fit` ends without an error."""
 
     def on_sanity_check_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called before the few validation batches that run before training."""
+        """Called before the validation batches that check the module before training."""
 
     def on_sanity_check_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after them; what they logged is forgotten."""
+        """Called after the sanity check; what it logged is dropped."""
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Called before the first epoch, after the sanity check."""
@@ -61,40 +117,38 @@ class Callback:
         """Called after the last epoch, also of an interrupted run."""
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called when an epoch begins; on resume inside an epoch, again."""
+        """Called when an epoch begins, and again when a run is resumed inside it."""
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Called when an epoch ends, after its last validation."""
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Called before each micro-batch; the batch is on the device."""
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> int | None:
+        """Called before each micro-batch, which is on the device. Return -1 to end the epoch here."""
+        return None
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after each micro-batch with what ``training_step`` returned; after the update, if there was one."""
+        """Called after each micro-batch, and after its update if it has one; `outputs` is from ``training_step``."""
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called between optimizer steps, when everything due at one (validation, the epoch's end) is done.
-
-        The only moment at which a checkpoint may be saved. Collective calls are allowed: every rank is here.
-        """
+        """Called after each optimizer step, with its validation and its epoch's end; the place to save a checkpoint."""
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last `on_train_step_end`, before the end hooks of an epoch that is cut short.
+        """Called after the last `on_train_step_end`, however training ends: the last chance to save a checkpoint.
 
-        Whatever ended training, what is not saved now is lost. Collective calls are allowed: every rank is here.
+        An epoch that is cut short has its `on_train_epoch_end` after it.
         """
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called before a validation, and before the sanity check's."""
+        """Called before a validation, that of the sanity check included."""
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after a validation; its metrics can be read."""
+        """Called after a validation; `trainer.callback_metrics` has its metrics."""
 
     def on_validation_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called after `on_validation_start`."""
+        """Called after `on_validation_start`, before the first batch."""
 
     def on_validation_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last validation batch; what is logged here is part of the validation."""
+        """Called after the last validation batch; what is logged here belongs to the validation."""
 
     def on_validation_batch_start(
         self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -104,7 +158,7 @@ class Callback:
     def on_validation_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each with what ``validation_step`` returned."""
+        """Called after each validation batch; `outputs` is what ``validation_step`` returned."""
 
     def on_test_start(self, trainer: Run, module: nn.Module) -> None:
         """Called before a test."""
@@ -113,10 +167,10 @@ class Callback:
         """Called after a test."""
 
     def on_test_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called after `on_test_start`."""
+        """Called after `on_test_start`, before the first batch."""
 
     def on_test_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last test batch; what is logged here is part of the test."""
+        """Called after the last test batch; what is logged here belongs to the test."""
 
     def on_test_batch_start(
         self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -126,7 +180,7 @@ class Callback:
     def on_test_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each with what ``test_step`` returned."""
+        """Called after each test batch; `outputs` is what ``test_step`` returned."""
 
     def on_predict_start(self, trainer: Run, module: nn.Module) -> None:
         """Called before a prediction."""
@@ -135,38 +189,38 @@ class Callback:
         """Called after a prediction."""
 
     def on_predict_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called after `on_predict_start`."""
+        """Called after `on_predict_start`, before the first batch."""
 
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last batch; ``trainer.predictions`` holds everything."""
+        """Called after the last batch; `trainer.predictions` holds the predictions of all ranks."""
 
     def on_predict_batch_start(
         self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each batch to predict."""
+        """Called before each prediction batch."""
 
     def on_predict_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each with what ``predict_step`` returned."""
+        """Called after each prediction batch; `outputs` is what ``predict_step`` returned."""
 
     def on_before_zero_grad(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
-        """Called before the gradients of an optimizer are dropped."""
+        """Called before the gradients of an optimizer are reset."""
 
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
         """Called with the loss that ``training_step`` returned, before its gradients are computed."""
 
     def on_after_backward(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the gradients of a micro-batch were added; they may still be scaled (16-mixed)."""
+        """Called after the backward pass of a micro-batch; gradients are still scaled with ``16-mixed``."""
 
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
-        """Called with complete, unscaled gradients, before they are clipped."""
+        """Called when the gradients are complete and unscaled, before they are clipped."""
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Called when anything raises, KeyboardInterrupt included, before `teardown`."""
+        """Called before `teardown` when anything raises, KeyboardInterrupt included."""
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Called on every rank before a checkpoint is written; what is added must be tensors or JSON."""
+        """Called before a checkpoint is written; add tensors and JSON values to it."""
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Called on every rank after a checkpoint was read, before its parts are loaded."""
+        """Called after a checkpoint was read, before it is loaded."""

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from ..strategies.errors import ConfigError
 from ..strategies.resilience.fault_marks import FileMarks, Marks
 from ..strategies.resilience.faults import Action, Chaos, Event, Point
 from .callback import Callback
-from .run import Run
+from .run import Recoverable, Run
 
 _BETWEEN_LOOKS: Final = 0.5  # seconds, while another rank is due for a random fault
 
@@ -104,7 +104,7 @@ class ChaosMonkey(Callback):
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Act when a checkpoint, or a snapshot in memory, begins."""
-        self._count("snapshot" if trainer.is_taking_snapshot else "checkpoint")
+        self._count("snapshot" if cast(Recoverable, trainer).is_taking_snapshot else "checkpoint")
 
     def _count(self, point: Point) -> None:
         self._counts[point] += 1

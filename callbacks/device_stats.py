@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: how much memory and processor time the run uses, in the loggers."""
+"""DeviceStatsMonitor: log the memory and processor time that a run uses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _OF_CUDA: Final = (
     "num_alloc_retries",
     "num_ooms",
 )
-"""Those of ``torch.cuda.memory_stats`` that say how full a GPU is, and whether its allocator struggles."""
+"""The keys of ``torch.cuda.memory_stats`` that show how full a GPU is, and whether its allocator has retried."""
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the state of the device whenever the trainer logs a step, as ``DeviceStatsMonitor/...``.
+    """Log the state of the device whenever the trainer logs a step, as ``DeviceStatsMonitor/...``.
 
-    On a GPU: torch's memory statistics, in bytes, under torch's names. Of the CPU: ``cpu_percent`` of this process (100
-    is one core) since the last reading, its memory ``rss_bytes`` (where the system tells, else ``peak_rss_bytes``), and
-    the machine's ``load_1min``. The hooks run on every rank, rank 0 logs its own, nothing communicates.
+    Of a GPU: torch's memory statistics in bytes, under torch's names. Of the CPU: ``cpu_percent`` of this process (100
+    is one core) since the last reading, its memory ``rss_bytes`` (where the system reports it, else
+    ``peak_rss_bytes``), and the machine's ``load_1min``. The hooks run on every rank, rank 0 logs its own numbers,
+    nothing communicates.
 
     Args:
-        cpu_stats: True: of the CPU too; False: never; None: where the CPU is the device.
+        cpu_stats: whether to log the CPU's numbers; None: if the CPU is the device.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -43,11 +44,11 @@ class DeviceStatsMonitor(Callback):
         self._busy = 0.0
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Start to count processor time."""
+        """Start to measure processor time."""
         self._read_at, self._busy = monotonic(), process_time()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Log, if the trainer logs this step."""
+        """Log if the trainer logs this step."""
         every = trainer.log_every_n_steps
         if every and trainer.global_step % every == 0 and trainer.is_global_zero:
             trainer.log_metrics({f"DeviceStatsMonitor/{name}": value for name, value in self._read(trainer).items()})
@@ -74,7 +75,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _memory() -> dict[str, float]:
-    """Return the memory of this process; nothing on a system that does not tell."""
+    """Return the memory of this process; nothing on a system that does not report it."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         resident = int(pages.read_text(encoding="ascii").split()[1])

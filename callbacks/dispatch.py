@@ -1,8 +1,9 @@
-"""Per hook, only those who override it; resolved once per run, not per step."""
+"""Dispatch of hooks: for each hook those that override it, resolved once per run instead of once per step."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from ..strategies.errors import CheckpointError, ConfigError, did_you_mean
 from .callback import Callback
 from .run import Run
 
-_NOT_HOOKS: Final = {"state_key", "state_dict", "load_state_dict"}
+_NOT_HOOKS: Final = {"state_key", "state_dict", "load_state_dict", "log", "log_dict"}
 HOOK_NAMES: Final = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _NOT_HOOKS)
 
 
@@ -20,42 +21,75 @@ class Hooks:
     """The hooks of one run: for each, an attribute with the callables to call, callbacks first, the module last.
 
     The callables of callbacks already hold the trainer and the module: all of one name take the same arguments.
+    Between `setup` and `teardown` the callbacks' ``log`` and ``log_dict`` are the module's.
     """
 
     __slots__ = HOOK_NAMES
+    setup: tuple[Callable[..., Any], ...]
+    teardown: tuple[Callable[..., Any], ...]
 
     def __init__(self, run: Run, module: nn.Module, module_base: type, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
         for name in HOOK_NAMES:
-            found: list[Callable[..., Any]] = [
+            hooks: list[Callable[..., Any]] = [
                 functools.partial(getattr(callback, name), run, module)
                 for callback in callbacks
                 if overrides(callback, name, Callback)
             ]
             if hasattr(module_base, name) and overrides(module, name, module_base):
-                found.append(getattr(module, name))
-            setattr(self, name, tuple(found))
+                hooks.append(getattr(module, name))
+            setattr(self, name, tuple(_with_dataloader_idx(hook, name) for hook in hooks))
+        self.setup = (functools.partial(_lend_log, module, callbacks), *self.setup)
+        self.teardown = (*self.teardown, functools.partial(_take_log_back, module, callbacks))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        raise AttributeError(f"{name!r} is no hook.{did_you_mean(name, HOOK_NAMES)}")
+        raise AttributeError(f"{name!r} is not a hook.{did_you_mean(name, HOOK_NAMES)}")
 
     def call(self, name: str, *args: Any) -> None:
-        """Call everybody who overrides the hook."""
+        """Call every callback, then the module, that overrides the hook."""
         for hook in getattr(self, name):
             hook(*args)
 
 
+def _with_dataloader_idx(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a hook that takes ``dataloader_idx`` where `Callback`'s does, whether its author left that out or not."""
+    of_callback = inspect.signature(getattr(Callback, name)).parameters
+    if "dataloader_idx" not in of_callback:
+        return hook
+    parameters = inspect.signature(hook).parameters.values()
+    number = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    most = len(of_callback) - len(("self", "trainer", "module"))
+    if number != most - 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return hook
+    return lambda *args: hook(*args[:-1])
+
+
+def _lend_log(module: nn.Module, callbacks: Iterable[Callback], stage: str) -> None:
+    """Let each callback log as the module does, except with a name that it uses for something else."""
+    for callback in callbacks:
+        for name in ("log", "log_dict"):
+            if getattr(getattr(callback, name), "__func__", None) is getattr(Callback, name):
+                vars(callback)[name] = getattr(module, name)
+
+
+def _take_log_back(module: nn.Module, callbacks: Iterable[Callback], stage: str) -> None:
+    for callback in callbacks:
+        for name in ("log", "log_dict"):
+            if vars(callback).get(name) == getattr(module, name):
+                del vars(callback)[name]
+
+
 def overrides(instance: object, name: str, base: type) -> bool:
-    """Return whether `instance` brings its own method `name` instead of that of `base`."""
+    """Return whether `instance` has a method `name` other than that of `base`."""
     method = getattr(instance, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(base, name, None)
 
 
 def check_state_keys(callbacks: Iterable[Callback]) -> None:
-    """Check that no two callbacks keep their state under one key.
+    """Check that no two callbacks save their state under the same key.
 
     Raises:
-        ConfigError: when two do: one state would be lost.
+        ConfigError: if two do, since one state would be lost.
     """
     seen: set[str] = set()
     for callback in callbacks:
@@ -63,7 +97,8 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
             continue
         if callback.state_key in seen:
             raise ConfigError(
-                f"Two callbacks have the state_key {callback.state_key!r}; give each its own, or one state is lost."
+                f"The state_key of each callback must be unique, got {callback.state_key!r} twice; override state_key "
+                "in one of them."
             )
         seen.add(callback.state_key)
 
@@ -75,10 +110,10 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, dict[str, Any]]:
 
 
 def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Give each callback its saved state; return the keys of states that no callback took.
+    """Load the saved state of each callback; return the keys of the states without a callback.
 
     Raises:
-        CheckpointError: when a callback cannot read its state.
+        CheckpointError: if a callback cannot read its state.
     """
     remaining = dict(states)
     for callback in callbacks:
@@ -89,7 +124,7 @@ def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Map
             callback.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The saved state of callback {callback.state_key!r} does not fit it: {error!r}; "
-                "resume with the callback as it was, or without it."
+                f"The saved state of callback {callback.state_key!r} does not fit it: {error!r}; resume with the "
+                "callback as it was, or without it."
             ) from error
     return sorted(remaining)

@@ -1,4 +1,4 @@
-"""EarlyStopping: end training when a metric has stopped improving."""
+"""EarlyStopping: end training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class EarlyStoppingReason(Enum):
-    """Why training was stopped."""
+    """The reason why training was stopped."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -32,26 +32,26 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """End training when a metric has not improved for `patience` checks in a row.
 
-    A check is made in `on_train_step_end`, once for each time that it is due and with a value of that very step: where
-    the metric is computed later, the check waits for it. The trainer still completes ``min_epochs`` and ``min_steps``.
-    The hooks run on every rank; a check communicates, and every rank decides by rank 0's value.
+    Checks are made in `on_train_step_end`, each with a value that was computed at that step: a check that is due before
+    the metric is computed waits for it. The trainer still completes ``min_epochs`` and ``min_steps``. The hooks run on
+    every rank; a check communicates, and every rank decides by rank 0's value.
 
     Args:
         monitor: the metric, under the name under which it is logged.
-        min_delta: an improvement is a change of more than this.
-        patience: checks without improvement, after which training ends.
-        verbose: log (level INFO) each improvement; why training ended is always logged.
+        min_delta: the smallest change that counts as an improvement.
+        patience: the number of checks without improvement after which training ends.
+        verbose: log (level INFO) each improvement; the reason for stopping is always logged.
         mode: whether ``min`` or ``max`` of the metric is better.
-        strict: raise if the metric is never logged, instead of not checking.
+        strict: raise if the metric is never logged; otherwise there is no check.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as it is worse than this.
-        check_on_train_epoch_end: True: when the epoch ends; False: after each validation; None: after each validation
-            if the run has any, else when the epoch ends.
+        check_on_train_epoch_end: True: check when the epoch ends; False: after each validation; None: after each
+            validation if the run has any, else when the epoch ends.
         log_rank_zero_only: let rank 0 alone log.
 
     Raises:
-        ConfigError: for values that cannot be; and while training if `strict` and `monitor` is never logged.
+        ConfigError: for an impossible argument, and while training if `strict` and `monitor` is never logged.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if patience < 0:
-            raise ConfigError(f"patience={patience} is not possible; give the number of checks without improvement.")
+            raise ConfigError(f"patience must be a number of checks from 0, got {patience}; change it.")
         self.monitor, self.mode = monitor, mode
         self.min_delta, self.patience = abs(min_delta), patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
@@ -94,11 +94,11 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class and what tells several of them apart in one run."""
+        """The class with the arguments that distinguish several in one run."""
         return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the checks have found so far; settings are not state."""
+        """Return the results of the checks so far, without the settings."""
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what the checks had found."""
+        """Restore the results of the checks."""
         if state_dict["best_score"] is not None:
             self._best = float(state_dict["best_score"])
         self.wait_count = state_dict["wait_count"]
@@ -119,21 +119,21 @@ class EarlyStopping(Callback):
         self._was_pending = state_dict["is_pending"]
         self._was_stopped = self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
-    # --- when --------------------------------------------------------------------------------------------------------
+    # --- when to check -----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Begin a run that is not resumed, unless `load_state_dict` follows."""
+        """Forget the run before; `load_state_dict` follows if this one is resumed."""
         self._was_pending = self._was_stopped = False
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Go on as a resumed run was: with a decision pending, or stopped, unless `patience` has been raised since."""
+        """Continue as the run that is resumed: with a check pending, or stopped unless `patience` has been raised."""
         if self._was_stopped and not self._has_patience_again():
             trainer.should_stop = True
         self._metric.start(is_pending=self._was_pending)
         self._is_due = self._was_pending = self._was_stopped = False
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """Mark a check as due, unless it waits for the end of the epoch."""
+        """Mark a check as due, unless checks are made at the end of epochs."""
         if trainer.sanity_checking:
             return
         self._metric.note_validation(trainer.global_step)
@@ -141,14 +141,14 @@ class EarlyStopping(Callback):
             self._is_due = True
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Mark a check as due, unless one follows each validation."""
+        """Mark a check as due, unless checks are made after validations."""
         self._metric.note_epoch(trainer.global_step)
         at_end = self._check_on_train_epoch_end
         if at_end or (at_end is None and not sum(trainer.num_val_batches)):
             self._is_due = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Check what is due, by rank 0's value. Collective if due."""
+        """Check if a check is due, by rank 0's value. Collective then: every rank calls it."""
         if not (self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer))):
             return
         self._is_due = False
@@ -165,14 +165,14 @@ class EarlyStopping(Callback):
         if message and (trainer.is_global_zero or not self.log_rank_zero_only):
             _log.info("%s%s", f"[rank {trainer.strategy.rank}] " if trainer.strategy.world_size > 1 else "", message)
 
-    # --- what --------------------------------------------------------------------------------------------------------
+    # --- the check ---------------------------------------------------------------------------------------------------
 
     def _has_patience_again(self) -> bool:
         is_exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
         return is_exhausted and self.wait_count < self.patience
 
     def _judge(self, value: float) -> tuple[EarlyStoppingReason, str]:
-        """Compare a value with the thresholds and with the best so far, which it may become."""
+        """Compare a value with the thresholds and the best so far, and keep it if it is the best."""
         name, is_better = self.monitor, self._metric.is_better
         worse_sign, better_sign = (">", "<") if self.mode == "min" else ("<", ">")
         if self.check_finite and not math.isfinite(value):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from ..strategies.errors import ConfigError
 from .callback import Callback
 from .goodput.ledger import FILE_NAME, End, Ended, LedgerFile, Period, Record, SeenEnd, Start, micros, read_ledger
 from .goodput.spans import Category, account, clock, goodput_of, made_of
-from .run import Run
+from .run import Recoverable, Run
 
 RoundOf = Callable[[], tuple[int, Sequence[SeenEnd]]]
 
@@ -90,7 +90,7 @@ class GoodputMonitor(Callback):
         self._is_starting = True
         self._step_ended_at, self._idle_since, self._validating_since = now, 0.0, 0.0
         self._parts = dict.fromkeys(self._parts, 0.0)
-        self._has_saved, self._checkpoint_seconds = False, trainer.checkpoint_seconds
+        self._has_saved, self._checkpoint_seconds = False, cast(Recoverable, trainer).checkpoint_seconds
         self._status, self._cause = "success", ""
         path = Path(trainer.log_dir) / FILE_NAME
         fault = trainer.strategy.broadcast(self._open(trainer, path, now) if trainer.is_global_zero else "")
@@ -209,7 +209,7 @@ class GoodputMonitor(Callback):
     def _note_saves(self, trainer: Run) -> float:
         """Add and return for how long training has waited for checkpoints since the last time."""
         self._has_saved = False
-        waited = trainer.checkpoint_seconds - self._checkpoint_seconds
+        waited = cast(Recoverable, trainer).checkpoint_seconds - self._checkpoint_seconds
         self._checkpoint_seconds += waited
         self._parts["checkpoint"] += waited
         return waited

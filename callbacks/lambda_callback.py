@@ -1,4 +1,4 @@
-"""LambdaCallback: hooks from plain functions."""
+"""LambdaCallback: make a callback of plain functions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .dispatch import HOOK_NAMES
 
 
 class LambdaCallback(Callback):
-    """Calls the given functions as hooks: ``LambdaCallback(on_train_start=lambda trainer, module: ...)``.
+    """Call the given functions as hooks: ``LambdaCallback(on_train_start=lambda trainer, module: ...)``.
 
-    Each hook runs when `Callback` says that it does, with that hook's arguments, on every rank.
+    Each runs when `Callback` says, on every rank, with the arguments of its hook.
 
     Args:
-        hooks: functions by the names of the hooks; None for a name is as if it was not given.
+        hooks: functions by the names of the hooks; None for no function.
 
     Raises:
-        ConfigError: for a name that no hook has, or something that cannot be called.
+        ConfigError: for a name that is not a hook, or a value that cannot be called.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
@@ -29,7 +29,5 @@ class LambdaCallback(Callback):
             if function is None:
                 continue
             if not callable(function):
-                raise ConfigError(
-                    f"LambdaCallback: {name}={function!r} cannot be called; give a function of the hook's arguments."
-                )
+                raise ConfigError(f"{name} must be a function of the hook's arguments, got {function!r}; change it.")
             setattr(self, name, function)

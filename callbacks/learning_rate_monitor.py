@@ -1,4 +1,4 @@
-"""LearningRateMonitor: what each optimizer's learning rate is, in the loggers."""
+"""LearningRateMonitor: log the learning rate of each optimizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _INTERVALS: Final = ("step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate, and on request momentum and weight decay, of every parameter group.
+    """Log the learning rate, and on request momentum and weight decay, of every parameter group.
 
     The names are Lightning's: ``lr-AdamW``, or the ``name`` of the scheduler's config; ``lr-AdamW-1`` for the second
     optimizer of that class; ``lr-AdamW/pg1`` for the first of several parameter groups, or the group's own ``name``.
-    A step's value is the one that the step trains with, logged when the trainer logs that step. The hooks run on every
-    rank, rank 0 logs, nothing communicates. A step that is not logged costs 0.3 us.
+    The value of a step is the one that it trains with, logged when the trainer logs that step. The values are in
+    `trainer.callback_metrics`, too. The hooks run on every rank, rank 0 logs, nothing communicates. A step that is not
+    logged costs 0.3 us.
 
     Args:
         logging_interval: ``step``, ``epoch``, or None for the interval of each scheduler (without one: the epoch).
@@ -30,7 +31,9 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log the weight decay, too.
 
     Attributes:
-        lrs: for each name the values logged in this run; they are part of the checkpoint.
+        lrs: the values of each name logged in this run; they are part of the checkpoint.
+        last_momentum_values: the newest momentum by ``<name>-momentum``; None before the first.
+        last_weight_decay_values: the newest weight decay by ``<name>-weight_decay``; None before the first.
 
     Raises:
         ConfigError: for an unknown interval, or for two parameter groups with one name.
@@ -44,13 +47,16 @@ class LearningRateMonitor(Callback):
     ) -> None:
         if logging_interval is not None and logging_interval not in _INTERVALS:
             known = did_you_mean(str(logging_interval), _INTERVALS)
-            raise ConfigError(f"LearningRateMonitor: logging_interval={logging_interval!r} is not possible.{known}")
+            raise ConfigError(f"logging_interval must be 'step', 'epoch' or None, got {logging_interval!r}.{known}")
         self.lrs: dict[str, list[float]] = {}
-        self._logging_interval = logging_interval
-        self._log_momentum = log_momentum
-        self._log_weight_decay = log_weight_decay
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
         self._by_step: list[_Group] = []
         self._by_epoch: list[_Group] = []
+        self._of_this_epoch: dict[str, float] = {}
         self._of_this_step: dict[str, float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +64,7 @@ class LearningRateMonitor(Callback):
         return {"lrs": {name: list(values) for name, values in self.lrs.items()}} if self.lrs else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take them back; a run that is resumed begins a list of its own."""
+        """Restore the values; a run that is resumed begins a list of its own."""
         self.lrs = {name: list(values) for name, values in state_dict["lrs"].items()}
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
@@ -71,30 +77,37 @@ class LearningRateMonitor(Callback):
                     "give each group, or each scheduler's config, a name of its own."
                 )
         self.lrs = {group.name: [] for group in groups}
-        interval = self._logging_interval
+        self.last_momentum_values = {f"{group.name}-momentum": None for group in groups}
+        self.last_weight_decay_values = {f"{group.name}-weight_decay": None for group in groups}
+        interval = self.logging_interval
         self._by_step = [group for group in groups if (interval or group.interval) == "step"]
         self._by_epoch = [group for group in groups if (interval or group.interval) == "epoch"]
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Log what the epoch starts with; on resume inside of it, that has been logged already."""
+        """Log the values with which the epoch starts, unless a run that is resumed inside it has logged them."""
         if self._by_epoch and trainer.batch_position == 0:
-            trainer.log_metrics(self._read(self._by_epoch))
+            self._of_this_epoch = self._read(self._by_epoch)
+            trainer.log_metrics(self._of_this_epoch)
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Note what the step trains with, if the step will be logged: schedulers move on before its end."""
+        """Read the values if the step will be logged: schedulers change them before its end."""
+        if self._of_this_epoch:
+            self._publish(self._of_this_epoch)
+            self._of_this_epoch = {}
         every = trainer.log_every_n_steps
         if every and (trainer.global_step + 1) % every == 0 and self._by_step and self._of_this_step is None:
             self._of_this_step = self._read(self._by_step)
+            self._publish(self._of_this_step)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Log what was noted."""
+        """Log what was read."""
         if self._of_this_step is not None:
             trainer.log_metrics(self._of_this_step)
             self._of_this_step = None
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Let the optimizers go."""
-        self._by_step, self._by_epoch, self._of_this_step = [], [], None
+        """Drop the references to the optimizers."""
+        self._by_step, self._by_epoch, self._of_this_epoch, self._of_this_step = [], [], {}, None
 
     def _read(self, groups: Sequence[_Group]) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -102,16 +115,22 @@ class LearningRateMonitor(Callback):
             options = group.optimizer.param_groups[group.position]
             values[group.name] = _number(options["lr"])
             self.lrs[group.name].append(values[group.name])
-            if self._log_momentum:
+            if self.log_momentum:
                 momentum = options["betas"][0] if "betas" in options else options.get("momentum", 0.0)
-                values[f"{group.name}-momentum"] = _number(momentum)
-            if self._log_weight_decay:
-                values[f"{group.name}-weight_decay"] = _number(options.get("weight_decay", 0.0))
+                name = f"{group.name}-momentum"
+                values[name] = self.last_momentum_values[name] = _number(momentum)
+            if self.log_weight_decay:
+                name = f"{group.name}-weight_decay"
+                values[name] = self.last_weight_decay_values[name] = _number(options.get("weight_decay", 0.0))
         return values
+
+    def _publish(self, values: Mapping[str, float]) -> None:
+        """Make the values callback metrics; the loggers have them, or will get them, from this callback."""
+        self.log_dict(values, on_step=True, on_epoch=False, logger=False, sync_dist=False)
 
 
 class _Group(NamedTuple):
-    """One parameter group, under which name it is logged, and how often by itself."""
+    """A parameter group, its name in the loggers, and the interval of its scheduler."""
 
     optimizer: Optimizer
     position: int
@@ -120,7 +139,7 @@ class _Group(NamedTuple):
 
 
 def _groups_of(trainer: Run) -> list[_Group]:
-    """Return the groups of all optimizers: those with a scheduler first, each in the order of the user's."""
+    """Return the groups of all optimizers, those with a scheduler first, in the order of the module."""
     groups: list[_Group] = []
     of_class: Counter[str] = Counter()
     seen: list[Optimizer] = []

@@ -1,11 +1,11 @@
-"""LossSpikePolicy: what happens to a step whose loss or gradient is far out of the ordinary."""
+"""LossSpikePolicy: skip a step whose loss or gradient is an outlier, roll back, or stop."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .run import Run
+from .run import Recoverable, Run
 
 _SMALLEST_SPREAD = 0.01
 
@@ -21,29 +21,29 @@ _log = logging.getLogger(__name__)
 
 
 class LossSpikePolicy(Callback):
-    """Leave out updates whose loss or gradient norm is an outlier, roll back, or end training.
+    """Skip updates whose loss or gradient norm is an outlier, roll back, or end training.
 
-    Every step's loss and gradient norm (the mean over all ranks) are compared with a running mean and standard
-    deviation of the steps before, spikes left out. A step that lies more than `threshold` deviations above, or is not
-    finite, is a spike: its gradients are dropped before the optimizer sees them, so weights and optimizer state stay as
-    they are, while step counter, schedules and data go on. Decisions depend on nothing but these numbers, which are
-    part of the checkpoint: a resumed run decides the same. The hooks run on every rank and all decide alike: one
-    collective and one read from the device a step. Rank 0 logs.
+    The loss and the gradient norm of each step (the mean over all ranks) are compared with the running mean and
+    standard deviation of the steps before, without spikes. A step that lies more than `threshold` deviations above the
+    mean, or is not finite, is a spike: its gradients are reset before the optimizer's update, so that weights and
+    optimizer state stay as they are, while step counter, schedules and data continue. The running numbers are part of
+    the checkpoint, so that a resumed run decides alike. The hooks run on every rank, and all ranks decide alike: one
+    collective and one read from the device per step. Rank 0 logs.
 
     With ``16-mixed``, gradients that overflow at a finite loss are left to the scaler.
 
     Args:
-        action: ``skip``: leave this update out and go on; ``stop``: leave it out and end training; ``rollback``: go
-            back to the newest checkpoint and skip the data read since (as PaLM did, Chowdhery et al. 2022, section
-            5.1), or leave it out where there is no checkpoint yet.
-        threshold: how many standard deviations above the mean a spike begins; a deviation below 1% of the mean counts
-            as 1%.
-        window: over about how many steps the mean and the deviation reach.
-        warmup: how many steps are only looked at.
-        max_consecutive: end training after so many spikes in a row.
+        action: ``skip``: skip this update; ``stop``: skip it and end training; ``rollback``: go back to the newest
+            checkpoint and skip the data read since (as PaLM did, Chowdhery et al. 2022, section 5.1), or skip the
+            update if there is no checkpoint yet.
+        threshold: the standard deviations above the mean at which a spike begins; a deviation below 1% of the mean
+            counts as 1%.
+        window: about the number of steps that mean and deviation cover.
+        warmup: the number of first steps that are only measured.
+        max_consecutive: the number of spikes in a row after which training ends.
 
     Raises:
-        ConfigError: for values that cannot be, or several optimizers.
+        ConfigError: for an impossible argument, or several optimizers.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class LossSpikePolicy(Callback):
         max_consecutive: int = 10,
     ) -> None:
         if action not in ("skip", "stop", "rollback"):
-            raise ConfigError(f"action={action!r} is not possible; give 'skip', 'stop' or 'rollback'.")
+            raise ConfigError(f"action must be 'skip', 'stop' or 'rollback', got {action!r}; change it.")
         if not threshold > 0:
-            raise ConfigError(f"threshold={threshold} is not possible; give a number of standard deviations above 0.")
+            raise ConfigError(f"threshold must be a number of deviations above 0, got {threshold}; change it.")
         for name, value in {"window": window, "warmup": warmup, "max_consecutive": max_consecutive}.items():
             if value < 1:
-                raise ConfigError(f"{name}={value} is not possible; give 1 or more steps.")
+                raise ConfigError(f"{name} must be 1 or more steps, got {value}; change it.")
         self._action, self._threshold, self._warmup, self._max_consecutive = action, threshold, warmup, max_consecutive
         self._statistics = {"loss": _Running(window), "grad_norm": _Running(window)}
         self._losses: list[Tensor] = []
         self._num_consecutive = 0
         self._rolls_back = False
         self.decisions: list[dict[str, Any]] = []
-        """Every spike: where it was, its numbers, and what was done."""
+        """Every spike: its position, its numbers, and the action taken."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running statistics and all decisions."""
@@ -78,7 +78,7 @@ class LossSpikePolicy(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take them back; decisions made since the state was saved, in a run that is rolled back, stay."""
+        """Restore the state; in a run that is rolled back, the decisions since it was saved stay."""
         for name, running in self._statistics.items():
             running.load_state_dict(state_dict["statistics"][name])
         saved = list(state_dict["decisions"])
@@ -87,12 +87,12 @@ class LossSpikePolicy(Callback):
             self._num_consecutive = state_dict["num_consecutive"]
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Refuse several optimizers: which of them a loss belongs to is not known."""
+        """Refuse several optimizers: a loss does not tell to which of them it belongs."""
         if len(trainer.optimizers) != 1:
-            raise ConfigError(f"LossSpikePolicy needs 1 optimizer, found {len(trainer.optimizers)}; drop it.")
+            raise ConfigError(f"LossSpikePolicy needs 1 optimizer, got {len(trainer.optimizers)}; remove the callback.")
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Forget the losses of a run that broke off."""
+        """Drop the losses of a run that has failed."""
         self._losses.clear()
         self._rolls_back = False
 
@@ -101,7 +101,7 @@ class LossSpikePolicy(Callback):
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
-        """Judge the step, and drop its gradients if it is a spike. Collective: every rank calls it."""
+        """Judge the step, and reset its gradients if it is a spike. Collective: every rank calls it."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         numbers = self._numbers(trainer, gradients)
         if numbers is None:
@@ -121,23 +121,23 @@ class LossSpikePolicy(Callback):
         self._decide(trainer, values, worst)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Forget losses of which no step was made; roll back if the step was a spike. Collective then."""
+        """Drop losses without an update, and roll back if the step was a spike. Collective then."""
         if self._losses:
             self._losses.clear()
         if self._rolls_back:
             self._rolls_back = False
-            path = trainer.roll_back()
+            path = cast(Recoverable, trainer).roll_back()
             if not trainer.is_global_zero:
                 return
             if path is None:
-                _log.warning("There is no checkpoint to roll back to yet: only the update is left out.")
+                _log.warning("There is no checkpoint to roll back to yet: only the update is skipped.")
             else:
                 _log.warning("Rolled back to %s (step %d); the data since is skipped.", path, trainer.global_step)
 
     def _numbers(self, trainer: Run, gradients: Sequence[Tensor]) -> list[float] | None:
         """Return loss and gradient norm, the mean over all ranks; None if there was no loss. Collective.
 
-        A rank that had no samples for this step has no loss: one of 0, as the losses of the others weigh more instead.
+        A rank without samples in this step counts as a loss of 0: those of the other ranks are weighted for that.
         """
         has_any = bool(self._losses and gradients)
         if trainer.strategy.world_size == 1 and not has_any:
@@ -146,8 +146,8 @@ class LossSpikePolicy(Callback):
         loss = torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=device)
         self._losses.clear()
         norm = nn.utils.get_total_norm(gradients) if gradients else loss.new_zeros(())
-        mine = [loss.double(), norm.to(loss.device).double(), loss.new_tensor(has_any).double()]
-        *numbers, share = trainer.strategy.all_reduce(torch.stack(mine), "mean").tolist()
+        numbers_here = [loss.double(), norm.to(loss.device).double(), loss.new_tensor(has_any).double()]
+        *numbers, share = trainer.strategy.all_reduce(torch.stack(numbers_here), "mean").tolist()
         return numbers if share else None
 
     def _decide(self, trainer: Run, values: Mapping[str, float], worst: float) -> None:
@@ -163,7 +163,7 @@ class LossSpikePolicy(Callback):
         }
         self.decisions.append(decision)
         if trainer.is_global_zero:
-            _log.warning("Loss spike, update left out: %s", decision)
+            _log.warning("Loss spike, update skipped: %s", decision)
         if stops:
             trainer.should_stop = True
         self._rolls_back = self._action == "rollback" and not stops
@@ -177,7 +177,7 @@ class _Running:
         self.count, self._mean, self._variance = 0, 0.0, 0.0
 
     def add(self, value: float) -> None:
-        """Take a value in; the first ones weigh alike."""
+        """Add a value; the first ones have equal weights."""
         self.count += 1
         weight = max(self._weight, 1.0 / self.count)
         difference = value - self._mean
@@ -185,7 +185,7 @@ class _Running:
         self._variance = (1.0 - weight) * (self._variance + weight * difference * difference)
 
     def deviations(self, value: float) -> float:
-        """Return by how many standard deviations a value lies above the mean; infinity if it is not finite."""
+        """Return the standard deviations by which a value lies above the mean; infinity if it is not finite."""
         if not math.isfinite(value):
             return math.inf
         spread = max(math.sqrt(self._variance), _SMALLEST_SPREAD * abs(self._mean))
@@ -196,5 +196,5 @@ class _Running:
         return {"count": self.count, "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Restore count, mean and variance."""
         self.count, self._mean, self._variance = int(state["count"]), float(state["mean"]), float(state["variance"])

@@ -1,4 +1,4 @@
-"""MemoryReport: what each rank holds in its first steps, against what the strategy should let it hold."""
+"""MemoryReport: print the memory that each rank holds, beside what its strategy should make it hold."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "G
 
 
 class MemoryReport(Callback):
-    """Prints, after the first steps, the memory of parameters, gradients, optimizer state and activations.
+    """Print the memory of parameters, gradients, optimizer state and activations after the first steps.
 
-    Measured is the rank with the most of each: its own parts of parameters, gradients before an update and the state
-    after it, and what forward keeps for backward of one micro-batch (but not in the threads of ``strategy="dp"``).
-    Expected is what the strategy shares out, as in the arithmetic of ZeRO (Rajbhandari et al., 2020). The hooks that
-    count what is kept slow these steps down.
+    The measured numbers are those of the rank with the most of each: its shards of parameters, of gradients before an
+    update and of the state after it, and the activations that forward keeps for backward in one micro-batch (but not in
+    the threads of ``strategy="dp"``). The expected numbers follow from the strategy's sharding, as in ZeRO (Rajbhandari
+    et al., 2020). Counting activations slows these steps down.
 
-    Hooks run on every rank; rank 0 prints. After the report none of them does anything.
+    The hooks run on every rank, and rank 0 prints. After the report they do nothing.
 
     Args:
-        num_steps: the optimizer steps to watch.
+        num_steps: the number of optimizer steps to measure.
 
     Raises:
-        ConfigError: for fewer than one.
+        ConfigError: for a number below 1.
     """
 
     def __init__(self, num_steps: int = 2) -> None:
         if num_steps < 1:
-            raise ConfigError(f"num_steps={num_steps} of MemoryReport is not possible; give 1 or more.")
+            raise ConfigError(f"num_steps must be 1 or more, got {num_steps}; change it.")
         self._num_steps = num_steps
         self.measured: dict[str, float] = {}
-        """In bytes, of the rank with the most; there after the report, on every rank."""
+        """In bytes, of the rank with the most; filled by the report, on every rank."""
         self.expected: dict[str, float] = {}
         """In bytes, of each rank."""
         self._steps_left = num_steps
@@ -52,44 +52,44 @@ class MemoryReport(Callback):
         return {"measured": self.measured, "expected": self.expected}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take the report."""
+        """Restore the report."""
         self.measured, self.expected = dict(state_dict["measured"]), dict(state_dict["expected"])
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin anew."""
+        """Start to measure."""
         self._steps_left, self._gradients, self._activations = self._num_steps, 0.0, 0.0
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Count what forward keeps."""
+        """Count the activations that forward keeps."""
         self._begin()
 
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
-        """Stop counting: nothing more is kept."""
+        """Stop counting: forward is over."""
         self._end()
 
     def on_after_backward(self, trainer: Run, module: nn.Module) -> None:
-        """Count again, for a step that has several backwards."""
+        """Count again, for a step with several backward passes."""
         self._begin()
 
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
-        """Measure the gradients, which are complete."""
+        """Measure the gradients, which are complete now."""
         self._end()
         if self._steps_left:
             self._gradients = max(self._gradients, held_memory(module, []).gradients)
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop counting, also after a step without a backward."""
+        """Stop counting, also in a step without a backward pass."""
         self._end()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Report after the last of the steps to watch."""
+        """Report after the last step to measure."""
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:
                 self._report(trainer, module)
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Report on a run that has ended before."""
+        """Report if training ends earlier."""
         if self._steps_left:
             self._steps_left = 0
             self._report(trainer, module)
@@ -113,8 +113,8 @@ class MemoryReport(Callback):
         strategy, optimizers = trainer.strategy, list(trainer.optimizers)
         held = held_memory(module, optimizers)
         on_gpu = torch.cuda.max_memory_allocated(strategy.device) if strategy.device.type == "cuda" else 0
-        mine = [held.parameters, self._gradients, held.optimizer, self._activations, on_gpu]
-        most = strategy.all_reduce([float(number) for number in mine], "max")
+        own = [held.parameters, self._gradients, held.optimizer, self._activations, on_gpu]
+        most = strategy.all_reduce([float(number) for number in own], "max")
         self.measured = dict(zip(_KINDS if on_gpu else _KINDS[:4], most, strict=False))
         expected = expected_memory(module, optimizers, strategy.memory_share)
         shared = strategy.all_reduce([expected.parameters, expected.gradients, expected.optimizer], "max")

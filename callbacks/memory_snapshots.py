@@ -7,14 +7,14 @@ import sys
 import time
 from collections import deque
 from statistics import median
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from torch import nn
 
 from ..strategies.errors import ConfigError
 from ..strategies.snapshots.snapshots import SnapshotCost
 from .callback import Callback
-from .run import Run
+from .run import Recoverable, Run
 
 _SHARE: Final = 0.0075
 """What snapshots may cost of the time of training; below 1%, as what they take of caches is not measured."""
@@ -96,7 +96,7 @@ class SnapshotInMemory(Callback):
     def _take(self, trainer: Run) -> None:
         if self._has_taken and self._snapshots.cost is not None:
             self._costs.append(self._snapshots.cost)
-        trainer.take_snapshot()
+        cast(Recoverable, trainer).take_snapshot()
         self._has_taken, self._taken_at = True, trainer.global_step
         self._next_look = self._taken_at + (self.every or 1)
         self._last = time.perf_counter()  # what it took is no part of a step

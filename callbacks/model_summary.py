@@ -1,4 +1,4 @@
-"""ModelSummary: what a module consists of, how big it is, and what a forward pass costs."""
+"""ModelSummary: the submodules of a module, their sizes, and the cost of a forward pass."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from .helpers.table import boxed
 from .run import Run
 
 _OWN: Final = "(own parameters)"
+_UNKNOWN: Final = "?"
 
 
 class ModelSummary(Callback):
-    """Prints a summary of the module when `fit` begins, on rank 0.
+    """Print a summary of the module on rank 0 when `fit` begins.
 
-    With an ``example_input_array`` every rank runs one forward pass of it (which may communicate, if the strategy's
-    forward does): shapes and FLOPs come from there.
+    With an ``example_input_array`` every rank runs one forward pass of it, for shapes and FLOPs; it communicates if the
+    strategy's forward does.
 
     Args:
-        max_depth: down to which depth submodules get a row; 0: only the totals, -1: all.
+        max_depth: the depth down to which submodules get a row; 0: only the totals, -1: all.
 
     Raises:
-        ConfigError: for a depth below -1.
+        ConfigError: unless the depth is a whole number from -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -53,13 +54,13 @@ class ModelSummary(Callback):
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One submodule. Sizes are shapes, nested as the arguments are, and None without an example input."""
+    """A submodule. Sizes are shapes, nested as the arguments are; None where the example input has not shown them."""
 
     name: str
     type: str
     parameters: int
     is_lazy: bool
-    """Whether it has parameters that get their shape in the first forward pass; they count as none."""
+    """Whether it has parameters that get their shape in the first forward pass; these count as 0."""
     training: bool
     in_size: Any = None
     out_size: Any = None
@@ -67,11 +68,11 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A module's parts and totals; its text is the table."""
+    """The submodules of a module and its totals; ``str`` returns them as a table."""
 
     layers: tuple[LayerSummary, ...]
     total_parameters: int
-    """Each counted once, however many submodules share it."""
+    """A parameter that several submodules share is counted once."""
     trainable_parameters: int
     parameter_bytes: int
     num_training: int
@@ -81,7 +82,57 @@ class Summary:
     flops: int | None = None
     """Of one forward pass of the example input; None without one."""
     bytes_on_a_rank: float | None = None
-    """Of parameters, where a strategy shares them out; `MemoryReport` measures what is really held."""
+    """Of parameters, where a strategy shards them; `MemoryReport` measures what is really held."""
+
+    @property
+    def named_layers(self) -> tuple[LayerSummary, ...]:
+        """The submodules, without the row of the module's own parameters."""
+        return tuple(layer for layer in self.layers if layer.name != _OWN)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The name of each submodule."""
+        return [layer.name for layer in self.named_layers]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The class name of each submodule."""
+        return [layer.type for layer in self.named_layers]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """The number of parameters of each submodule."""
+        return [layer.parameters for layer in self.named_layers]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """The shapes that go into each submodule; ``?`` where unknown."""
+        return [_UNKNOWN if layer.in_size is None else layer.in_size for layer in self.named_layers]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """The shapes that come out of each submodule; ``?`` where unknown."""
+        return [_UNKNOWN if layer.out_size is None else layer.out_size for layer in self.named_layers]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether each submodule is in train mode."""
+        return [layer.training for layer in self.named_layers]
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """The number of submodules, at any depth, in ``train`` and in ``eval`` mode."""
+        return {"train": self.num_training, "eval": self.num_eval}
+
+    @property
+    def model_size(self) -> float:
+        """The megabytes of all parameters."""
+        return self.parameter_bytes / 1e6
+
+    @property
+    def total_flops(self) -> int:
+        """The FLOPs of one forward pass of the example input; 0 without one."""
+        return self.flops or 0
 
     def __str__(self) -> str:
         lines = [self._table()] if self.layers else []
@@ -120,18 +171,18 @@ def summarize(
 ) -> Summary:
     """Return a summary of any module.
 
-    The example input, a tensor, a tuple of arguments or a dict of keyword arguments, runs through the module on its
-    device, in eval mode, without gradients; modes and random generators are as before afterwards. If that fails, a
-    warning says why, and sizes and FLOPs are left out.
+    The example input (a tensor, a tuple of arguments or a dict of keyword arguments) runs through the module on its
+    device, in eval mode, without gradients; modes and random generators are restored. If that fails, a warning says
+    why, and sizes and FLOPs are left out.
 
     Args:
         module: the module.
-        max_depth: down to which depth submodules get a row; 0: only the totals, -1: all.
+        max_depth: the depth down to which submodules get a row; 0: only the totals, -1: all.
         example_input: by default the module's ``example_input_array``, if it has one.
         precision: converts the example input as it converts batches.
 
     Raises:
-        ConfigError: for a depth below -1.
+        ConfigError: unless the depth is a whole number from -1.
     """
     _check_depth(max_depth)
     parts = _parts(module, max_depth)
@@ -172,12 +223,12 @@ def human(number: int) -> str:
     return f"{value:.3g} T"
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- submodules ------------------------------------------------------------------------------------------------------
 
 
 def _check_depth(max_depth: int) -> None:
-    if max_depth < -1:
-        raise ConfigError(f"max_depth={max_depth} is not possible; give a depth, 0 for the totals only, or -1 for all.")
+    if not isinstance(max_depth, int) or max_depth < -1:
+        raise ConfigError(f"max_depth must be a depth, 0 for the totals or -1 for all, got {max_depth!r}; change it.")
 
 
 def _parts(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
@@ -200,7 +251,7 @@ def _count(parameters: Iterable[Tensor]) -> int:
 def _try_forward(
     module: nn.Module, parts: Mapping[str, nn.Module], example_input: Any
 ) -> tuple[dict[str, tuple[Any, Any]], int | None]:
-    """Return the sizes that go into and come out of each part, and the FLOPs of all."""
+    """Return the sizes that go into and come out of each submodule, and the FLOPs of the module."""
     from torch.utils.flop_counter import FlopCounterMode
 
     sizes: dict[str, tuple[Any, Any]] = {}
@@ -211,7 +262,11 @@ def _try_forward(
 
         return hook
 
-    handles = [part.register_forward_hook(note(name), with_kwargs=True) for name, part in parts.items()]
+    handles = [
+        part.register_forward_hook(note(name), with_kwargs=True)
+        for name, part in parts.items()
+        if not isinstance(part, torch.jit.ScriptModule)  # takes no hooks
+    ]
     counter = FlopCounterMode(display=False)
     try:
         with _evaluating(module) as device, counter:
@@ -237,7 +292,7 @@ def _try_forward(
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[torch.device]:
-    """Switch to eval mode, without gradients; put modes and random generators back as they were."""
+    """Switch to eval mode, without gradients; restore modes and random generators."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     modes = {part: part.training for part in module.modules()}
     generators = [device] if device.type == "cuda" else []
@@ -259,7 +314,7 @@ def _shapes(data: Any) -> Any:
     if isinstance(data, list | tuple):
         shapes = [_shapes(part) for part in data]
         return shapes[0] if len(shapes) == 1 else shapes
-    return "?"
+    return _UNKNOWN
 
 
 def _size(size: Any) -> str:

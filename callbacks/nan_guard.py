@@ -1,4 +1,4 @@
-"""NaNGuard: stop at the first loss or gradient that is not finite, and say where it came from."""
+"""NaNGuard: raise at the first loss or gradient that is not finite, with its position and parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class NaNGuard(Callback):
     """Raise at the first loss or gradient that is NaN or infinite, before it reaches the parameters.
 
     Losses and gradients of a step are checked together, in `on_before_optimizer_step`: one number is read from the
-    device for each optimizer's step. With ``16-mixed`` gradients may overflow (the scaler skips such a step), so only
-    losses are checked. Every rank checks its own and asks the others, in one collective for each optimizer's step: all
-    of them raise, with what the first rank found whose loss it was, else whose gradients.
+    device for each optimizer's step. With ``16-mixed`` gradients may overflow (the scaler skips such a step), so that
+    only losses are checked. The hooks run on every rank; each checks its own values, with one collective for each
+    optimizer's step. All ranks raise the same error: that of the first rank with such a loss, else with such gradients.
 
     Raises:
         NonFiniteError: with the rank, the global step, the position of the batch and the parameters.
@@ -35,7 +35,7 @@ class NaNGuard(Callback):
         self._batches: list[int] = []
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Forget the losses of a run that broke off."""
+        """Drop the losses of a run that has failed."""
         self._clear()
 
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
@@ -55,7 +55,7 @@ class NaNGuard(Callback):
         self._clear()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Forget losses of which no optimizer made a step (manual optimization)."""
+        """Drop losses without an optimizer step, as in manual optimization."""
         self._clear()
 
     def _clear(self) -> None:
@@ -64,14 +64,14 @@ class NaNGuard(Callback):
             self._batches.clear()
 
     def _explain(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> NoReturn:
-        """Raise what was found; on several ranks the same on each. Collective: every rank calls it."""
-        found = trainer.strategy.all_gather_object(self._found(trainer, module, parameters))
-        # a loss is one rank's; its gradients have met those of the others since
-        rank, (_, message) = min(enumerate(found), key=lambda one: (one[1][0], one[0]))
-        raise NonFiniteError(f"Rank {rank}: {message}" if len(found) > 1 else message)
+        """Raise the error, the same on every rank. Collective: every rank calls it."""
+        diagnoses = trainer.strategy.all_gather_object(self._diagnose(trainer, module, parameters))
+        # a loss belongs to one rank; its gradients have been reduced over all of them
+        rank, (_, message) = min(enumerate(diagnoses), key=lambda each: (each[1][0], each[0]))
+        raise NonFiniteError(f"Rank {rank}: {message}" if len(diagnoses) > 1 else message)
 
-    def _found(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> tuple[int, str]:
-        """Return what is not finite, and how much it explains: 0 is best, 2 nothing."""
+    def _diagnose(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> tuple[int, str]:
+        """Return a rank of the explanation (0: a loss, 1: gradients, 2: nothing), and the explanation."""
         where = f"at global_step {trainer.global_step} (epoch {trainer.current_epoch}, batch_idx"
         for batch_idx, loss in zip(self._batches, self._losses, strict=True):
             if not bool(torch.isfinite(loss).all()):
@@ -101,11 +101,11 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensors: Sequence[Tensor | None]) -> float | None:
-    """Return the largest magnitude, NaN if there is any: one reduction a tensor, one number read from the device."""
+    """Return the largest magnitude, or NaN: one reduction per tensor, one number read from the device."""
     filled = [values for t in tensors if t is not None and (values := _values(t)).numel()]
     if not filled:
         return None
     norms = torch._foreach_norm(filled, ord=math.inf)
-    # one dtype to stack them; not float32 for all: a finite float64 may be infinite there
+    # one dtype to stack them, not float32 for all: there a finite float64 may be infinite
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms), torch.float32)
     return float(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).amax())

@@ -1,4 +1,4 @@
-"""BasePredictionWriter: write predictions somewhere as they are made, or when all are."""
+"""BasePredictionWriter: write predictions after each batch, or all at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
 class BasePredictionWriter(Callback):
     """Override `write_on_batch_end`, `write_on_epoch_end` or both to write predictions.
 
-    `write_on_batch_end` is called on every rank with the batches of that rank: give each batch or each rank a file of
-    its own. `write_on_epoch_end` is called on rank 0 with the predictions of all ranks, in the order of the dataset
-    (Lightning: on every rank, with its own). Neither communicates.
+    `write_on_batch_end` is called on every rank with the batches of that rank: write each batch or each rank to a file
+    of its own. `write_on_epoch_end` is called on rank 0 with the predictions of all ranks, in the order of the dataset
+    (in Lightning, on every rank with its own). Neither communicates.
 
     Args:
-        write_interval: when to write: after each ``batch``, at the end of the ``epoch``, or ``batch_and_epoch``.
+        write_interval: write after each ``batch``, at the end of the ``epoch``, or both: ``batch_and_epoch``.
 
     Raises:
         ConfigError: for another interval.
@@ -31,7 +31,8 @@ class BasePredictionWriter(Callback):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         if write_interval not in _INTERVALS:
             raise ConfigError(
-                f"write_interval={write_interval!r} is not known.{did_you_mean(str(write_interval), _INTERVALS)}"
+                f"write_interval must be one of {_INTERVALS}, got {write_interval!r}."
+                f"{did_you_mean(str(write_interval), _INTERVALS)}"
             )
         self.interval = write_interval
 
@@ -48,8 +49,8 @@ class BasePredictionWriter(Callback):
         """Write what ``predict_step`` returned for one batch.
 
         Args:
-            batch_idx: which batch of the loader it is, counted over all ranks.
-            batch_indices: the positions of its samples in the dataset; None where the data has none.
+            batch_idx: the index of the batch in its loader, over all ranks.
+            batch_indices: None; the positions of the samples in the dataset are not known here.
         """
         raise NotImplementedError(self._missing("write_on_batch_end"))
 
@@ -59,28 +60,28 @@ class BasePredictionWriter(Callback):
         """Write the predictions of all ranks: a list of batches, for several loaders a list of those.
 
         Args:
-            batch_indices: in the same shape, the positions of their samples in the dataset; None where it has none.
+            batch_indices: None, as in `write_on_batch_end`.
         """
         raise NotImplementedError(self._missing("write_on_epoch_end"))
 
     def _missing(self, method: str) -> str:
-        return f"{type(self).__name__}(write_interval={self.interval!r}) does not override {method}; write it."
+        return f"{type(self).__name__}(write_interval={self.interval!r}) does not override {method}; define it."
 
     def on_predict_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write this batch, if each is to be written."""
+        """Write this batch, unless all are written at the end."""
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, module, outputs, None, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Write everything, if that is to be written at once."""
+        """Write all predictions on rank 0, unless each batch is written by itself."""
         if self.interval == "batch":
             return
         if trainer.predictions is None:
             raise RunError(
-                f"{type(self).__name__}(write_interval={self.interval!r}) found no predictions: with "
-                "return_predictions=False none are kept; leave that out, or set write_interval='batch'."
+                f"{type(self).__name__}(write_interval={self.interval!r}) needs the predictions, but with "
+                "return_predictions=False none are kept; remove that, or set write_interval='batch'."
             )
         if trainer.is_global_zero:
             self.write_on_epoch_end(trainer, module, trainer.predictions, None)

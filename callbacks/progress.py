@@ -1,17 +1,17 @@
-"""TQDMProgressBar: how far training and evaluation are; right in a terminal, in a notebook and in a pipe."""
+"""TQDMProgressBar: a progress bar for terminals and notebooks, a few lines where output is piped."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..strategies.errors import ConfigError, RunError
 from .callback import Callback
-from .helpers.bars import Bar, Postfix, open_bar
+from .helpers.bars import Bar, Postfix, TqdmBar, new_tqdm, open_bar
 from .helpers.console import current_console
 from .run import Run
 
@@ -19,17 +19,18 @@ _NEVER: Final = math.inf
 
 
 class TQDMProgressBar(Callback):
-    """Shows the epoch, the batches and every metric logged with ``prog_bar=True``, on rank 0.
+    """Show the epoch, the batches and every metric logged with ``prog_bar=True``, on rank 0.
 
     In a terminal and in a notebook a bar is redrawn up to five times a second, with a second one for validation below
-    it. Where output is piped, a finished epoch is a line, and a long one a line every `seconds_between_lines`.
-    The batches are rank 0's, and the metrics of a step, too, until someone has reduced them: no hook communicates.
-    A step on which nothing is redrawn costs 0.3 us; metrics are read only for a redraw.
+    it. Override the ``init_*_tqdm`` methods to change their look. Where output is piped, each epoch prints a line, and
+    a long one prints a line every `seconds_between_lines`. Batches are counted on rank 0, and the metrics of a step are
+    rank 0's until they are reduced: no hook communicates. A step without a redraw costs 0.3 us; metrics are read only
+    for a redraw.
 
     Args:
-        refresh_rate: redraw only after so many batches, or a multiple; 0 shows nothing.
-        leave: leave the bar of every epoch standing, not only the last one.
-        seconds_between_lines: how often a line is printed where output is piped.
+        refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
+        leave: leave the bar of every epoch, not only that of the last one.
+        seconds_between_lines: the time between two lines where output is piped.
 
     Raises:
         ConfigError: for a negative argument.
@@ -38,22 +39,23 @@ class TQDMProgressBar(Callback):
     def __init__(self, refresh_rate: int = 1, leave: bool = False, *, seconds_between_lines: float = 30.0) -> None:
         for name, value in {"refresh_rate": refresh_rate, "seconds_between_lines": seconds_between_lines}.items():
             if value < 0:
-                raise ConfigError(f"TQDMProgressBar: {name}={value} is not possible; give 0 or more.")
+                raise ConfigError(f"TQDMProgressBar: {name} must be 0 or more, got {value}; change it.")
         self._refresh_rate = refresh_rate
         self._leave = leave
         self._seconds_between_lines = seconds_between_lines
+        self._is_enabled = True
         self._training: Bar | None = None
         self._evaluation: Bar | None = None
         self._has_begun = False
         self._is_epoch_over = False
         self._trained = 0
-        self._evaluated = 0
+        self._evaluated = self._evaluated_before = self._dataloader_idx = 0
         self._batches_of: Sequence[int | float] = ()
         self._num_ranks = 1
         self._due = _NEVER
 
     def get_metrics(self, trainer: Run, module: nn.Module) -> dict[str, float | str]:
-        """Return what stands behind the bar; override to add or to remove something."""
+        """Return the numbers and texts behind the bar; override it to add or to remove some."""
         metrics: dict[str, float | str] = {}
         if trainer.loggers:
             version = trainer.loggers[0].version
@@ -61,14 +63,91 @@ class TQDMProgressBar(Callback):
         metrics.update(trainer.progress_bar_metrics)
         return metrics
 
+    # --- what users change -------------------------------------------------------------------------------------------
+
+    @property
+    def refresh_rate(self) -> int:
+        """The number of batches between two redraws, at least."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the next bar will be shown."""
+        return self._is_enabled and self._refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the next bar will not be shown."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show the bars from the next one on."""
+        self._is_enabled = True
+
+    def disable(self) -> None:
+        """Show no bar from the next one on."""
+        self._is_enabled = False
+
+    def init_train_tqdm(self) -> Any:
+        """Return a new ``tqdm`` bar for training; override this or one of those below to change its look."""
+        return new_tqdm(current_console(), "Training", line=0)
+
+    def init_sanity_tqdm(self) -> Any:
+        """Return a new bar for the sanity check."""
+        return self._tqdm_below_training("Sanity checking")
+
+    def init_validation_tqdm(self) -> Any:
+        """Return a new bar for a validation."""
+        return self._tqdm_below_training("Validating")
+
+    def init_test_tqdm(self) -> Any:
+        """Return a new bar for a test."""
+        return self._tqdm_below_training("Testing")
+
+    def init_predict_tqdm(self) -> Any:
+        """Return a new bar for predictions."""
+        return self._tqdm_below_training("Predicting")
+
+    @property
+    def train_progress_bar(self) -> Any:
+        """The ``tqdm`` bar of training.
+
+        Raises:
+            RunError: while none is drawn; the same for the bars below.
+        """
+        return self._drawn("train_progress_bar", self._training)
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """The bar of the validation or sanity check."""
+        return self._drawn("val_progress_bar", self._evaluation)
+
+    @property
+    def test_progress_bar(self) -> Any:
+        """The bar of the test."""
+        return self._drawn("test_progress_bar", self._evaluation)
+
+    @property
+    def predict_progress_bar(self) -> Any:
+        """The bar of the predictions."""
+        return self._drawn("predict_progress_bar", self._evaluation)
+
+    def _tqdm_below_training(self, description: str) -> Any:
+        return new_tqdm(current_console(), description, line=0 if self._training is None else 1)
+
+    def _drawn(self, name: str, bar: Bar | None) -> Any:
+        if not isinstance(bar, TqdmBar) or bar.tqdm is None:
+            raise RunError(f"TQDMProgressBar.{name} is not drawn, found {bar!r}; read it in a hook while it is.")
+        return bar.tqdm
+
     # --- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Open the bar."""
-        self._training = self._open(trainer, line=0)
+        self._training = self._open(trainer, self.init_train_tqdm)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin an epoch, on resume where it was left."""
+        """Begin to count an epoch, at its current batch."""
         if self._training is None:
             return
         self._trained = trainer.batch_position
@@ -80,45 +159,45 @@ class TQDMProgressBar(Callback):
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         """Redraw, if it is time."""
         if batch_idx == self._trained:
-            return  # nothing new since the bar began
+            return  # the bar has just begun here
         self._trained = batch_idx
         if monotonic() >= self._due:
             self._redraw(self._training, self._trained, self._postfix(trainer, module))
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Note that the epoch is over: its metrics are complete a little later."""
+        """Note that the epoch is over; its metrics are complete after this hook."""
         self._trained = trainer.batch_position + 1
         self._is_epoch_over = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Show the complete epoch with its metrics, if one is over."""
+        """Show the complete epoch with its metrics, if it is over."""
         if self._is_epoch_over:
             self._is_epoch_over = False
             if self._training is not None:
                 self._training.end(self._trained, self._postfix(trainer, module))
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the last state standing."""
+        """Leave the last state."""
         self._close(self._postfix(trainer, module))
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Run, module: nn.Module) -> None:
-        """Open a bar that vanishes."""
-        self._evaluate(trainer, "Sanity checking", trainer.num_sanity_val_batches)
+        """Open a bar, which is removed at the end."""
+        self._evaluate(trainer, self.init_sanity_tqdm, "Sanity checking", trainer.num_sanity_val_batches)
 
     def on_sanity_check_end(self, trainer: Run, module: nn.Module) -> None:
-        """Let it vanish."""
+        """Remove the bar."""
         self._end_evaluation(keep=False)
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Open a bar, below the one of training if there is one."""
+        """Open a bar, below that of training if there is one."""
         if trainer.sanity_checking:
             return
         if self._training is not None:
             self._trained = trainer.batch_position + 1
             self._training.pause(self._trained, self._postfix(trainer, module))
-        self._evaluate(trainer, "Validating", trainer.num_val_batches)
+        self._evaluate(trainer, self.init_validation_tqdm, "Validating", trainer.num_val_batches)
 
     def on_validation_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -127,7 +206,7 @@ class TQDMProgressBar(Callback):
         self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """End the bar; that of a validation inside of training vanishes."""
+        """End the bar; remove that of a validation inside training."""
         if trainer.sanity_checking:
             return
         self._end_evaluation(keep=self._training is None)
@@ -137,7 +216,7 @@ class TQDMProgressBar(Callback):
 
     def on_test_start(self, trainer: Run, module: nn.Module) -> None:
         """Open a bar."""
-        self._evaluate(trainer, "Testing", trainer.num_test_batches)
+        self._evaluate(trainer, self.init_test_tqdm, "Testing", trainer.num_test_batches)
 
     def on_test_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -146,12 +225,12 @@ class TQDMProgressBar(Callback):
         self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_test_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the last state standing."""
+        """Leave the last state."""
         self._end_evaluation(keep=True)
 
     def on_predict_start(self, trainer: Run, module: nn.Module) -> None:
         """Open a bar."""
-        self._evaluate(trainer, "Predicting", trainer.num_predict_batches)
+        self._evaluate(trainer, self.init_predict_tqdm, "Predicting", trainer.num_predict_batches)
 
     def on_predict_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -160,13 +239,13 @@ class TQDMProgressBar(Callback):
         self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the last state standing."""
+        """Leave the last state."""
         self._end_evaluation(keep=True)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Leave the state standing in which the run broke off; its metrics are not read any more."""
+        """Leave the last state, without reading its metrics."""
         self._close(None)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
@@ -177,18 +256,21 @@ class TQDMProgressBar(Callback):
         """Leave open bars behind: they belong to this process."""
         return {**self.__dict__, "_training": None, "_evaluation": None, "_has_begun": False, "_due": _NEVER}
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _open(self, trainer: Run, line: int) -> Bar | None:
-        if not trainer.is_global_zero or self._refresh_rate == 0:
+    def _open(self, trainer: Run, make: Callable[[], Any]) -> Bar | None:
+        if not trainer.is_global_zero or self.is_disabled:
             return None
-        return open_bar(
-            current_console(), line=line, leave=self._leave, seconds_between_lines=self._seconds_between_lines
-        )
+        line = 0 if self._training is None else 1
+        seconds = self._seconds_between_lines
+        return open_bar(current_console(), make, line=line, leave=self._leave, seconds_between_lines=seconds)
 
-    def _evaluate(self, trainer: Run, description: str, batches: Sequence[int | float]) -> None:
-        self._evaluation = self._open(trainer, line=0 if self._training is None else 1)
-        self._evaluated, self._batches_of, self._num_ranks = 0, batches, trainer.strategy.data_size
+    def _evaluate(
+        self, trainer: Run, make: Callable[[], Any], description: str, batches: Sequence[int | float]
+    ) -> None:
+        self._evaluation = self._open(trainer, make)
+        self._evaluated = self._evaluated_before = self._dataloader_idx = 0
+        self._batches_of, self._num_ranks = batches, trainer.strategy.data_size
         if self._evaluation is None:
             self._due = _NEVER
             return
@@ -196,9 +278,11 @@ class TQDMProgressBar(Callback):
         self._due = 0.0
 
     def _count_evaluated(self, batch_idx: int, dataloader_idx: int) -> None:
-        # ranks take turns: where rank 0 has done a batch, the others have done those that follow, about
+        if dataloader_idx != self._dataloader_idx:
+            self._dataloader_idx, self._evaluated_before = dataloader_idx, self._evaluated
+        # ranks take turns: when rank 0 has done a batch, the others have done about those that follow
         done = min(batch_idx + self._num_ranks, self._batches_of[dataloader_idx])
-        self._evaluated = int(sum(self._batches_of[:dataloader_idx]) + done)
+        self._evaluated = self._evaluated_before + int(done)
         if monotonic() >= self._due:
             self._redraw(self._evaluation, self._evaluated, None)
 
@@ -233,7 +317,7 @@ class TQDMProgressBar(Callback):
 
 
 def _short(value: float | str) -> str:
-    """Return a number in about five characters; their number changes little, so that the bar stands still."""
+    """Return a number in about five characters, so that the bar hardly moves."""
     if isinstance(value, int | str) or not math.isfinite(value):
         return str(value)
     if value.is_integer() and abs(value) < 1e6:

@@ -1,4 +1,4 @@
-"""Run: what a hook, of a callback or of the module, may ask of the trainer."""
+"""Run: the trainer, as hooks of callbacks and of the module see it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..strategies import Strategy
-from .samples.file import Reading, Source
 
 Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Where metrics go. Every method is called on rank 0 only."""
+    """A destination of metrics. Every method is called on rank 0 only."""
 
     @property
     def name(self) -> str:
-        """What the folder of all versions is called."""
+        """The name of the folder that holds all versions."""
 
     @property
     def version(self) -> int | str:
-        """Which run among those of the same name."""
+        """The run among those of the same name."""
 
     @property
     def log_dir(self) -> str:
         """The folder of this run; the parent of its ``checkpoints``."""
 
     def open(self) -> None:
-        """Take the folder of the run: from here on `log_dir` is final. Called before the hooks of a `fit`."""
+        """Choose the folder of the run: from now on `log_dir` is final. Called before the hooks of a `fit`."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers at a position of the step axis: the number of optimizer steps completed."""
+        """Write numbers at `step`, the number of optimizer steps completed."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the hyper-parameters, once, when `fit` starts."""
@@ -50,17 +49,17 @@ class Logger(Protocol):
         """Continue in the folder of the run that wrote `checkpoint`, unless the user chose another; before `open`."""
 
     def resume_at(self, step: int) -> None:
-        """Forget what was logged after `step`; called before anything is logged by a run that continues there."""
+        """Drop what was logged after `step`; called before a run that continues there logs anything."""
 
     def save(self) -> None:
-        """Bring everything written so far to the disk; called at every checkpoint and at the end."""
+        """Flush everything written so far to disk; called at every checkpoint and at the end."""
 
     def finalize(self, metrics: Mapping[str, float], status: str) -> None:
         """End the run, with its last metrics and ``success``, ``interrupted`` or ``failed``."""
 
 
 class SchedulerConfig(Protocol):
-    """One learning rate scheduler and when it is stepped."""
+    """A learning rate scheduler and when it is stepped."""
 
     scheduler: Any
     interval: str
@@ -69,31 +68,21 @@ class SchedulerConfig(Protocol):
     name: str | None
 
 
-class SampleTrail(Protocol):
-    """Which samples this rank's micro-batches hold. Nobody pays for it who does not ask."""
-
-    def sources(self) -> Sequence[Source]:
-        """Return what is known of the order of each loader in the epoch that runs."""
-
-    def pop(self) -> Sequence[Reading]:
-        """Return what the oldest micro-batch holds, and forget it: to be called once for each that was trained on."""
-
-
 class Run(Protocol):
     """The trainer, as hooks see it. Nothing here communicates unless it says so.
 
-    What is counted in steps, batches and epochs is the same on every rank, so that all of them decide alike by it.
+    Counts of steps, batches and epochs are the same on every rank, so that a decision by them is, too.
     """
 
     # --- where the run is ---
 
     @property
     def stage(self) -> Stage | None:
-        """What is running; None before and after."""
+        """The stage that is running; None before and after a run."""
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the few validation batches before training are running."""
+        """Whether the sanity check, a few validation batches before training, is running."""
 
     @property
     def current_epoch(self) -> int:
@@ -113,47 +102,47 @@ class Run(Protocol):
 
     @property
     def max_epochs(self) -> int:
-        """Training ends after so many epochs; -1 for no limit."""
+        """The number of epochs after which training ends; -1 for no limit."""
 
     @property
     def max_steps(self) -> int:
-        """Training ends after so many optimizer steps; -1 for no limit."""
+        """The number of optimizer steps after which training ends; -1 for no limit."""
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on the rank that has most, limits applied; infinity if the data does not know."""
+        """Micro-batches of an epoch, limits applied, on the rank with the most; infinity if the length is unknown."""
 
     @property
     def num_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader, of all ranks together, limits applied."""
+        """Batches of each validation loader, of all ranks together, limits applied; infinity if unknown."""
 
     @property
     def num_test_batches(self) -> Sequence[int | float]:
-        """Batches of each test loader, of all ranks together, limits applied."""
+        """Batches of each test loader, of all ranks together, limits applied; infinity if unknown."""
 
     @property
     def num_predict_batches(self) -> Sequence[int | float]:
-        """Batches of each predict loader, of all ranks together, limits applied."""
+        """Batches of each predict loader, of all ranks together, limits applied; infinity if unknown."""
 
     @property
     def num_sanity_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader, of all ranks together, that run before training."""
+        """Batches of each validation loader, of all ranks together, in the sanity check."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run: what a OneCycleLR wants as ``total_steps``."""
+        """Optimizer steps of the whole run, such as ``total_steps`` of a OneCycleLR."""
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal or ``max_time`` ends training here, on all ranks: what is not saved now is lost."""
+        """Whether a signal or ``max_time`` ends training now, on all ranks."""
 
     # --- what hooks may change ---
 
     should_stop: bool
     """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``).
 
-    One rank that sets it is enough. Where there are several, they agree on it at the end of every epoch, and in between
-    about four times a second: a few more steps may run.
+    It is enough to set it on one rank. Several ranks agree on it at the end of every epoch and about four times a
+    second, so that a few more steps may run.
     """
 
     accumulate_grad_batches: int
@@ -163,39 +152,39 @@ class Run(Protocol):
 
     @property
     def callback_metrics(self) -> Mapping[str, Tensor]:
-        """The newest value of everything logged, of all ranks; reading it does not communicate.
+        """The newest value of everything logged, reduced over all ranks; reading it does not communicate.
 
-        Only a step's own value is this rank's, until the step is logged (``log_every_n_steps``) or someone calls
-        `reduce_metrics`; and what was logged with ``sync_dist=False`` always is.
+        A value logged by a step is this rank's until the step is logged (``log_every_n_steps``) or `reduce_metrics` is
+        called. A value logged with ``sync_dist=False`` stays this rank's.
         """
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
-        """What the loggers received last."""
+        """The metrics that the loggers received last."""
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:
-        """The newest values logged with ``prog_bar=True``, as numbers: reading them waits for the device."""
+        """The newest values logged with ``prog_bar=True``, as numbers; reading them waits for the device."""
 
     def reduce_metrics(self) -> None:
-        """Reduce what the current step logged over all ranks: `callback_metrics` then has the same values on each.
+        """Reduce what the current step logged, so that `callback_metrics` has the same values on every rank.
 
-        To be called where all ranks decide by a step's value. Collective: every rank calls it.
+        Call it before all ranks decide by a step's value. Collective: every rank calls it.
         """
 
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which the newest value of a callback metric was computed; None if never."""
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Send numbers to all loggers, at the current `global_step`: rank 0's, what other ranks send is ignored."""
+        """Send rank 0's numbers to all loggers, at the current `global_step`."""
 
     @property
     def log_every_n_steps(self) -> int:
-        """How often step metrics go to the loggers, in optimizer steps."""
+        """The number of optimizer steps between two in which step metrics go to the loggers."""
 
     @property
     def loggers(self) -> Sequence[Logger]:
-        """All loggers, on every rank; only rank 0's write."""
+        """All loggers, on every rank; only those of rank 0 write."""
 
     @property
     def log_dir(self) -> str:
@@ -203,23 +192,17 @@ class Run(Protocol):
 
     @property
     def default_root_dir(self) -> str:
-        """Where everything goes that has no other place."""
+        """The folder of everything without a folder of its own."""
 
-    def follow_samples(self) -> SampleTrail:
-        """Return what tells from now on which samples each micro-batch holds that this rank trains on.
-
-        To be called in ``setup``. A micro-batch can be asked about from its ``on_train_batch_end`` on.
-        """
-
-    # --- parts ---
+    # --- what it is made of ---
 
     @property
     def strategy(self) -> Strategy:
-        """Device, ranks, collectives."""
+        """The strategy: device, ranks, collectives."""
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0: the only one to write and to print."""
+        """Whether this is rank 0, the only one that writes and prints."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -235,42 +218,49 @@ class Run(Protocol):
 
     @property
     def predictions(self) -> Sequence[Any] | None:
-        """What `predict` has collected: a list of batches, for several loaders a list of those.
+        """The predictions of `predict`: a list with one item for each batch, for several loaders a list of such lists.
 
-        From ``on_predict_epoch_end`` on of all ranks, in the order of the dataset.
+        From ``on_predict_epoch_end`` on they are of all ranks, in the order of the dataset.
         """
 
     # --- checkpoints ---
 
-    @property
-    def checkpoint_seconds(self) -> float:
-        """For how many seconds of this run training has waited for `save_checkpoint` and `take_snapshot`."""
-
-    @property
-    def is_taking_snapshot(self) -> bool:
-        """Whether ``on_save_checkpoint`` is called for `take_snapshot`, not for `save_checkpoint`."""
-
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
-        """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it.
+        """Write a checkpoint folder at `path`, atomically. Collective: every rank calls it.
 
-        With ``wait=False`` this returns when the state is copied; it is written while training goes on, and an error
-        in that is raised at the next step boundary.
-        """
-
-    def take_snapshot(self) -> None:
-        """Copy the state into memory that outlives this process, in an elastic run; else do nothing.
-
-        To be called in `on_train_step_end` or `on_train_last_step` only. Collective: every rank calls it.
-        """
-
-    def roll_back(self) -> Path | None:
-        """Go back to the newest checkpoint of this run and skip the data read since; return it, None if there is none.
-
-        To be called in ``on_train_step_end`` only. Collective: every rank calls it.
+        With ``wait=False`` this returns when the state is copied; it is written while training continues, and an error
+        in writing is raised after a later step.
         """
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint directory that this run wrote (rank 0 only); anything else is left alone."""
+        """Delete a checkpoint folder that this run wrote, on rank 0; leave anything else alone."""
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
-        """Make `link` (``last.ckpt``) stand for the checkpoint at `path`, atomically (rank 0 only)."""
+        """Make `link` (``last.ckpt``) a link to the checkpoint at `path`, atomically, on rank 0."""
+
+
+class Recoverable(Protocol):
+    """A trainer that loses little when a rank or a step fails, as the callbacks for that see it.
+
+    The trainer satisfies this beside `Run`; a hook takes it as ``cast(Recoverable, trainer)``.
+    """
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """The seconds of this run in which training has waited for `save_checkpoint` and `take_snapshot`."""
+
+    @property
+    def is_taking_snapshot(self) -> bool:
+        """Whether ``on_save_checkpoint`` is called for `take_snapshot` instead of `save_checkpoint`."""
+
+    def take_snapshot(self) -> None:
+        """Copy the state into memory that outlives this process in an elastic run; elsewhere do nothing.
+
+        Call it in `on_train_step_end` or `on_train_last_step` only. Collective: every rank calls it.
+        """
+
+    def roll_back(self) -> Path | None:
+        """Load the newest checkpoint of this run, skip the data read since, and return its path; None without one.
+
+        Call it in ``on_train_step_end`` only. Collective: every rank calls it.
+        """

@@ -1,30 +1,50 @@
-"""SampleLedger: which samples every rank has trained on in every step, noted where it survives the run."""
+"""SampleLedger: write the indices of the samples of each step and rank to files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, cast
 
 from torch import nn
 
 from .callback import Callback
 from .helpers.console import say
-from .run import Run, SampleTrail
-from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
+from .run import Run
+from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, Source, next_attempt
 
 _SYNC_EVERY: Final = 1.0
-"""Seconds; snapshots in memory may be many a second, and to wait for a disk costs more than they do."""
+"""Seconds; there may be many snapshots a second, and each costs less than waiting for a disk."""
+
+
+class SampleTrail(Protocol):
+    """The samples of this rank's micro-batches, noted from the first `follow_samples` on."""
+
+    def sources(self) -> Sequence[Source]:
+        """Return what is known of the order of each loader in the current epoch."""
+
+    def pop(self) -> Sequence[Reading]:
+        """Return the samples of the oldest micro-batch, and drop them; call it once for each that was trained on."""
+
+
+class SampleSource(Protocol):
+    """A trainer that tells which samples it trains on; a hook takes it as ``cast(SampleSource, trainer)``."""
+
+    def follow_samples(self) -> SampleTrail:
+        """Return the samples of each micro-batch of this rank from now on; call it in ``setup``.
+
+        A micro-batch can be asked about from its ``on_train_batch_end`` on.
+        """
 
 
 class SampleLedger(Callback):
-    """Notes the indices of the samples of every step, as each rank's loader got them, in the run's ``samples`` folder.
+    """Write the indices of the samples of each step, as each rank's loader got them, to the run's ``samples`` folder.
 
-    ``echelon samples RUN`` then shows for each epoch whether every sample came exactly once, across ranks, restarts,
-    and changes of their number. A step's samples are in the file before any checkpoint can hold the step, since that is
-    taken later; and a checkpoint knows which attempts led to it: what a killed run did after its last checkpoint counts
-    for nothing.
+    ``echelon samples RUN`` then shows for each epoch whether every sample came exactly once, over ranks, restarts and
+    changes of the world size. The samples of a step are written before any checkpoint that contains the step. The state
+    names the attempts that led to a checkpoint, so that steps of a killed run after its last checkpoint do not count.
+    The hooks run on every rank, and each writes its own file; `on_fit_start` and `on_save_checkpoint` communicate.
     """
 
     def __init__(self) -> None:
@@ -51,8 +71,8 @@ class SampleLedger(Callback):
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if stage == "fit":
-            self._trail = trainer.follow_samples()
-            self._history, self._attempt = [], 0  # those of the run before, if a checkpoint does not bring others
+            self._trail = cast(SampleSource, trainer).follow_samples()
+            self._history, self._attempt = [], 0  # a checkpoint may bring others
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
@@ -60,7 +80,7 @@ class SampleLedger(Callback):
         self._trained = []
         own = next_attempt(self._folder) if trainer.is_global_zero else 0, strategy.data_rank
         rows = strategy.all_gather_object(own)
-        # ranks that hold parts of one module read the same
+        # ranks that hold shards of one module read the same samples
         is_first = [data_rank for _, data_rank in rows].index(strategy.data_rank) == strategy.rank
         self._begin(trainer, rows[0][0], writes=is_first)
 
@@ -80,11 +100,13 @@ class SampleLedger(Callback):
             self._writer = SampleWriter(self._folder, header)
 
     def _go_back(self, run: Run, kept: Mapping[int, int]) -> None:
-        """Begin another attempt, after a roll-back: steps since a checkpoint are undone, their data is not read again.
+        """Begin another attempt after a roll-back: steps since a checkpoint are undone, their data is not read again.
 
-        `kept` says how many turns of each attempt count.
+        Args:
+            run: the trainer.
+            kept: the number of turns that count, by attempt.
         """
-        self._write(run, self._last_step + 1)  # of the step that has just ended, perhaps nothing
+        self._write(run, self._last_step + 1)  # of the step that has just ended; it may be empty
         self._history = [
             line._replace(last_turn=min(line.last_turn, kept.get(line.attempt, 0))) for line in self._lines()
         ]
@@ -93,7 +115,7 @@ class SampleLedger(Callback):
         self._begin(run, self._attempt + 1, writes=writes)
 
     def _lines(self) -> list[Line]:
-        """Return what led to where the run is now."""
+        """Return the attempts that led to the current step."""
         return [*self._history, Line(self._attempt, self._turn, self._turn)] if self._attempt else self._history
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -109,12 +131,12 @@ class SampleLedger(Callback):
         if self._writer is not None and now - self._synced_at > _SYNC_EVERY:
             self._writer.sync()
             self._synced_at = now
-        if self._is_late:  # somebody saves before it is our turn: no rank may commit what another has not noted
+        if self._is_late:  # saved before this callback's turn: no rank commits a step that another has not written
             trainer.strategy.barrier()
             self._is_late = False
 
     def _note(self) -> None:
-        """Note the step that has just ended, unless that is done."""
+        """Write the step that has just ended, unless it is written."""
         if self._run is not None and (self._run.global_step != self._last_step or self._trained):
             self._write(self._run, self._run.global_step)
             self._is_late = True
@@ -130,13 +152,13 @@ class SampleLedger(Callback):
         self._writer.write(self._turn, step, epoch, readings)
 
     def _announce(self, run: Run, step: int, epoch: int) -> None:
-        """Note what an epoch reads."""
+        """Write the sources that an epoch reads."""
         assert self._trail is not None
         assert self._writer is not None
         sources = self._trail.sources()
         if self._epoch < 0 and run.is_global_zero:
             for loader in [loader for loader, source in enumerate(sources) if source.num_indices < 0]:
-                say(f"SampleLedger: training loader {loader} reads no indices; only numbers of samples are noted.")
+                say(f"SampleLedger: training loader {loader} reads no indices; only counts of samples are written.")
         self._epoch = epoch
         self._writer.announce(self._turn, step, epoch, sources)
 

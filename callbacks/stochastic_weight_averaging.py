@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: average the weights of the last epochs, at a learning rate that stays high."""
+"""StochasticWeightAveraging: average the weights of the last epochs at a constant learning rate."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from .weight_averaging import WeightAveraging
 class StochasticWeightAveraging(WeightAveraging):
     """Average the weights at the end of each of the last epochs (SWA, Izmailov et al. 2018).
 
-    From the first of these epochs on the learning rate goes from where the schedule left it to `swa_lrs`, as torch's
-    ``SWALR`` does it, and stays there; the module's own schedulers have no say any more. Buffers are averaged like
-    weights, running statistics of BatchNorm included, instead of a pass over the data at the end (``update_bn``).
+    From the first of these epochs on the learning rate is annealed from its value then to `swa_lrs`, as by torch's
+    ``SWALR``, and stays there; the module's schedulers no longer change it. Buffers are averaged like weights, running
+    statistics of BatchNorm included, instead of a pass over the data at the end (``update_bn``). The hooks run on every
+    rank, as in `WeightAveraging`.
 
     Args:
-        swa_lrs: the learning rate to which to go, one or one for each parameter group.
+        swa_lrs: the final learning rate, one for all or one for each parameter group.
         swa_epoch_start: the first epoch to average, counted from 1, or as a fraction of ``max_epochs``.
-        annealing_epochs: over how many epochs the learning rate goes there; 0: at once.
+        annealing_epochs: the number of epochs in which the learning rate is annealed; 0: at once.
         annealing_strategy: ``cos`` or ``linear``.
         avg_fn: as in `WeightAveraging`.
-        device: where the average lives; by default where the module does.
+        device: the device of the average; by default that of the module.
 
     Raises:
-        ConfigError: for values that cannot be, several optimizers, or a fraction of an unlimited number of epochs.
+        ConfigError: for an impossible argument, several optimizers, or a fraction of an unlimited number of epochs.
     """
 
     def __init__(
@@ -47,17 +48,17 @@ class StochasticWeightAveraging(WeightAveraging):
         lrs = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
         if not lrs or any(not lr > 0 for lr in lrs):
             raise ConfigError(
-                f"swa_lrs={swa_lrs!r} is not possible; give a learning rate above 0, or one for each group."
+                f"swa_lrs must be a learning rate above 0, or one for each group, got {swa_lrs!r}; change it."
             )
         is_fraction = isinstance(swa_epoch_start, float)
         if not (0.0 <= swa_epoch_start <= 1.0 if is_fraction else swa_epoch_start >= 1):
             raise ConfigError(
-                f"swa_epoch_start={swa_epoch_start!r} is not possible; give an epoch from 1, or a fraction up to 1.0."
+                f"swa_epoch_start must be an epoch from 1, or a fraction up to 1.0, got {swa_epoch_start!r}; change it."
             )
         if annealing_epochs < 0:
-            raise ConfigError(f"annealing_epochs={annealing_epochs} is not possible; give 0 or more.")
+            raise ConfigError(f"annealing_epochs must be 0 or more, got {annealing_epochs}; change it.")
         if annealing_strategy not in ("cos", "linear"):
-            raise ConfigError(f"annealing_strategy={annealing_strategy!r} is not possible; give 'cos' or 'linear'.")
+            raise ConfigError(f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}; change it.")
         self._swa_lrs, self._epoch_start = lrs, swa_epoch_start
         self._annealing_epochs, self._annealing_strategy = annealing_epochs, annealing_strategy
         self._first_epoch = 0
@@ -69,7 +70,7 @@ class StochasticWeightAveraging(WeightAveraging):
         return epoch_idx is not None and epoch_idx >= self._first_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, and the learning rates from which the annealing went."""
+        """Return the average, and the learning rates from which the annealing started."""
         state = super().state_dict()
         return {**state, "lrs_before": self._lrs_before} if state or self._lrs_before else {}
 
@@ -82,10 +83,12 @@ class StochasticWeightAveraging(WeightAveraging):
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Find the first epoch to average."""
         if len(trainer.optimizers) != 1:
-            raise ConfigError(f"StochasticWeightAveraging needs 1 optimizer, found {len(trainer.optimizers)}; drop it.")
+            raise ConfigError(
+                f"StochasticWeightAveraging needs 1 optimizer, got {len(trainer.optimizers)}; remove the callback."
+            )
         groups = len(trainer.optimizers[0].param_groups)
         if len(self._swa_lrs) not in (1, groups):
-            raise ConfigError(f"swa_lrs={self._swa_lrs} for {groups} parameter groups; give one, or {groups}.")
+            raise ConfigError(f"swa_lrs must be 1 or {groups} (parameter groups), got {self._swa_lrs}; change it.")
         start = self._epoch_start
         if isinstance(start, float):
             if trainer.max_epochs == -1:
@@ -109,7 +112,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._lrs = [b * (1 - weight) + t * weight for b, t in zip(self._lrs_before, targets, strict=True)]
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Set them, whatever a scheduler has set since."""
+        """Set this epoch's learning rates, which a scheduler may have changed."""
         for group, lr in zip(trainer.optimizers[0].param_groups, self._lrs, strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)

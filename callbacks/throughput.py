@@ -1,4 +1,4 @@
-"""ThroughputMonitor: how fast training is, and how much of the device's peak it uses."""
+"""ThroughputMonitor: log the speed of training, and its share of the device's peak."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
 
 
 class ThroughputMonitor(Callback):
-    """Logs samples, tokens and batches a second, and MFU, whenever the trainer logs a step.
+    """Log samples, tokens and batches per second, and MFU, whenever the trainer logs a step.
 
-    ``throughput/samples_per_sec`` and ``throughput/tokens_per_sec`` are of all ranks together, ``batches_per_sec``
-    (micro-batches), ``flops_per_sec`` and ``mfu`` of one; each is the mean over the last `window_size` steps.
-    ``throughput/samples``, ``tokens`` and ``seconds`` count from the very first `fit`: resumed, they go on. Time is
-    training time, without validation, on the host's clock: nothing waits for the device. The hooks run on every rank,
-    and rank 0 logs; with one of the two functions the ranks add up their counts at the steps that are logged. A step
-    that is not logged costs 0.6 us, and what the functions cost.
+    ``throughput/samples_per_sec`` and ``throughput/tokens_per_sec`` are of all ranks together; ``batches_per_sec``
+    (micro-batches), ``flops_per_sec`` and ``mfu`` are of one rank. Each is the mean over the last `window_size` steps.
+    ``throughput/samples``, ``tokens`` and ``seconds`` are totals since the very first `fit`, resumed runs included. The
+    time is that of training without validation, on the host's clock: nothing waits for the device. The hooks run on
+    every rank, and rank 0 logs; with one of the two functions the ranks sum their counts at the steps that are logged.
+    A step that is not logged costs 0.6 us and the time of the functions.
 
-    MFU (Chowdhery et al. 2022) is the FLOPs that the model does in a second over those that the device could do. With
-    activation checkpointing a counted batch holds the recomputation, too: give `flops_per_batch` then.
+    MFU (Chowdhery et al. 2022) is the model's FLOPs per second divided by the device's peak. With activation
+    checkpointing the FLOPs that are counted include the recomputation: give `flops_per_batch` then.
 
     Args:
         batch_size_fn: returns the samples of a micro-batch of this rank; by default the trainer's count.
         length_fn: returns the tokens of a micro-batch; without it there are no tokens.
-        window_size: over how many steps to average.
-        flops_per_batch: FLOPs of one micro-batch on one rank, forward and backward; None: where the peak is known they
-            are counted once, in the first micro-batch of the run, by ``torch.utils.flop_counter``.
+        window_size: the number of steps to average over.
+        separator: stands between ``throughput`` and the name of a number.
+        flops_per_batch: FLOPs of one micro-batch on one rank, forward and backward; None: if the peak is known they are
+            counted once, in the first micro-batch of the run, by ``torch.utils.flop_counter``.
         available_flops: the peak of one device in FLOP/s; None: looked up by the name of the GPU and the precision.
 
     Raises:
-        ConfigError: for a window without a step, or a peak or count that is not positive.
+        ConfigError: for a window, a peak or a count that is not positive.
     """
 
     def __init__(
@@ -49,16 +50,18 @@ class ThroughputMonitor(Callback):
         length_fn: Callable[[Any], int] | None = None,
         *,
         window_size: int = 100,
+        separator: str = "/",
         flops_per_batch: float | None = None,
         available_flops: float | None = None,
     ) -> None:
         limits = {"window_size": window_size, "flops_per_batch": flops_per_batch, "available_flops": available_flops}
         for name, value in limits.items():
             if value is not None and value <= 0:
-                raise ConfigError(f"ThroughputMonitor: {name}={value} is not possible; give a number above 0.")
+                raise ConfigError(f"{name} must be above 0, got {value}; change it.")
         self._batch_size_fn = batch_size_fn
         self._length_fn = length_fn
         self._window_size = window_size
+        self._separator = separator
         self._flops_per_batch = flops_per_batch
         self._available_flops = available_flops
         self._peak: float | None = None
@@ -81,7 +84,7 @@ class ThroughputMonitor(Callback):
         self._window = deque([self._read(trainer)])
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Count the FLOPs of the first micro-batch, where they are wanted."""
+        """Count the FLOPs of the first micro-batch, if MFU needs them."""
         if self._flops_per_batch is None and self._peak is not None and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
@@ -99,7 +102,7 @@ class ThroughputMonitor(Callback):
             self._end_counting(trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Log, if the trainer logs this step. Collective then, with a function."""
+        """Log if the trainer logs this step. Collective then, with one of the functions."""
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
@@ -113,41 +116,41 @@ class ThroughputMonitor(Callback):
         self._stop()
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """Let the clock run on, if training does."""
+        """Restart the clock if training continues."""
         if self._window:
             self._resumed_at = monotonic()
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Stop the clock for good."""
+        """Stop the clock and drop the window."""
         self._stop()
         self._window.clear()
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Stop the clock, and a counting that was interrupted."""
+        """Stop the clock and the count of FLOPs."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
         self.on_train_end(trainer, module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave a counting behind that is going on in this process."""
+        """Leave out the count of FLOPs, which belongs to this process."""
         return {**self.__dict__, "_counter": None}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals so far; of samples and tokens counted since a step was logged, this rank's."""
+        """Return the totals; samples and tokens counted since the last logged step are this rank's."""
         counted = {name: count + self._counted_here[name] for name, count in self._counted.items()}
         return {"seconds": self._elapsed(), "batches": self._batches, **counted}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count on from the saved totals."""
+        """Continue from the saved totals."""
         self._seconds = float(state_dict["seconds"])
         self._batches = int(state_dict["batches"])
         self._counted = {name: int(state_dict[name]) for name in self._counted}
         self._counted_here = dict.fromkeys(self._counted, 0)
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def _elapsed(self) -> float:
         return self._seconds + (monotonic() - self._resumed_at if self._resumed_at is not None else 0.0)
@@ -157,13 +160,13 @@ class ThroughputMonitor(Callback):
         self._resumed_at = None
 
     def _add_up(self, trainer: Run) -> None:
-        """Add what every rank has counted since the last time. Collective: every rank calls it."""
+        """Add the counts of all ranks since the last time. Collective: every rank calls it."""
         counted = trainer.strategy.all_reduce(self._counted_here)
         self._counted = {name: count + counted[name] for name, count in self._counted.items()}
         self._counted_here = dict.fromkeys(self._counted, 0)
 
     def _read(self, trainer: Run) -> _Reading:
-        # what has not been added up yet is taken to be as much on the other ranks
+        # counts that are not summed yet are taken to be the same on the other ranks
         size = trainer.strategy.data_size
         samples, tokens = (count + size * self._counted_here[name] for name, count in self._counted.items())
         if self._batch_size_fn is None:
@@ -191,10 +194,10 @@ class ThroughputMonitor(Callback):
             measured["flops_per_sec"] = batches_per_sec * self._flops_per_batch
             if self._peak is not None:
                 measured["mfu"] = measured["flops_per_sec"] / self._peak
-        return {f"throughput/{name}": value for name, value in measured.items()}
+        return {f"throughput{self._separator}{name}": value for name, value in measured.items()}
 
     def _end_counting(self, trainer: Run) -> None:
-        """Take the count, and begin the window anew: the counted micro-batch was slow."""
+        """Take the count of FLOPs, and start a new window: counting has slowed this micro-batch."""
         assert self._counter is not None
         self._counter.__exit__(None, None, None)
         self._flops_per_batch = float(self._counter.get_total_flops())

@@ -1,4 +1,4 @@
-"""Timer: how long training took so far, over all resumed runs, and its end when the time is up."""
+"""Timer: measure the time of each stage, resumed runs included, and end training when it is up."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _INTERVALS: Final = ("step", "epoch")
 
 
 class Timer(Callback):
-    """Measures each stage and sets ``trainer.should_stop`` once training has lasted for `duration`.
+    """Measure each stage, and set ``trainer.should_stop`` when training has lasted for `duration`.
 
-    Training time includes the validations inside of it, and the time before a resume. The hooks run on every rank, each
-    with a clock of its own, and do not communicate: rank 0's clock ends training, the others follow when the ranks meet
-    (`Run.should_stop`). A step costs 0.1 us.
+    Training time includes the validations inside it, and the time before a resume. The hooks run on every rank, each
+    with its own clock, and do not communicate: rank 0's clock ends training, on all ranks as `Run.should_stop` says. A
+    step costs 0.1 us.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a timedelta, or its arguments; None only measures.
-        interval: whether to look at the clock after every optimizer step or after every epoch.
+        duration: ``"DD:HH:MM:SS"``, a timedelta, or its arguments; None: only measure.
+        interval: read the clock after every optimizer ``step`` or after every ``epoch``.
         verbose: print a line when the time is up.
 
     Raises:
-        ConfigError: for a duration that is no time, or an unknown interval.
+        ConfigError: for a duration that is not a time, or an unknown interval.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         if interval not in _INTERVALS:
-            raise ConfigError(f"Timer: interval={interval!r} is not possible.{did_you_mean(str(interval), _INTERVALS)}")
-        parsed = parse_duration("Timer: duration", duration)
+            known = did_you_mean(str(interval), _INTERVALS)
+            raise ConfigError(f"interval must be 'step' or 'epoch', got {interval!r}.{known}")
+        parsed = parse_duration("duration", duration)
         self._duration = math.inf if parsed is None else parsed.total_seconds()
         self._interval = interval
         self._verbose = verbose
@@ -55,28 +56,28 @@ class Timer(Callback):
         self._deadline = math.inf
 
     def start_time(self, stage: TimedStage = "train") -> float | None:
-        """Return when a stage began, on the clock of ``time.monotonic``; None if it never did."""
+        """Return the time at which a stage began, on the clock of ``time.monotonic``; None if it has not."""
         return self._starts.get(_known(stage))
 
     def end_time(self, stage: TimedStage = "train") -> float | None:
-        """Return when a stage ended, on the same clock; None if it has not."""
+        """Return the time at which a stage ended, on the same clock; None if it has not."""
         return self._ends.get(_known(stage))
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Return how many seconds a stage took so far; for ``train`` with those before the resume."""
+        """Return the seconds of a stage so far; for ``train`` with those before a resume."""
         before = self._before if _known(stage) == "train" else 0.0
         if stage not in self._starts:
             return before or self._seconds.get(stage, 0.0)
         return before + self._ends.get(stage, monotonic()) - self._starts[stage]
 
     def time_remaining(self, stage: TimedStage = "train") -> float | None:
-        """Return how many seconds of `duration` are left to a stage; None without a duration."""
+        """Return the seconds of `duration` that are left for a stage; None without a duration."""
         return None if math.isinf(self._duration) else self._duration - self.time_elapsed(stage)
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Start the clock; stop at once if a resumed run has no time left."""
+        """Start the clock; end training at once if a resumed run has no time left."""
         self._start("train")
         self._deadline = self._starts["train"] + self._duration - self._before
         self._stop_if_late(trainer)
@@ -86,12 +87,12 @@ class Timer(Callback):
         self._end("train")
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Look at the clock, if it is to be looked at after every step."""
+        """Read the clock, if it is read after every step."""
         if monotonic() >= self._deadline and self._interval == "step":
             self._stop_if_late(trainer)
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Look at the clock, if it is to be looked at after every epoch."""
+        """Read the clock, if it is read after every epoch."""
         if self._interval == "epoch":
             self._stop_if_late(trainer)
 
@@ -137,7 +138,7 @@ class Timer(Callback):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training time so far, and how long the other stages took last."""
+        """Return the training time so far, and the last times of the other stages."""
         others = [stage for stage in {**self._seconds, **self._starts} if stage != "train"]
         return {
             "time_elapsed": self.time_elapsed("train"),
@@ -145,17 +146,17 @@ class Timer(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count on from the saved training time; in a run that is rolled back, time goes on."""
+        """Continue from the saved training time; in a run that is rolled back, the time continues."""
         if "train" in self._starts and "train" not in self._ends:
             return
         self._before, self._seconds = float(state_dict["time_elapsed"]), dict(state_dict["stages"])
         self._starts.clear()
         self._ends.clear()
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- the clock ---------------------------------------------------------------------------------------------------
 
     def _start(self, stage: str) -> None:
-        if stage == "train" and stage in self._starts:  # a second `fit` goes on where the first one ended
+        if stage == "train" and stage in self._starts:  # a second `fit` continues where the first one ended
             self._before = self.time_elapsed("train")
         self._starts[stage] = monotonic()
         self._ends.pop(stage, None)
@@ -166,7 +167,7 @@ class Timer(Callback):
     def _stop_if_late(self, trainer: Run) -> None:
         if monotonic() < self._deadline or not trainer.is_global_zero:
             return
-        self._deadline = math.inf  # said once: min_steps may let the run go on
+        self._deadline = math.inf  # said once: min_steps may let the run continue
         trainer.should_stop = True
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
@@ -191,12 +192,12 @@ def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None)
             raise ValueError
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{name}={value!r} is not a time; give a timedelta, its arguments as a dict, or 'DD:HH:MM:SS'."
+            f"{name} must be a timedelta, its arguments as a dict, or 'DD:HH:MM:SS', got {value!r}; change it."
         ) from None
     return duration
 
 
 def _known(stage: str) -> str:
     if stage not in _STAGES:
-        raise ConfigError(f"Timer: stage={stage!r} is not a stage.{did_you_mean(str(stage), _STAGES)}")
+        raise ConfigError(f"stage must be one of {_STAGES}, got {stage!r}.{did_you_mean(str(stage), _STAGES)}")
     return stage

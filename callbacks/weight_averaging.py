@@ -1,4 +1,4 @@
-"""WeightAveraging: keep an average of the weights, validate with it, and end the fit with it (EMA, SWA)."""
+"""WeightAveraging: average the weights while training, validate with the average, and end with it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .run import Run
 
 _WEIGHTS: Final = "state_dict"
 _CALLBACKS: Final = "callbacks"
-"""A part of all checkpoints but those of weights only."""
+"""A key of all checkpoints except those of weights only."""
 _TRAINED: Final = "trained_weights"
 
 
 class WeightAveraging(Callback):
     """Average the weights over the steps or epochs that `should_update` chooses; by default over every step, equally.
 
-    The average is taken right after the optimizer's update, so that a validation at that step already uses it: during
+    The average is updated right after the optimizer's step, so that a validation at that step uses it: during
     validation the module holds the average, afterwards its own weights again, and when `fit` ends without an error it
-    keeps the average. Nothing is swapped before the first update. A checkpoint's ``model`` is the average, too, so that
-    whoever loads it gets what was validated; the weights with which training goes on are its part ``trained_weights``.
-    The hooks run on every rank, each averages for itself, and the average is the same: the weights are; of buffers rank
-    0's average counts, which the others take over in `on_validation_start` and `on_fit_end`, the two that communicate.
+    keeps the average. Nothing is swapped before the first update. The ``model`` of a checkpoint is the average, too, as
+    it was validated; the weights with which training continues are stored under ``trained_weights``. The hooks run on
+    every rank. Each rank averages its weights, which are the same on all; averaged buffers are rank 0's, which the
+    others take in `on_validation_start` and `on_fit_end`, the two hooks that communicate.
 
     Args:
-        device: where the average lives; by default where the module does.
-        use_buffers: average floating-point buffers, too (running statistics of normalisation layers); otherwise, as
-            all other buffers, they are the module's.
+        device: the device of the average; by default that of the module.
+        use_buffers: average floating-point buffers, too (running statistics of normalisation layers); all others are
+            the module's.
         avg_fn: ``(average, weight, number averaged) -> new average``; by default the mean of all.
         multi_avg_fn: the same for lists of tensors, in place (faster); see ``torch.optim.swa_utils.AveragedModel``.
 
     Raises:
         ConfigError: if both functions are given.
-        CheckpointError: on resume, if the saved average is of other weights.
+        CheckpointError: on resume, if the saved average does not have the weights of the module.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WeightAveraging(Callback):
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ConfigError(
-                f"avg_fn={avg_fn!r} and multi_avg_fn={multi_avg_fn!r} exclude each other; give one of them."
+                f"avg_fn={avg_fn!r} and multi_avg_fn={multi_avg_fn!r} exclude each other; pass one of them."
             )
         self._device, self._use_buffers = device, use_buffers
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
@@ -67,43 +67,43 @@ class WeightAveraging(Callback):
         """Return whether to average after this optimizer step, or after this epoch; override it for another policy.
 
         Args:
-            step_idx: the step that has just been made, from 0; None at the end of an epoch.
-            epoch_idx: the epoch that has been completed, from 0; None after a step.
+            step_idx: the step that has just been completed, from 0; None at the end of an epoch.
+            epoch_idx: the epoch that has just been completed, from 0; None after a step.
         """
         return step_idx is not None
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many weights were averaged."""
+        """Return the number of weights that were averaged."""
         return {"count": self._average.count} if self._average is not None and self._average.count else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the number back."""
+        """Restore the number."""
         self._saved_count = state_dict["count"]
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Save the average as the model, which is what was validated, and the module's own weights beside it."""
+        """Save the average as the model, as it was validated, and the module's own weights beside it."""
         if self._average is not None and self._average.count:
             checkpoint[_WEIGHTS], trained = self._average.exchange_in(checkpoint[_WEIGHTS])
             if _CALLBACKS in checkpoint:
                 checkpoint[_TRAINED] = trained
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Keep the saved average until `on_fit_start`, and let the module go on with its own weights."""
+        """Keep the saved average until `on_fit_start`, and give the module its own weights."""
         if self._is_fitting and _TRAINED in checkpoint:
             self._saved = checkpoint[_WEIGHTS]
             checkpoint[_WEIGHTS] = {**checkpoint[_WEIGHTS], **checkpoint.pop(_TRAINED)}
 
-    # --- when --------------------------------------------------------------------------------------------------------
+    # --- when to average ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Note whether the weights will be trained: a checkpoint that is only evaluated keeps the average."""
+        """Note whether the weights will be trained: in an evaluation the module keeps a checkpoint's average."""
         self._is_fitting = stage == "fit"
-        self._saved, self._saved_count = {}, 0  # unless a run is resumed, which comes next
+        self._saved, self._saved_count = {}, 0  # a run that is resumed loads them next
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin with nothing, or with the average of the checkpoint."""
+        """Begin an average, or continue that of the checkpoint."""
         self._average = AveragedWeights(module, self._use_buffers, self._device, self._avg_fn, self._multi_avg_fn)
         if self._saved_count:
             self._average.load(self._saved, self._saved_count)
@@ -111,7 +111,7 @@ class WeightAveraging(Callback):
         self._latest_step, self._has_epoch_ended = trainer.global_step, False
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Average, if this micro-batch completed a step and the policy says so."""
+        """Average if this micro-batch has completed a step and `should_update` says so."""
         step = trainer.global_step
         if step > self._latest_step:
             self._latest_step = step
@@ -119,11 +119,11 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Note that the epoch ends; one that training leaves before its end has no `on_train_step_end` after this."""
+        """Note that the epoch has ended; one that is cut short has no `on_train_step_end` after this."""
         self._has_epoch_ended = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Average, if an epoch has ended and the policy says so for it; before any checkpoint of this step."""
+        """Average if an epoch has ended and `should_update` says so; before any checkpoint of this step."""
         if self._has_epoch_ended:
             self._has_epoch_ended = False
             if self.should_update(epoch_idx=trainer.current_epoch):
@@ -146,7 +146,7 @@ class WeightAveraging(Callback):
         self._swap_in(trainer)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Let go of the average."""
+        """Drop the average."""
         self._average = None
 
     def _update(self) -> None:
@@ -168,20 +168,20 @@ class WeightAveraging(Callback):
         self._is_swapped = False
 
 
-# Three levels of classes, where two are the rule: an EMA is a policy and a function for the hooks above, nothing else.
+# Three levels of classes where two are the rule: an EMA is only a policy and a function for the hooks above.
 class EMAWeightAveraging(WeightAveraging):
     """Average exponentially: ``average = decay * average + (1 - decay) * weight`` (Polyak & Juditsky 1992).
 
     Args:
-        device: where the average lives; by default where the module does.
+        device: the device of the average; by default that of the module.
         use_buffers: average floating-point buffers, too.
-        decay: how much of the average remains at each update.
-        update_every_n_steps: average after every so many optimizer steps.
-        update_starting_at_step: and not before this one (from 0).
-        update_starting_at_epoch: besides, average at the end of every epoch from this one on.
+        decay: the weight of the average at each update.
+        update_every_n_steps: average every n optimizer steps.
+        update_starting_at_step: the first step to average, from 0.
+        update_starting_at_epoch: the epoch from which on to average at the end of each epoch, too.
 
     Raises:
-        ConfigError: for a decay outside of 0 to 1, or fewer than 1 step.
+        ConfigError: for a decay outside 0 to 1, or fewer than 1 step.
     """
 
     def __init__(
@@ -194,16 +194,16 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ConfigError(f"decay={decay} is not possible; give a number from 0 to 1, such as 0.999.")
+            raise ConfigError(f"decay must be from 0 to 1, got {decay}; change it, such as to 0.999.")
         if update_every_n_steps < 1:
-            raise ConfigError(f"update_every_n_steps={update_every_n_steps} is not possible; give 1 or more.")
+            raise ConfigError(f"update_every_n_steps must be 1 or more, got {update_every_n_steps}; change it.")
         super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self._every_n_steps = update_every_n_steps
         self._from_step = update_starting_at_step or 0
         self._from_epoch = update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether it is time, by the constructor's numbers."""
+        """Return whether the constructor's numbers say so."""
         if step_idx is not None:
             return step_idx >= self._from_step and step_idx % self._every_n_steps == 0
         return epoch_idx is not None and self._from_epoch is not None and epoch_idx >= self._from_epoch

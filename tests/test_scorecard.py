@@ -64,6 +64,10 @@ CHECKS_AND_WHAT_THEY_FIND = [
         scorecard.undocumented,
         'class A:\n    """One."""\n    def f(self): ...\nclass B(A):\n    """Two."""\n    def f(self): "."',
     ),
+    (
+        scorecard.undocumented,
+        'class A:\n    """."""\n    def f(self): "."\n@documented_by(A)\nclass B:\n    """."""\n    def g(self): ...',
+    ),
     (scorecard.reminders, "x = 1  # TO" + "DO: later"),
     (scorecard.strategies_asked_their_class, "isinstance(self.strategy, DDPStrategy)"),
     (scorecard.strategies_asked_their_class, "isinstance(x, (Strategy, ddp.DDPStrategy))"),
@@ -105,6 +109,17 @@ CHECKS_AND_WHAT_THEY_PASS = [
     (
         scorecard.undocumented,
         'class A(Protocol):\n    """One."""\n    def f(self): "."\nclass B:\n    """."""\n    def f(self): ...',
+    ),
+    (
+        scorecard.undocumented,
+        'class A:\n    """."""\n    def f(self): "."\n@documented_by(A)\nclass B:\n    """."""\n    def f(self): ...',
+    ),
+    (
+        scorecard.undocumented,
+        (
+            'class A(Protocol):\n    """."""\n    def f(self): "."\n    def g(self): "."\n'
+            'class B:\n    """."""\n    def f(self): "."\nclass C(B):\n    """."""\n    def g(self): ...'
+        ),
     ),
     (scorecard.undocumented, "class _A:\n    def f(self): ...\ndef _g(): ..."),
     (scorecard.strategies_asked_their_class, "isinstance(strategy, Strategy) and strategy.shards_parameters"),

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import HOOK_NAMES, overrides
+from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
 from .module.data_module import DataModule
@@ -120,7 +121,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     """Check that callbacks are callbacks, and point out their misspelt hooks.
 
     Raises:
-        ConfigError: for an object that is not a Callback.
+        ConfigError: for an object that is not a callback, or for two progress bars.
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -128,6 +129,9 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 f"callbacks holds {callback!r:.80}, a {type(callback).__name__}; pass instances of echelon.Callback."
             )
         point_out_misspelt(callback, Callback)
+    num_bars = sum(isinstance(callback, TQDMProgressBar) for callback in callbacks)
+    if num_bars > 1:
+        raise ConfigError(f"callbacks must hold at most 1 progress bar, got {num_bars}; remove all but one.")
 
 
 def check_writable(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""AveragedWeights: the averaged counterparts of a module's tensors, by their names."""
+"""AveragedWeights: averages of a module's tensors, by their names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AverageMany = Callable[..., None]
 
 
 class AveragedWeights:
-    """torch's ``AveragedModel`` over a module's tensors, without a copy of the module or of what it refers to.
+    """torch's ``AveragedModel`` over a module's tensors, without a copy of the module or of its other attributes.
 
-    Averaged are the parameters, and with `use_buffers` the floating-point buffers that the module's state has; the
-    other buffers are the module's own.
+    It averages the parameters, and with `use_buffers` the floating-point buffers in the module's state; all other
+    buffers are the module's.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class AveragedWeights:
         holder = _Holder(self._live)
         if device is not None:
             holder.to(device)
-        # buffers=False: what the holder calls parameters is averaged, and what it calls buffers is copied
+        # use_buffers=False: the holder's parameters are averaged, and its buffers are copied
         self._model = AveragedModel(holder, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn, use_buffers=False)
         self.count = 0
-        """Of how many weights this is the average."""
+        """The number of updates that were averaged."""
 
     def update(self) -> None:
-        """Take the module's current tensors in."""
+        """Add the module's current tensors to the average."""
         self._model.update_parameters(self._live)
         self.count += 1
 
@@ -55,33 +55,33 @@ class AveragedWeights:
             average.copy_(before)
 
     def sync_buffers(self, strategy: Strategy) -> None:
-        """Take rank 0's average of the buffers, which may differ: each rank has seen its own batches. Collective."""
+        """Take rank 0's average of the buffers, which differ as each rank has its own batches. Collective."""
         parameters = list(self._model.module.parameters())
         buffers = parameters[self._live.num_parameters :]
         with torch.no_grad():
-            for mine, first in zip(buffers, strategy.broadcast([b.detach() for b in buffers]), strict=True):
-                mine.copy_(first)
+            for own, first in zip(buffers, strategy.broadcast([b.detach() for b in buffers]), strict=True):
+                own.copy_(first)
 
     def exchange_in(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a state of the module with the average in it, and what was there instead; nothing is copied."""
+        """Return a state of the module with the averages, and the tensors that they replace; nothing is copied."""
         averages = dict(zip(self._live.names, self._model.module.parameters(), strict=True))
-        mine = {name: first for name, first in self._live.first_names().items() if name in state}
+        replaced = {name: first for name, first in self._live.first_names().items() if name in state}
         return (
-            {**state, **{name: self._live.whole(first, averages[first].detach()) for name, first in mine.items()}},
-            {name: state[name] for name in mine},
+            {**state, **{name: self._live.whole(first, averages[first].detach()) for name, first in replaced.items()}},
+            {name: state[name] for name in replaced},
         )
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], count: int) -> None:
-        """Take an average back from a state of the module.
+        """Restore an average from a state of the module.
 
         Raises:
-            CheckpointError: if the state has not all of its tensors.
+            CheckpointError: if the state lacks a tensor of the average.
         """
         missing = sorted(set(self._live.names) - set(state))
         if missing:
             raise CheckpointError(
-                f"The saved average has no {', '.join(missing[:5])}; resume with the module and use_buffers as they "
+                f"The saved average lacks {', '.join(missing[:5])}; resume with the module and use_buffers as they "
                 "were, or without weight averaging."
             )
         for name, average in zip(self._live.names, self._model.module.parameters(), strict=True):
@@ -91,16 +91,16 @@ class AveragedWeights:
 
 
 class _Live(nn.Module):
-    """A module seen as AveragedModel wants it: as parameters what is averaged, as buffers what is only copied."""
+    """A view of a module for AveragedModel: its parameters are averaged, its buffers are only copied."""
 
     def __init__(self, module: nn.Module, use_buffers: bool) -> None:
         super().__init__()
-        self._of = (module,)  # in a tuple, so that it is no submodule
+        self._of = (module,)  # in a tuple, so that it is not a submodule
         self.parameters_of = dict(module.named_parameters())
         saved = module.state_dict().keys() if use_buffers else ()
         self._averaged: dict[str, tuple[nn.Module, str]] = {}
         self._copied: list[tuple[nn.Module, str]] = []
-        # owners, not tensors: a module may put another tensor in a buffer's place
+        # owners, not tensors: a module may replace a buffer
         for prefix, owner in module.named_modules():
             for key, buffer in owner.named_buffers(recurse=False):
                 name = f"{prefix}.{key}" if prefix else key
@@ -110,31 +110,31 @@ class _Live(nn.Module):
                     self._copied.append((owner, key))
         self.num_parameters = len(self.parameters_of)
         self.names = [*self.parameters_of, *self._averaged]
-        """What is averaged; a tensor with several names under its first."""
+        """The names of the averaged tensors; of a tensor with several names, the first."""
 
     def first_names(self) -> dict[str, str]:
-        """Return all names of what is averaged, each with the first name of its tensor."""
+        """Return all names of the averaged tensors, each with the first name of its tensor."""
         first = {id(parameter): name for name, parameter in self.parameters_of.items()}
         named = self._of[0].named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in named} | {name: name for name in self._averaged}
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """Return a part, as `parameters` yields them, as a tensor that knows of which whole."""
+        """Return a tensor of `parameters` as a shard of its parameter, or as it is."""
         like = self.parameters_of.get(name)
         return part if like is None else with_part(like, part)
 
-    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:  # type: ignore[override]  # parts are no Parameter
-        """Yield what is averaged; of what is sharded, this rank's part."""
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:  # type: ignore[override]  # a shard is not a Parameter
+        """Yield the averaged tensors; of a sharded one, this rank's shard."""
         yield from (local_part(parameter) for parameter in self.parameters_of.values())
         yield from (getattr(owner, key) for owner, key in self._averaged.values())
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Yield what is copied."""
+        """Yield the tensors that are only copied."""
         return (getattr(owner, key) for owner, key in self._copied)
 
 
 class _Holder(nn.Module):
-    """Copies of what `_Live` yields."""
+    """Copies of the tensors that `_Live` yields."""
 
     def __init__(self, live: _Live) -> None:
         super().__init__()

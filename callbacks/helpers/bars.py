@@ -1,4 +1,4 @@
-"""How progress looks: a bar that is redrawn, or, where nothing can be redrawn, a few lines."""
+"""Displays of progress: a bar that is redrawn, or a few lines where nothing can be redrawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from ...strategies.errors import MissingDependencyError
 from .console import Console, lock_threads_only, say
 
 _FREE_LINES: Final = 10
-"""So many finished epochs get their line however short they are; the later ones at most one a second."""
-
+"""Epochs that get a line however short they are; the later ones get at most one line a second."""
 
 Postfix = Callable[[], str] | None
-"""What stands behind the count; None for what stood there before."""
+"""Returns the text behind the count; None for the text that was there before."""
 
 
 class Bar(Protocol):
@@ -28,101 +27,81 @@ class Bar(Protocol):
     """Seconds between two calls of `show`."""
 
     def begin(self, description: str, total: float, done: int) -> None:
-        """Start to count to `total` (infinity if unknown), of which `done` is done already."""
+        """Start to count from `done` to `total`, infinity if unknown."""
 
     def show(self, done: int, postfix: Postfix) -> None:
-        """Show where we are."""
+        """Show the count."""
 
     def pause(self, done: int, postfix: Postfix) -> None:
-        """Show where we are, and stop the clock."""
+        """Show the count, and stop the clock."""
 
     def resume(self) -> None:
-        """Let the clock run on."""
+        """Let the clock continue."""
 
     def end(self, done: int, postfix: Postfix) -> None:
-        """Show the end of a count; another may `begin`, or `close` follow."""
+        """Show the end of a count; another `begin` or `close` may follow."""
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
-        """Show the last state and leave it standing if `keep`, otherwise vanish."""
+        """Show the last state and leave it if `keep`, otherwise remove the bar."""
 
 
 class TqdmBar:
-    """A bar of tqdm's, at the given line below the cursor's; in a notebook, a widget."""
+    """A bar of tqdm, made by `make` when a count begins; in a notebook, a widget."""
 
     interval: float = 0.2
 
-    def __init__(self, console: Console, line: int, leave: bool) -> None:
-        self._make = _tqdm_class(console)
-        self._line = line
+    def __init__(self, make: Callable[[], Any], leave: bool) -> None:
+        self._make = make
         self._leave = leave
-        self._bar: Any = None
+        self.tqdm: Any = None
+        """None before the first count and after the last."""
 
     def begin(self, description: str, total: float, done: int) -> None:
         known_total = None if math.isinf(total) else int(total)
-        if self._bar is None:
-            self._bar = self._make(
-                desc=description,
-                total=known_total,
-                initial=done,
-                position=self._line,
-                file=sys.stdout,
-                **_width(),
-                leave=True,
-                mininterval=0.0,  # the caller has decided already that it is time
-                miniters=1,
-            )
-            return
-        self._bar.initial = done
-        self._bar.total = known_total
-        self._bar.set_postfix_str("", refresh=False)
-        self._bar.set_description_str(description, refresh=False)
-        self._bar.reset(known_total)
-        if done:
-            self._bar.n = self._bar.last_print_n = done
-            self._bar.refresh()
+        is_new = self.tqdm is None
+        if is_new:
+            self.tqdm = self._make()
+        self.tqdm.initial, self.tqdm.total = done, known_total
+        self.tqdm.set_postfix_str("", refresh=False)
+        self.tqdm.set_description_str(description, refresh=False)
+        if not is_new or hasattr(self.tqdm, "container"):  # a widget takes its length from reset only
+            self.tqdm.reset(known_total)
+        self.tqdm.n = self.tqdm.last_print_n = done
+        self.tqdm.refresh()
 
     def show(self, done: int, postfix: Postfix) -> None:
         if postfix is not None:
-            self._bar.set_postfix_str(postfix(), refresh=False)
-        if done > self._bar.n:
-            self._bar.update(done - self._bar.n)
+            self.tqdm.set_postfix_str(postfix(), refresh=False)
+        if done > self.tqdm.n:
+            self.tqdm.update(done - self.tqdm.n)
         else:
-            self._bar.refresh()
+            self.tqdm.refresh()
 
     def pause(self, done: int, postfix: Postfix) -> None:
         self.show(done, postfix)
 
     def resume(self) -> None:
-        self._bar.unpause()
+        self.tqdm.unpause()
 
     def end(self, done: int, postfix: Postfix) -> None:
         self.show(done, postfix)
         if self._leave:
-            self._bar.close()
-            self._bar = None
+            self.tqdm.close()
+            self.tqdm = None
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
-        if self._bar is None:
+        if self.tqdm is None:
             return
         if keep:
             self.show(done, postfix)
-        self._bar.n = done  # a widget that is closed before its end does not vanish, but turns red
-        self._bar.leave = keep
-        self._bar.close()
-        self._bar = None
-
-
-def _width() -> dict[str, Any]:
-    """Return tqdm's arguments for the width: the terminal's, also when it changes; 80 where it says it has none."""
-    try:
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError):  # a notebook: its widget knows better
-        return {"dynamic_ncols": True}
-    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 20}
+        self.tqdm.n = done  # a widget that is closed before its end does not vanish, but turns red
+        self.tqdm.leave = keep
+        self.tqdm.close()
+        self.tqdm = None
 
 
 class LineBar:
-    """A line for a finished count, and one every `interval` seconds of a long one: for pipes and files."""
+    """A line for a finished count, and one every `interval` seconds of a long count, for pipes and files."""
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
@@ -166,30 +145,46 @@ class LineBar:
         self._printed_at = monotonic()
 
 
-def open_bar(console: Console, *, line: int, leave: bool, seconds_between_lines: float) -> Bar | None:
-    """Return the display that suits the console; None where a second one, below the first, would only be in the way.
-
-    Raises:
-        MissingDependencyError: if it needs tqdm, and tqdm is not installed.
-    """
+def open_bar(
+    console: Console, make: Callable[[], Any], *, line: int, leave: bool, seconds_between_lines: float
+) -> Bar | None:
+    """Return the display that suits the console; None for a second one below the first where the cursor cannot move."""
     if console == "file":
         return LineBar(seconds_between_lines) if line == 0 else None
     if console == "plain_notebook" and line > 0:
-        return None  # its output understands a carriage return, but no cursor movements
-    return TqdmBar(console, line, leave)
+        return None
+    return TqdmBar(make, leave)
 
 
-def _tqdm_class(console: Console) -> type[Any]:
+def new_tqdm(console: Console, description: str, *, line: int) -> Any:
+    """Return a bar of tqdm at the given line below the cursor.
+
+    Raises:
+        MissingDependencyError: if tqdm is not installed.
+    """
     try:
         module = importlib.import_module("tqdm.notebook" if console == "notebook" else "tqdm")
     except ImportError as error:
         raise MissingDependencyError(
-            f"TQDMProgressBar needs tqdm, which is not installed ({error}); run: pip install tqdm, "
-            "or set enable_progress_bar=False."
+            f"TQDMProgressBar needs tqdm, which is not installed ({error}); run: pip install tqdm, or set "
+            "enable_progress_bar=False."
         ) from error
-    # its monitor thread would only wake bars that skip updates; ours skip none
     lock_threads_only(module.tqdm)
-    return type("Bar", (module.tqdm,), {"monitor_interval": 0})
+    # without tqdm's monitor thread, which wakes bars that skip updates: ours skip none
+    unmonitored = type("Bar", (module.tqdm,), {"monitor_interval": 0})
+    # every update is drawn: the caller has decided that it is time
+    return unmonitored(
+        desc=description, position=line, file=sys.stdout, leave=True, mininterval=0, miniters=1, **_width()
+    )
+
+
+def _width() -> dict[str, Any]:
+    """Return tqdm's arguments for the width: that of the terminal, also when it changes; 80 where it has none."""
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):  # a notebook: its widget knows better
+        return {"dynamic_ncols": True}
+    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 20}
 
 
 def _clock(seconds: float) -> str:

@@ -1,22 +1,23 @@
-"""CheckpointName: how a checkpoint is called, from a template that names metrics."""
+"""CheckpointName: the name of a checkpoint, from a template that names metrics."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Final
 
 from ...strategies.errors import ConfigError
+from ..run import Run
 
 _FIELD: Final = re.compile(r"\{([^{}:]*)(:[^{}]*)?\}")
-_SUFFIX: Final = ".ckpt"
+EXTENSION: Final = ".ckpt"
 
 
 class CheckpointName:
     """A template such as ``{epoch}-{val_loss:.2f}``: ``epoch=3-val_loss=0.25.ckpt``.
 
-    ``epoch`` and ``step`` are whole numbers, every other field is a metric. A metric that has not been logged yet reads
-    ``nan`` (Lightning: 0, which looks like a value).
+    ``epoch`` and ``step`` are whole numbers, every other field is a metric, 0 until it is logged.
 
     Args:
         template: the name without ``.ckpt``; a ``/`` outside of fields makes a folder.
@@ -38,7 +39,7 @@ class CheckpointName:
 
     @property
     def fields(self) -> list[str]:
-        """What the template names."""
+        """The names of the fields of the template."""
         return [name for name, _ in _FIELD.findall(self._template)]
 
     def fill(self, metrics: Mapping[str, float]) -> str:
@@ -47,11 +48,11 @@ class CheckpointName:
         Raises:
             ConfigError: when a number does not take its format, such as ``{val_loss:d}``.
         """
-        return _FIELD.sub(lambda match: self._field(match, metrics), self._template) + _SUFFIX
+        return _FIELD.sub(lambda match: self._field(match, metrics), self._template) + EXTENSION
 
     def _field(self, match: re.Match[str], metrics: Mapping[str, float]) -> str:
         name, spec = match[1], (match[2] or ":")[1:]
-        value = metrics.get(name, float("nan"))
+        value = metrics.get(name, 0)
         spec = spec or ("" if isinstance(value, int) else ".6g")
         try:
             text = format(value, spec)
@@ -63,6 +64,25 @@ class CheckpointName:
         return f"{name.replace('/', '_')}={text}" if self._insert_metric_name else text
 
 
+def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collection[str]) -> str:
+    """Return a filled template, numbered (``-v1``) if that name is on rank 0's disk or one of the `taken` paths.
+
+    Collective: every rank calls it.
+    """
+    values: dict[str, float] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+    if not values.keys() >= set(template.fields):
+        trainer.reduce_metrics()
+    metrics = trainer.callback_metrics
+    values |= {name: float(metrics[name]) for name in template.fields if name in metrics and name not in values}
+    name = filled = template.fill(values)
+    version = 0
+    while str(Path(folder) / name) in taken or (trainer.is_global_zero and (Path(folder) / name).exists()):
+        version += 1
+        name = numbered(filled, version)
+    free: str = trainer.strategy.broadcast(name)
+    return free
+
+
 def numbered(name: str, version: int) -> str:
-    """Return the name for the `version`-th checkpoint that would have the same: ``epoch=3-v1.ckpt``."""
-    return f"{name.removesuffix(_SUFFIX)}-v{version}{_SUFFIX}"
+    """Return the name of the `version`-th other checkpoint that would have this name: ``epoch=3-v1.ckpt``."""
+    return f"{name.removesuffix(EXTENSION)}-v{version}{EXTENSION}"

@@ -1,4 +1,4 @@
-"""Where a run speaks to its user: in a terminal, in a notebook, or a file; and lines that no progress bar tears."""
+"""Output to the user: the kind of console, and lines that stand above a progress bar."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _BOX: Final = str.maketrans("┏┳┓┡╇┩└┴┘━─┃│…", "+++++
 
 
 def current_console() -> Console:
-    """Return what standard output is: ``plain_notebook`` is a notebook that has no ipywidgets, ``file`` also a pipe."""
+    """Return the kind of standard output: ``plain_notebook`` has no ipywidgets, ``file`` may be a pipe."""
     if _is_notebook():
         return "notebook" if find_spec("ipywidgets") is not None else "plain_notebook"
     return "terminal" if sys.stdout.isatty() else "file"
 
 
 def say(text: str) -> None:
-    """Print to standard output; above a progress bar, if one is drawn there; without characters that it cannot show."""
+    """Print to standard output, above a progress bar, without characters that it cannot show."""
     text = _encodable(text, sys.stdout.encoding or "utf-8")
     if "tqdm" not in sys.modules:
         print(text, flush=True)
@@ -32,9 +32,9 @@ def say(text: str) -> None:
 
 
 def lock_threads_only(bar: Any) -> None:
-    """Give a class of tqdm's a lock of threads, unless it has one: only rank 0 draws.
+    """Give a class of tqdm a lock for threads, unless it has a lock: only rank 0 draws.
 
-    Its own is also one of processes, a semaphore with a name, which stays behind when the process is killed.
+    The default is also a lock for processes, a named semaphore that leaks when the process is killed.
     """
     if not hasattr(bar, "_lock"):
         bar.set_lock(threading.RLock())
@@ -50,7 +50,7 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 def _is_notebook() -> bool:
-    """Return whether a Jupyter kernel runs us; a terminal's IPython is a terminal."""
+    """Return whether this is a Jupyter kernel; IPython in a terminal is a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config

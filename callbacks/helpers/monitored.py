@@ -1,4 +1,4 @@
-"""MonitoredMetric: the value of a metric at the moment at which it was computed, for callbacks that decide by it."""
+"""MonitoredMetric: a metric by which callbacks decide, read at the step at which it was computed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MODES: Final = ("min", "max")
 
 
 class MonitoredMetric:
-    """A metric that a callback decides by, whether it is computed where training steps, validates or ends an epoch.
+    """A metric by which a callback decides, whether a step, a validation or the end of an epoch computes it.
 
-    A value counts only at the `global_step` at which it was computed: a decision that is due earlier waits for it.
-    Every rank gets rank 0's value and decides alike. As asking rank 0 costs, a decision that waits asks again when an
-    epoch or a validation has ended, and at every step only if the metric is one that steps log.
+    A value counts only at the `global_step` at which it was computed: a decision that is due earlier is pending until
+    then. Every rank gets rank 0's value, so that all decide alike. That is a collective, so that a pending decision
+    asks again only after an epoch or a validation, and at every step only if steps log the metric.
 
     Args:
-        owner: how the callback is called in errors.
+        owner: the name of the callback in errors.
         monitor: the name under which the metric is logged.
         mode: whether ``min`` or ``max`` is better.
 
@@ -34,27 +34,27 @@ class MonitoredMetric:
         self._owner, self._monitor = owner, monitor
         self._sign = 1.0 if mode == "max" else -1.0
         self.is_pending = False
-        """Whether a decision waits for a fresh value; an attribute, as it is asked at every step."""
+        """Whether a decision waits for a new value; an attribute, as it is read at every step."""
         self._validated_at: int | None = None
         self._epoch_ended_at: int | None = None
         self._is_of_steps = True
 
     def start(self, *, is_pending: bool = False) -> None:
-        """Forget what was noted; call it when training starts, with whether a resumed run had a decision pending."""
+        """Forget what was noted, when training starts; a run that is resumed may have a decision pending."""
         self.is_pending = is_pending
         self._validated_at = self._epoch_ended_at = None
         self._is_of_steps = True
 
     def note_validation(self, step: int) -> None:
-        """Remember that a validation has run after a step: what it logs can be asked for from now on."""
+        """Note that a validation has run after a step: its metrics can be read from now on."""
         self._validated_at = step
 
     def note_epoch(self, step: int) -> None:
-        """Remember that an epoch has ended with a step: what it logs can be asked for from now on."""
+        """Note that an epoch has ended with a step: its metrics can be read from now on."""
         self._epoch_ended_at = step
 
     def is_worth_asking(self, trainer: Run) -> bool:
-        """Return whether a decision is pending for which there may be a value now; the same on every rank."""
+        """Return whether a pending decision may have a value now; the same on every rank."""
         return self.is_pending and (
             self._is_of_steps or trainer.global_step in (self._validated_at, self._epoch_ended_at)
         )
@@ -68,10 +68,10 @@ class MonitoredMetric:
         trainer.reduce_metrics()
         step, computed_at = trainer.global_step, trainer.metric_step(self._monitor)
         value = float(trainer.callback_metrics[self._monitor]) if computed_at == step else None
-        found: tuple[int | None, float | None] = trainer.strategy.broadcast((computed_at, value))
-        computed_at, value = found
+        of_rank_0: tuple[int | None, float | None] = trainer.strategy.broadcast((computed_at, value))
+        computed_at, value = of_rank_0
         self.is_pending = computed_at != step
-        # what was last computed where neither a validation nor an epoch ended may come at any step
+        # a metric last computed where neither a validation nor an epoch ended may come at any step
         is_of_steps = computed_at not in (None, self._validated_at, self._epoch_ended_at)
         self._is_of_steps = is_of_steps or trainer.strategy.world_size == 1
         if not self.is_pending:
@@ -88,7 +88,7 @@ class MonitoredMetric:
         return self._epoch_ended_at is not None and has_validated
 
     def rank_of(self, value: float) -> tuple[bool, float]:
-        """Return a key by which the better of two values is the larger; a value that is not finite is worst."""
+        """Return a sort key that is larger for better values; a value that is not finite is the worst."""
         return (True, self._sign * value) if math.isfinite(value) else (False, 0.0)
 
     def is_better(self, value: float, than: float) -> bool:
@@ -99,11 +99,11 @@ class MonitoredMetric:
 def check_mode(owner: str, mode: str) -> None:
     """Raise `ConfigError` unless `mode` is one of the two."""
     if mode not in _MODES:
-        raise ConfigError(f"{owner}(mode={mode!r}) is not possible; give mode='min' or mode='max'.")
+        raise ConfigError(f"mode of {owner} must be 'min' or 'max', got {mode!r}; change it.")
 
 
 def describe_logged(metrics: Mapping[str, object], wanted: str) -> str:
-    """Return what was logged, for the error about a metric that was not."""
+    """Return what was logged, and the remedy, for the error about a metric that was not logged."""
     if not metrics:
         return f"nothing was logged at all: call self.log({wanted!r}, value) in a step of the module."
     names = ", ".join(repr(name) for name in sorted(metrics))

@@ -1,4 +1,4 @@
-"""How many operations a second a device could do at best: the denominator of MFU."""
+"""Peak FLOP/s of devices, the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...strategies import Precision
 
 
 class _Peak(NamedTuple):
-    """Dense TFLOP/s with float32 accumulation, in the words of a device's name; None where the device cannot."""
+    """Dense TFLOP/s with float32 accumulation, by the words of a device's name; None where it has no such units."""
 
     words: frozenset[str]
     half: float
@@ -48,7 +48,7 @@ _PEAKS: Final = (
     _peak("T4", 65, None, 8.1, has_bfloat16=False),
     _peak("MI300X", 1307.4, 653.7, 163.4),
 )
-# slices, and cousins of other speed
+# slices and variants of another speed
 _OTHER_DEVICES: Final = frozenset({"MIG", "LAPTOP", "TI", "SUPER", "D"})
 
 
@@ -63,14 +63,14 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
 def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> float | None:
     """Return the peak of the device that torch calls `name`; None if it is not known, or not for `dtype`."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    found = next((peak for peak in _PEAKS if peak.words <= words), None)
-    if found is None or words & _OTHER_DEVICES:
+    peak = next((peak for peak in _PEAKS if peak.words <= words), None)
+    if peak is None or words & _OTHER_DEVICES:
         return None
     teraflops: float | None = None
-    if dtype is torch.float16 or (dtype is torch.bfloat16 and found.has_bfloat16):
-        teraflops = found.half
+    if dtype is torch.float16 or (dtype is torch.bfloat16 and peak.has_bfloat16):
+        teraflops = peak.half
     elif dtype is torch.float32:
-        teraflops = found.tf32 if uses_tf32 and found.tf32 is not None else found.single
+        teraflops = peak.tf32 if uses_tf32 and peak.tf32 is not None else peak.single
     return None if teraflops is None else teraflops * 1e12
 
 

@@ -1,4 +1,4 @@
-"""Tables in box-drawing characters: of results, and of a module's parts."""
+"""Tables of results and of submodules, in box-drawing characters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _WIDTH: Final = 80
 
 
 def render_table(results: Sequence[Mapping[str, float]], title: str) -> str:
-    """Return the results of `validate` or `test` as a table: a row for each metric, a column for each loader.
+    """Return the results of `validate` or `test` as a table with a row per metric and a column per loader.
 
-    Columns that do not fit into 80 characters follow below, in another table.
+    Columns that do not fit into 80 characters follow in another table below.
 
     Args:
-        results: for each loader its metrics; a suffix ``/dataloader_idx_N`` is left out where N is the loader.
-        title: the head of the column of names, such as ``Test metric``.
+        results: the metrics of each loader; the suffix ``/dataloader_idx_N`` of loader N is left out.
+        title: the header of the column of names, such as ``Test metric``.
     """
     columns = [_without_suffix(metrics, index) for index, metrics in enumerate(results)]
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -58,7 +58,7 @@ def _without_suffix(metrics: Mapping[str, float], index: int) -> dict[str, float
 
 
 def _number(value: float | None) -> str:
-    """Return six significant digits; a dash where a loader has no such metric."""
+    """Return six significant digits; a dash if the loader does not have the metric."""
     if value is None:
         return "-"
     value = float(value)

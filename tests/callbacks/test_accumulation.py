@@ -35,11 +35,11 @@ def test_the_factor_of_an_epoch_is_that_of_the_last_start_before_it() -> None:
 @pytest.mark.parametrize(
     ("scheduling", "message"),
     [
-        ({}, "scheduling={} is empty"),
-        ({-1: 2}, "scheduling has the epoch -1"),
-        ({"0": 2}, "scheduling has the epoch '0'"),
-        ({1: 0}, r"scheduling\[1\]=0 is not possible"),
-        ({1: 2.0}, r"scheduling\[1\]=2.0 is not possible"),
+        ({}, "scheduling must name an epoch, got scheduling={}"),
+        ({-1: 2}, "scheduling must map whole numbers from 0, got the epoch -1"),
+        ({"0": 2}, "scheduling must map whole numbers from 0, got the epoch '0'"),
+        ({1: 0}, r"scheduling\[1\] must be 1 or more micro-batches, got 0"),
+        ({1: 2.0}, r"scheduling\[1\] must be 1 or more micro-batches, got 2.0"),
     ],
 )
 def test_what_is_no_schedule_is_refused_at_once(scheduling: Any, message: str) -> None:
@@ -49,7 +49,7 @@ def test_what_is_no_schedule_is_refused_at_once(scheduling: Any, message: str) -
 
 def test_a_second_source_of_the_same_number_is_refused(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="the trainer has accumulate_grad_batches=2; leave it out of one of them"):
+    with pytest.raises(ConfigError, match="the trainer has it, too, got accumulate_grad_batches=2; remove"):
         trainer.fit(Scripted(), batches())
 
 

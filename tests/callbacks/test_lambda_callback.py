@@ -26,5 +26,5 @@ def test_a_misspelt_hook_is_pointed_out() -> None:
 
 
 def test_a_value_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ConfigError, match="on_fit_end=3 cannot be called"):
+    with pytest.raises(ConfigError, match="on_fit_end must be a function of the hook's arguments, got 3"):
         LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]

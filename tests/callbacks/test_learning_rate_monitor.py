@@ -13,7 +13,7 @@ from scripted import Scripted, batches, trainer_in
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from echelon.callbacks import LearningRateMonitor
+from echelon.callbacks import Callback, LearningRateMonitor
 from echelon.strategies.errors import ConfigError
 
 
@@ -137,5 +137,29 @@ def test_two_groups_with_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_interval_is_pointed_out() -> None:
-    with pytest.raises(ConfigError, match="logging_interval='steps' is not possible. Did you mean 'step'?"):
+    with pytest.raises(ConfigError, match="logging_interval must be .*, got 'steps'. Did you mean 'step'?"):
         LearningRateMonitor("steps")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_the_rates_are_callback_metrics_as_in_lightning(tmp_path: Path, interval: Any) -> None:
+    read: list[float] = []
+
+    class Reading(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            read.append(float(trainer.callback_metrics["lr-SGD"]))
+
+    logger = RecordingLogger(str(tmp_path))
+    callbacks = [LearningRateMonitor(interval, log_momentum=True), Reading()]
+    trainer = trainer_in(tmp_path, *callbacks, logger=logger, log_every_n_steps=1, max_epochs=1)
+    trainer.fit(Configured(by_step), batches())
+    assert read == pytest.approx([1e-2, 1e-2 / 2, 1e-2 / 3, 1e-2 / 4] if interval == "step" else [1e-2] * 4)
+    assert "lr-SGD-momentum" in trainer.callback_metrics
+
+
+def test_the_newest_momentum_and_weight_decay_can_be_read(tmp_path: Path) -> None:
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    assert (monitor.log_momentum, monitor.last_momentum_values, monitor.last_weight_decay_values) == (True, {}, {})
+    fit(tmp_path, Configured(lambda parameters: SGD(parameters, lr=0.5, momentum=0.75, weight_decay=0.25)), monitor)
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.75}
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.25}

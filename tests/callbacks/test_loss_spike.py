@@ -157,16 +157,16 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD([self.net.weight], 0.1), torch.optim.SGD([self.net.bias], 0.1)]
 
-    with pytest.raises(ConfigError, match="LossSpikePolicy needs 1 optimizer, found 2"):
+    with pytest.raises(ConfigError, match="LossSpikePolicy needs 1 optimizer, got 2"):
         trainer_in(tmp_path, policy(), max_epochs=1).fit(Two({}), batches())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"action": "retreat"}, "action='retreat' is not possible; give 'skip', 'stop' or 'rollback'"),
-        ({"threshold": 0.0}, "threshold=0.0 is not possible"),
-        ({"window": 0}, "window=0 is not possible"),
+        ({"action": "retreat"}, "action must be 'skip', 'stop' or 'rollback', got 'retreat'"),
+        ({"threshold": 0.0}, "threshold must be a number of deviations above 0, got 0.0"),
+        ({"window": 0}, "window must be 1 or more steps, got 0"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

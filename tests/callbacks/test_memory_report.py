@@ -93,7 +93,7 @@ def test_manual_optimization_is_measured():
 
 
 def test_a_number_of_steps_that_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="num_steps=0 of MemoryReport is not possible"):
+    with pytest.raises(ConfigError, match="num_steps must be 1 or more, got 0"):
         MemoryReport(0)
 
 

@@ -364,15 +364,17 @@ def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "least"}, "mode='least'.*give mode='min' or mode='max'"),
-        ({"save_top_k": -2}, "save_top_k=-2 is not possible"),
-        ({"save_last": "yes"}, "save_last='yes' is not possible"),
+        ({"mode": "least"}, "mode of ModelCheckpoint must be 'min' or 'max', got 'least'"),
+        ({"save_top_k": -2}, "save_top_k must be a count, 0 for none or -1 for all, got -2"),
+        ({"save_last": "yes"}, "save_last must be True, False or 'link', got 'yes'"),
+        ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank by, got monitor=None; set monitor"),
+        ({"dirpath": "s3://bucket/run"}, "dirpath must be a local folder, got 's3://bucket/run'"),
         ({"filename": "{epoch"}, r"filename='\{epoch' is not a template"),
         (
             {"every_n_train_steps": 10, "every_n_epochs": 1},
             "every_n_train_steps=10, every_n_epochs=1 exclude each other",
         ),
-        ({"every_n_epochs": -1}, "every_n_epochs=-1 is not possible"),
+        ({"every_n_epochs": -1}, "every_n_epochs must be a count, or 0 for never, got -1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
@@ -385,3 +387,92 @@ def test_what_ends_inside_its_first_epoch_is_saved_unranked_rather_than_not_at_a
     trainer_in(tmp_path, saving, max_steps=2).fit(Scripted([1.0]), batches(), batches())
     assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["epoch=0-step=2.ckpt"]
     assert saving.best_model_path == ""
+
+
+# --- as in Lightning 2.6.6 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "kept"),
+    [
+        ("step", "max", ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]),
+        ("epoch", "max", ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]),
+        ("epoch", "min", ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]),
+    ],
+)
+def test_the_step_and_the_epoch_can_be_monitored(tmp_path: Path, monitor: str, mode: Any, kept: list[str]) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor=monitor, mode=mode, save_top_k=2)
+    fit(tmp_path, checkpoint)
+    assert names_in(tmp_path / "ckpt") == kept
+
+
+def test_a_metric_that_is_never_logged_is_pointed_out_where_training_ends_inside_an_epoch(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="vall_loss", every_n_train_steps=2)
+    with pytest.warns(UserWarning, match=r"monitor='vall_loss'\) has saved nothing.*nothing was logged at all"):
+        trainer_in(tmp_path, checkpoint, max_steps=3).fit(Scripted(), batches(), batches())
+    assert not (tmp_path / "ckpt").exists()
+
+
+class Failing(Scripted):
+    """Fails in the third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2:
+            raise ValueError("a broken sample")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("save_last", [None, True])
+def test_save_on_exception_saves_what_the_steps_before_it_have_learned(tmp_path: Path, save_last: bool | None) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", save_on_exception=True, save_last=save_last)
+    trainer = trainer_in(tmp_path, checkpoint)
+    with pytest.raises(ValueError, match="a broken sample"):
+        trainer.fit(Failing(), batches(), batches())
+    saved = tmp_path / "ckpt" / "epoch=0-step=2.ckpt"
+    assert saved.is_dir()
+    resumed = trainer_in(tmp_path, max_epochs=1)
+    resumed.fit(Scripted(), batches(), batches(), ckpt_path=saved)
+    assert resumed.global_step == 3  # without the step of the broken sample
+
+
+def test_without_it_nothing_is_saved_when_training_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a broken sample"):
+        trainer_in(tmp_path, ModelCheckpoint(tmp_path / "ckpt")).fit(Failing(), batches(), batches())
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_what_users_read_and_set(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", save_top_k=2)
+    assert (checkpoint.current_score, checkpoint.every_n_epochs) == (None, 1)
+    fit(tmp_path, checkpoint, Scripted([0.5, 0.25, 0.75]))
+    assert checkpoint.current_score == torch.tensor(0.25)
+    checkpoint.to_yaml()
+    lines = (tmp_path / "ckpt" / "best_k_models.yaml").read_text().splitlines()
+    folder = tmp_path / "ckpt"
+    assert lines == [f"{folder}/epoch=0-step=4.ckpt: 0.5", f"{folder}/epoch=1-step=8.ckpt: 0.25"]
+    checkpoint.to_yaml(tmp_path / "scores.yaml")
+    assert (tmp_path / "scores.yaml").read_text().splitlines() == lines
+    checkpoint.best_model_path = "elsewhere.ckpt"
+    assert checkpoint.best_model_path == "elsewhere.ckpt"
+    assert (ModelCheckpoint.CHECKPOINT_NAME_LAST, ModelCheckpoint.FILE_EXTENSION) == ("last", ".ckpt")
+
+
+def test_a_subclass_chooses_how_the_names_read(tmp_path: Path) -> None:
+    class Underscored(ModelCheckpoint):
+        CHECKPOINT_JOIN_CHAR = "_"
+        CHECKPOINT_NAME_LAST = "newest"
+
+    checkpoint = Underscored(tmp_path / "ckpt", save_last=True)
+    fit(tmp_path, checkpoint, max_epochs=1)
+    assert names_in(tmp_path / "ckpt") == ["epoch=0_step=4.ckpt", "newest.ckpt"]
+    assert checkpoint.last_model_path == str(tmp_path / "ckpt" / "newest.ckpt")
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ModelCheckpoint("~/runs").dirpath == str(tmp_path / "runs")
+
+
+def test_a_link_without_a_top_k_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", save_top_k=0, save_last="link"))
+    assert names_in(tmp_path / "ckpt") == ["epoch=2-step=12.ckpt", "last.ckpt"]

@@ -118,7 +118,7 @@ def test_fit_prints_the_summary_in_the_precision_of_the_run(tmp_path: Path, caps
 
 
 def test_a_depth_below_minus_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_depth=-2 is not possible"):
+    with pytest.raises(ConfigError, match="max_depth must be a depth, 0 for the totals or -1 for all, got -2"):
         ModelSummary(max_depth=-2)
 
 
@@ -128,3 +128,51 @@ def test_a_depth_below_minus_one_is_refused() -> None:
 )
 def test_numbers_have_three_digits_and_a_unit(number: int, text: str) -> None:
     assert human(number) == text
+
+
+# --- as in Lightning 2.6.6 -------------------------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.second = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+        self.unused = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.example_input_array = torch.zeros(4, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.scale
+
+
+def test_a_summary_is_an_object():
+    """The numbers are those of Lightning's ModelSummary of this module."""
+    summary = summarize(TwoLayers())
+    assert summary.layer_names == ["first", "second", "unused"]
+    assert summary.layer_types == ["Linear", "Sequential", "Linear"]
+    assert summary.param_nums == [9, 10, 6]
+    assert summary.in_sizes == [[4, 2], [4, 3], "?"]
+    assert summary.out_sizes == [[4, 3], [4, 1], "?"]
+    assert summary.training_modes == [True, False, True]
+    assert summary.total_training_modes == {"train": 2, "eval": 3}
+    assert (summary.total_parameters, summary.trainable_parameters) == (26, 26)
+    assert summary.model_size == pytest.approx(26 * 4e-6)
+    assert summary.total_flops == 2 * 4 * (2 * 3 + 3)
+    assert summarize(TwoLayers(), max_depth=0).layer_names == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_a_scripted_submodule_has_no_sizes():
+    module = TwoLayers()
+    module.first = torch.jit.script(module.first)
+    summary = summarize(module)
+    assert summary.in_sizes == ["?", [4, 3], "?"]
+    assert summary.param_nums == [9, 10, 6]
+    assert module.first.training
+
+
+@pytest.mark.parametrize("depth", ["x", 1.5, -2])
+def test_another_depth_is_refused(depth):
+    with pytest.raises(ConfigError, match=f"max_depth must be a depth, .*, got {depth!r}"):
+        ModelSummary(max_depth=depth)

@@ -67,13 +67,13 @@ def test_batches_are_written_where_none_are_kept(tmp_path: Path) -> None:
 
 def test_writing_all_at_once_needs_predictions_that_are_kept(tmp_path: Path) -> None:
     with pytest.raises(
-        RunError, match=r"Writer\(write_interval='epoch'\) found no predictions.*set write_interval='batch'"
+        RunError, match=r"Writer\(write_interval='epoch'\) needs the predictions.*set write_interval='batch'"
     ):
         predict(tmp_path, Writer("epoch"), return_predictions=False)
 
 
 def test_an_unknown_interval_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="write_interval='batches' is not known. Did you mean 'batch'"):
+    with pytest.raises(ConfigError, match="write_interval must be one of .*, got 'batches'. Did you mean 'batch'"):
         Writer("batches")
 
 

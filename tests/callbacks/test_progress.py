@@ -21,7 +21,7 @@ from echelon import Callback, Trainer
 from echelon.callbacks import LambdaCallback, TQDMProgressBar
 from echelon.callbacks.helpers.bars import LineBar, TqdmBar, open_bar
 from echelon.callbacks.helpers.console import current_console, say
-from echelon.strategies.errors import ConfigError
+from echelon.strategies.errors import ConfigError, RunError
 
 
 class Shown(Scripted):
@@ -142,6 +142,70 @@ def test_an_unknown_length_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Epoch 0/0: 7it [" in seen.screen[0]
 
 
+@pytest.mark.parametrize("task", ["validate", "fit"])
+def test_loaders_of_unknown_length_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    loaders = [torch.utils.data.DataLoader(Endless(), batch_size=None) for _ in range(2)]
+    with terminal(monkeypatch) as seen:
+        trainer = trainer_with_bar(tmp_path, max_epochs=1)
+        if task == "fit":
+            trainer.fit(Validated(), batches(), loaders)
+        else:
+            trainer.validate(Validated(), loaders)
+    if task == "validate":
+        assert "Validating: 14it [" in seen.screen[0]
+    assert "Validating" in seen.written
+
+
+def test_users_change_the_look_of_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Lightning 2.6.6."""
+
+    class Own(TQDMProgressBar):
+        def init_train_tqdm(self) -> Any:
+            bar = super().init_train_tqdm()
+            bar.unit = "step"
+            return bar
+
+        def init_validation_tqdm(self) -> Any:
+            bar = super().init_validation_tqdm()
+            bar.bar_format = "validating with my bar"
+            return bar
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            assert self.train_progress_bar.total == 4
+
+        def on_validation_batch_end(self, *args: Any) -> None:
+            super().on_validation_batch_end(*args)
+            assert self.val_progress_bar.total == 2
+
+    bar = Own(refresh_rate=2)
+    assert (bar.refresh_rate, bar.is_enabled, bar.is_disabled) == (2, True, False)
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches(), batches(4))
+    assert "step/s" in seen.screen[0]
+    assert "validating with my bar" in seen.written
+    with pytest.raises(RunError, match=r"train_progress_bar is not drawn, found None"):
+        bar.train_progress_bar  # noqa: B018
+
+
+def test_a_disabled_bar_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = TQDMProgressBar()
+    bar.disable()
+    assert bar.is_disabled
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, bar).fit(Shown(), batches())
+    assert seen.written == ""
+    bar.enable()
+    assert bar.is_enabled
+
+
+def test_two_bars_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="callbacks must hold at most 1 progress bar, got 2"):
+        trainer_in(tmp_path, TQDMProgressBar(), TQDMProgressBar())
+
+
 def test_a_resumed_epoch_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1, max_steps=3)
     trainer.fit(Shown(), batches())
@@ -238,7 +302,7 @@ def test_a_long_epoch_has_a_line_now_and_then(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_a_negative_argument_is_refused() -> None:
-    with pytest.raises(ConfigError, match="refresh_rate=-1 is not possible"):
+    with pytest.raises(ConfigError, match="refresh_rate must be 0 or more, got -1"):
         TQDMProgressBar(refresh_rate=-1)
 
 
@@ -268,7 +332,7 @@ def test_widgets_are_used_only_where_they_are_installed(monkeypatch: pytest.Monk
 
 
 def test_below_the_first_bar_there_is_a_second_only_where_the_cursor_moves() -> None:
-    settings: dict[str, Any] = {"leave": False, "seconds_between_lines": 30.0}
+    settings: dict[str, Any] = {"make": object, "leave": False, "seconds_between_lines": 30.0}
     assert open_bar("plain_notebook", line=1, **settings) is None
     assert open_bar("file", line=1, **settings) is None
     assert isinstance(open_bar("file", line=0, **settings), LineBar)

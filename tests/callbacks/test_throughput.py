@@ -105,5 +105,10 @@ def test_totals_go_on_in_a_resumed_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["window_size", "flops_per_batch", "available_flops"])
 def test_a_setting_that_is_not_positive_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=0 is not possible"):
+    with pytest.raises(ConfigError, match=f"{name} must be above 0, got 0"):
         ThroughputMonitor(**{name: 0})
+
+
+def test_the_separator_of_names_can_be_chosen(tmp_path: Path) -> None:
+    logger = fit(tmp_path, ThroughputMonitor(separator="."))
+    assert logger.series("throughput.samples") == [(1, 2), (2, 4), (3, 6), (4, 8)]

@@ -196,7 +196,7 @@ def test_an_average_of_other_tensors_is_refused_by_name(tmp_path: Path) -> None:
     fit(tmp_path, EMAWeightAveraging(use_buffers=False), saving, module=Normalised(has_statistics=False))
     other = Normalised(has_statistics=True)
     other.strict_loading = False
-    with pytest.raises(CheckpointError, match=r"The saved average has no net.1.running_mean.*resume with the module"):
+    with pytest.raises(CheckpointError, match=r"The saved average lacks net.1.running_mean.*resume with the module"):
         fit(tmp_path, EMAWeightAveraging(), module=other, ckpt_path=saving.best_model_path)
 
 
@@ -264,13 +264,17 @@ def test_swa_overrules_a_schedule_by_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (EMAWeightAveraging, {"decay": 1.5}, "decay=1.5 is not possible"),
-        (EMAWeightAveraging, {"update_every_n_steps": 0}, "update_every_n_steps=0 is not possible"),
+        (EMAWeightAveraging, {"decay": 1.5}, "decay must be from 0 to 1, got 1.5"),
+        (EMAWeightAveraging, {"update_every_n_steps": 0}, "update_every_n_steps must be 1 or more, got 0"),
         (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, "avg_fn=.*exclude each other"),
-        (StochasticWeightAveraging, {"swa_lrs": 0.0}, "swa_lrs=0.0 is not possible"),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start=1.5 is not possible"),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 0}, "swa_epoch_start=0 is not possible"),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "annealing_strategy": "sin"}, "annealing_strategy='sin'"),
+        (StochasticWeightAveraging, {"swa_lrs": 0.0}, "swa_lrs must be .*, got 0.0"),
+        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start must be .*, got 1.5"),
+        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 0}, "swa_epoch_start must be .*, got 0;"),
+        (
+            StochasticWeightAveraging,
+            {"swa_lrs": 0.1, "annealing_strategy": "sin"},
+            "annealing_strategy must be 'cos' or 'linear', got 'sin'",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(kind: Any, arguments: dict[str, Any], message: str) -> None:

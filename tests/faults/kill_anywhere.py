@@ -73,7 +73,7 @@ def train(folder: Path, *, epochs: int = EPOCHS) -> None:
     trainer = Trainer(
         max_epochs=epochs,
         accumulate_grad_batches=2,
-        callbacks=[ModelCheckpoint(every_n_train_steps=3, save_last=True, save_top_k=2)],
+        callbacks=[ModelCheckpoint(monitor="step", mode="max", every_n_train_steps=3, save_last=True, save_top_k=2)],
         default_root_dir=folder,
         accelerator="cpu",
         logger=CSVLogger(folder, "csv", version=0),

@@ -134,7 +134,10 @@ def unsaid_files(sources: Iterable[Source]) -> list[str]:
 
 
 def undocumented(sources: Sequence[Source]) -> list[str]:
-    """Public names without docstring; a method needs none that an ancestor, or a Protocol it satisfies, documents."""
+    """Public names without docstring.
+
+    A method needs none that an ancestor, a Protocol it satisfies, or the class named by `documented_by` documents.
+    """
     classes = {one.name: one for source in sources for one in source.classes}
     protocols = [name for name, one in classes.items() if "Protocol" in base_names(one)]
 
@@ -145,10 +148,11 @@ def undocumented(sources: Sequence[Source]) -> list[str]:
             return True
         asked = [one for one in protocols if one != name and method in names(classes[one])]
         satisfied = [one for one in asked if names(classes[one]) <= names(classes[name])]
-        return any(documents(base, method) for base in (*base_names(classes[name]), *satisfied))
+        return any(documents(base, method) for base in (*_documenting(classes[name]), *satisfied))
 
     def names(one: ast.ClassDef) -> set[str]:
-        return {item.name for item in _methods(one)}
+        inherited = (names(classes[base]) for base in base_names(one) if base in classes)
+        return {item.name for item in _methods(one)}.union(*inherited)
 
     found = []
     for source in sources:
@@ -157,6 +161,12 @@ def undocumented(sources: Sequence[Source]) -> list[str]:
             if ast.get_docstring(item) is None and not inherited:
                 found.append(f"{source.at(item)} {owner + '.' if owner else ''}{item.name} has no docstring")
     return found
+
+
+def _documenting(one: ast.ClassDef) -> list[str]:
+    """Return the names of the classes from which a class's methods take their docstrings: bases, ``documented_by``."""
+    calls = [decorator for decorator in one.decorator_list if isinstance(decorator, ast.Call)]
+    return base_names(one) + [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "documented_by"]
 
 
 def _methods(one: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -30,8 +30,9 @@ def test_names_are_left_out_on_request() -> None:
     assert template.fields == ["epoch", "val/loss"]
 
 
-def test_a_metric_not_yet_logged_reads_nan() -> None:
-    assert CheckpointName("{val_loss:.2f}").fill({}) == "val_loss=nan.ckpt"
+def test_a_metric_not_yet_logged_reads_0() -> None:
+    """As in Lightning 2.6.6."""
+    assert CheckpointName("{val_loss:.2f}-{other}-{third:d}").fill({}) == "val_loss=0.00-other=0-third=0.ckpt"
     assert CheckpointName("{val_loss:.2f}").fill({"val_loss": math.inf}) == "val_loss=inf.ckpt"
 
 

@@ -8,6 +8,7 @@ ModelCheckpoint saves; callbacks come before the module in ``on_load_checkpoint`
 """
 
 import inspect
+import re
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, Trainer, TrainModule
 from echelon.callbacks import ModelCheckpoint
+from echelon.callbacks.dispatch import HOOK_NAMES
 
 NOT_HOOKS = {"on_gpu", "on_exception"}
 TRANSFER = ["module.on_before_batch_transfer", "module.transfer_batch_to_device", "module.on_after_batch_transfer"]
@@ -261,3 +263,40 @@ def test_an_exception_is_told_to_both_before_teardown(recorded):
         run.fit(module)
     assert [(type(exception), torn_down) for exception, torn_down in told] == [(KeyError, False)]
     assert calls[-2:] == both("teardown fit")
+
+
+def shown_in_docstring() -> list[str]:
+    """Return the hooks in the order in which `Callback`'s docstring shows them, those of `validate` last."""
+    loop = inspect.getdoc(Callback).partition("::\n")[2].partition("\nEach hook runs")[0]
+    return [name for name in re.findall(r"\w+", loop) if name in CALLBACK_HOOKS or name == "on_exception"]
+
+
+def test_the_docstring_of_callback_shows_every_hook_in_order(recorded):
+    trainer, module, calls = recorded
+
+    class Broken(Callback):
+        def on_fit_end(self, trainer, module):
+            raise KeyError("after everything")
+
+    callback = trainer().callbacks[0]
+    callback.on_exception = lambda *args: calls.append("callback.on_exception")
+    first = trainer(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1)
+    first.fit(module)
+    split = len(calls)
+    with pytest.raises(KeyError):
+        trainer(Broken(), max_epochs=2, limit_train_batches=1).fit(
+            module, ckpt_path=first.checkpoint_callback.best_model_path
+        )
+
+    shown, seen = shown_in_docstring(), set()
+    for run in (calls[:split], calls[split:]):
+        called = [name.split()[0].removeprefix("callback.") for name in run if name.startswith("callback.")]
+        of_fit = [name for name in dict.fromkeys(called) if not name.startswith("on_validation_")]
+        assert [name for name in shown if name in of_fit] == of_fit
+        seen.update(called)
+    in_validation = [name for name in dict.fromkeys(called) if name.startswith("on_validation_")]
+    assert [name for name in shown if name.startswith("on_validation_")] == in_validation
+    assert len(shown) == len(set(shown))
+    assert set(shown) == seen
+    others = {name.replace("validation", stage) for name in in_validation for stage in ("test", "predict")}
+    assert {*HOOK_NAMES, "state_dict", "load_state_dict"} == seen | others

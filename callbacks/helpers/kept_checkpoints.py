@@ -1,0 +1,37 @@
+"""KeptCheckpoints: the checkpoints that retention keeps, with their scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .monitored import MonitoredMetric
+
+
+@dataclass(frozen=True)
+class KeptCheckpoints:
+    """The checkpoints on disk, by name in their folder; replaced as a whole, so that a failed save changes nothing."""
+
+    scores: dict[str, float] = field(default_factory=dict)
+    """The top k, in the order in which they were saved."""
+    newest: str = ""
+    """The checkpoint that ``last.ckpt`` links to, one of the top k or one that is kept for this reason only."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all checkpoints that are kept."""
+        return [name for name in dict.fromkeys((*self.scores, self.newest)) if name]
+
+    def ranked(self, metric: MonitoredMetric) -> list[str]:
+        """Return the names of the top k, the best first."""
+        return sorted(self.scores, key=lambda name: metric.rank_of(self.scores[name]), reverse=True)
+
+    def scores_with_room(self, score: float | None, k: int, metric: MonitoredMetric) -> dict[str, float] | None:
+        """Return the scores that stay beside a new one in the top k (-1: all); None if it is not in the top k."""
+        if score is None:
+            return None
+        if k == -1 or len(self.scores) < k:
+            return dict(self.scores)
+        worst = min(self.scores, key=lambda name: metric.rank_of(self.scores[name]))
+        if not metric.is_better(score, self.scores[worst]):
+            return None
+        return {name: kept for name, kept in self.scores.items() if name != worst}

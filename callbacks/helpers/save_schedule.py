@@ -1,0 +1,104 @@
+"""SaveSchedule: the steps, times or epochs at which a checkpoint is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+
+from ...strategies.errors import ConfigError
+from ..run import Run
+
+
+class SaveSchedule:
+    """A choice of one: every n steps, whenever an interval has passed, or every n epochs (the default, with 1).
+
+    Args:
+        every_n_train_steps: 0 or None for never.
+        train_time_interval: measured on rank 0; None for never.
+        every_n_epochs: 0 or None for never.
+        at_epoch_end: save an epoch at its end; False: after each of its validations; None: after each validation if the
+            run has any, else at the end.
+
+    Raises:
+        ConfigError: for a count below 0, or for several.
+    """
+
+    def __init__(
+        self,
+        every_n_train_steps: int | None,
+        train_time_interval: timedelta | None,
+        every_n_epochs: int | None,
+        at_epoch_end: bool | None,
+    ) -> None:
+        given = {
+            "every_n_train_steps": every_n_train_steps,
+            "train_time_interval": train_time_interval,
+            "every_n_epochs": every_n_epochs,
+        }
+        for name in ("every_n_train_steps", "every_n_epochs"):
+            if (count := given[name]) is not None and (not isinstance(count, int) or count < 0):
+                raise ConfigError(f"{name} must be a count, or 0 for never, got {count!r}; change it.")
+        if sum(bool(value) or isinstance(value, timedelta) for value in given.values()) > 1:
+            values = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+            raise ConfigError(f"{values} exclude each other; give each a ModelCheckpoint of its own.")
+        if all(value is None for value in given.values()):
+            every_n_epochs = 1
+        self.every_n_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
+        self.interval = train_time_interval
+        self.is_by_step = bool(self.every_n_steps) or self.interval is not None
+        """Whether `is_step_due` has to be asked after each step; an attribute, as it is read there."""
+        self._at_epoch_end = at_epoch_end
+        self._clock = IntervalClock(self.interval)
+
+    def start(self, step: int) -> None:
+        """Begin to measure time, when training starts."""
+        self._clock.start(step)
+
+    def is_step_due(self, trainer: Run) -> bool:
+        """Return whether a checkpoint is due after this step, by its number or by rank 0's clock. Collective."""
+        if self.every_n_steps:
+            return trainer.global_step % self.every_n_steps == 0
+        return self._clock.is_over(trainer)
+
+    def is_epoch_due(self, epoch: int) -> bool:
+        """Return whether a checkpoint is due in this epoch."""
+        return self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+
+    def is_validation_due(self, epoch: int) -> bool:
+        """Return whether a checkpoint is due after a validation in this epoch."""
+        return not self._at_epoch_end and self.is_epoch_due(epoch)
+
+    def is_at_epoch_end(self, trainer: Run) -> bool:
+        """Return whether the checkpoint of an epoch is due at its end."""
+        return self._at_epoch_end or (self._at_epoch_end is None and not sum(trainer.num_val_batches))
+
+
+class IntervalClock:
+    """A clock of rank 0 that all ranks ask for whether an interval has passed, without communication at each step."""
+
+    def __init__(self, interval: timedelta | None) -> None:
+        self._seconds = interval.total_seconds() if interval is not None else math.inf
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Begin an interval."""
+        self._began, self._began_at, self._next_look = time.monotonic(), step, step
+
+    def is_over(self, trainer: Run) -> bool:
+        """Return whether the interval has passed on rank 0, and begin another if so.
+
+        Collective at the steps at which it looks, the same on every rank: after half of the steps that would fill the
+        rest of the interval at the pace so far.
+        """
+        step = trainer.global_step
+        if step < self._next_look:
+            return False
+        passed = time.monotonic() - self._began
+        pace = max(passed / max(step - self._began_at, 1), 1e-9)
+        wait = max(1, int((self._seconds - passed) / pace / 2))
+        is_over: bool
+        is_over, self._next_look = trainer.strategy.broadcast((passed >= self._seconds, step + wait))
+        if is_over:
+            self.start(step)
+        return is_over
