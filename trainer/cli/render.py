@@ -87,7 +87,7 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
     deploy, text = read_deploy(given), OmegaConf.to_yaml(config)
     kept = [override for override in overrides if not override.startswith("deploy.")]
-    module = importlib.import_module(f".render.{target.replace('-', '_')}", __package__)
+    module = importlib.import_module(f".manifests.{target.replace('-', '_')}", __package__)
     rendered: str = module.render(Job(deploy, text, path, kept))
     return rendered
 
