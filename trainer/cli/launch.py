@@ -1,4 +1,4 @@
-"""``echelon launch``: several processes of one program on this node, by torchrun or by Echelon's elastic agent."""
+"""The command ``echelon launch``: processes of one program on this node, by torchrun or Echelon's elastic agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +15,7 @@ import torch
 from ...strategies.cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.elastic import parse_nodes
-from ...strategies.errors import ConfigError, EchelonError
+from ...strategies.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -50,32 +49,9 @@ exit codes:
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the program in the processes that were asked for and return the job's exit code."""
-    parser = _parser()
-    options = parser.parse_args(words)
-    is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
-    options.nnodes = options.nodes or options.nnodes
-    _check(parser, options)
-    if is_elastic:
-        return _run_elastic(options)
-    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
-    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    if options.nnodes == (1, 1):
-        set_defaults(loopback_variables())
-    # torchrun leaves the folder of its error files behind, unless it is somebody's
-    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
-        return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="echelon launch",
-        description="Start several processes of a program on this node. They train as one run, as under torchrun.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the launch, then the program with its own arguments."""
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
     )
@@ -98,7 +74,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
-    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the program in the processes that were asked for and return the job's exit code."""
+    is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
+    options.nnodes = options.nodes or options.nnodes
+    _check(options)
+    if is_elastic:
+        return _run_elastic(options)
+    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
+    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    if options.nnodes == (1, 1):
+        set_defaults(loopback_variables())
+    # torchrun leaves the folder of its error files behind, unless it is somebody's
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        return _run_torchrun([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
 
 
 def _nproc(text: str) -> str:
@@ -131,36 +122,43 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error and code 2 for options that contradict each other, before any process starts."""
-    least, most = options.nnodes
-    if most == 1:
-        for name in ("rdzv", "node_rank"):
-            if getattr(options, name) is not None:
-                option = name.replace("_", "-")
-                parser.error(f"--{option} {getattr(options, name)} is for several nodes; give --nnodes, too")
-    elif options.rdzv is None:
-        name = "nnodes" if options.nodes is None else "nodes"
-        parser.error(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
-    if options.node_rank is not None and least != most:
-        parser.error(f"--node-rank {options.node_rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
-    if options.node_rank is not None and options.max_restarts:
-        parser.error(f"--max-restarts {options.max_restarts} on several nodes needs ranks as they come: no --node-rank")
-    if options.node_rank is not None and options.nodes is not None:
-        parser.error(f"--node-rank {options.node_rank}: elastic nodes take their ranks as they come; leave it out")
-    if options.node_rank is not None and options.node_rank >= most:
-        parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
-    if options.nproc == "gpu" and not torch.cuda.is_available():
-        parser.error("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core")
-    if not options.module and not Path(options.program).is_file():
-        parser.error(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
-    if options.rdzv is not None:
-        try:
-            address_towards(_host(options.rdzv))
-        except (OSError, ValueError) as error:
-            parser.error(
-                f"--rdzv {options.rdzv} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+def _check(options: argparse.Namespace) -> None:
+    """Find options that contradict each other before any process starts."""
+    try:
+        _check_nodes(options)
+        if options.nproc == "gpu" and not torch.cuda.is_available():
+            raise ValueError(
+                "--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core"
             )
+        if not options.module and not Path(options.program).is_file():
+            raise ValueError(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    least, most = options.nnodes
+    rank, endpoint, restarts = options.node_rank, options.rdzv, options.max_restarts
+    if most == 1 and (endpoint is not None or rank is not None):
+        given = f"--rdzv {endpoint}" if endpoint is not None else f"--node-rank {rank}"
+        raise ValueError(f"{given} is for several nodes; give --nnodes, too")
+    if most > 1 and endpoint is None:
+        name = "nnodes" if options.nodes is None else "nodes"
+        raise ValueError(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
+    if rank is not None and least != most:
+        raise ValueError(f"--node-rank {rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
+    if rank is not None and restarts:
+        raise ValueError(f"--max-restarts {restarts} on several nodes needs ranks as they come: no --node-rank")
+    if rank is not None and options.nodes is not None:
+        raise ValueError(f"--node-rank {rank}: elastic nodes take their ranks as they come; leave it out")
+    if rank is not None and rank >= most:
+        raise ValueError(f"--node-rank {rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
+    if endpoint is not None:
+        try:
+            address_towards(_host(endpoint))
+        except (OSError, ValueError) as error:
+            reason = f"--rdzv {endpoint} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+            raise ValueError(reason) from None
 
 
 def _run_elastic(options: argparse.Namespace) -> int:
@@ -223,7 +221,7 @@ def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
     return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), _START_TIMEOUT)
 
 
-def _run(words: list[str], arguments: list[str]) -> int:
+def _run_torchrun(words: list[str], arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -238,9 +236,6 @@ def _run(words: list[str], arguments: list[str]) -> int:
         # torchrun would give each process one thread, and say so in a banner
         set_defaults({"OMP_NUM_THREADS": str(threads_of_each(determine_local_world_size(job.nproc_per_node)))})
         run(job)
-    except EchelonError as error:
-        print(f"echelon: error: {error}", file=sys.stderr)
-        return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         end = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {-failure.exitcode}"

@@ -12,8 +12,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ...strategies.errors import ConfigError, EchelonError
-
 if TYPE_CHECKING:
     from ...strategies.launch.agent import Agent
     from ...strategies.launch.failures import End
@@ -100,12 +98,10 @@ def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
         if isinstance(error, SpareError):
             return _told(str(error), 0)
         ends = agents[0].failed if agents else []
-        if ends:
-            cause = min(ends, key=lambda end: end.likelihood)
-            return _told(_describe(cause, agents[0].report), code_of_end(cause))
-        if not isinstance(error, EchelonError):
+        if not ends:
             raise
-        return _told(f"error: {error}", 2 if isinstance(error, ConfigError) else 1)
+        cause = min(ends, key=lambda end: end.likelihood)
+        return _told(_describe(cause, agents[0].report), code_of_end(cause))
     return 0
 
 

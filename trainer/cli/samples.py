@@ -1,10 +1,9 @@
-"""The command `echelon samples RUN`: whether every sample of every epoch came exactly once."""
+"""The command ``echelon samples``: an audit of which samples a run was trained on, as a table."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,7 @@ from typing import Final
 from ...callbacks.helpers.console import say
 from ...callbacks.helpers.table import boxed
 from ...callbacks.samples.audit import Audit, EpochAudit, audit, samples_folder
-from ...strategies.errors import DataError
+from .printable import printable
 
 _SHOWN: Final = 10
 _EPILOG: Final = """\
@@ -22,22 +21,17 @@ exit codes:
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Audit the ledger of a run, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="echelon samples",
-        description="Show for each epoch of a run whether every sample was used exactly once.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of the run."""
+    parser.epilog = _EPILOG
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, which holds samples/")
-    try:
-        found = audit(samples_folder(parser.parse_args(argv).run))
-    except DataError as error:
-        print(f"echelon: error: {error}", file=sys.stderr)
-        return 2
-    say(report(found))
-    return 0 if found.is_exact else 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the audit; return 0 if it is exact, else 1."""
+    audited = audit(samples_folder(options.run))
+    say(printable(report(audited)))
+    return 0 if audited.is_exact else 1
 
 
 def report(found: Audit) -> str:

@@ -75,7 +75,7 @@ class Deploy:
             )
         try:
             parse_nodes(self.nodes)
-        except ConfigError:
+        except ValueError:
             raise ConfigError(
                 f"deploy.nodes={self.nodes!r} is not possible; give a number from 1, or such as '1:4'."
             ) from None
@@ -148,7 +148,7 @@ def size(text: str, name: str) -> int:
     Raises:
         ConfigError: if it is none; `name` is the key that it stands at.
     """
-    found = re.fullmatch(r"([1-9][0-9]*)(Mi|Gi|Ti)", text)
+    found = re.fullmatch(r"([1-9][0-9]{0,9})(Mi|Gi|Ti)", text)
     if found is None:
         raise ConfigError(f"deploy.{name}={text!r} is no size; give a number with Mi, Gi or Ti, such as '16Gi'.")
     return int(found[1]) * _UNITS[found[2]]

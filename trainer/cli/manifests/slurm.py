@@ -6,7 +6,7 @@ import shlex
 from typing import Final
 
 from .deploy import size
-from .job import Job, shell
+from .deployed_run import DeployedRun
 
 _TEMPLATE: Final = """\
 #!/bin/bash
@@ -67,21 +67,21 @@ done
 """
 
 
-def render(job: Job) -> str:
+def render(run: DeployedRun) -> str:
     """Return the script."""
-    setup = [*job.deploy.setup, *(f"export {name}={shlex.quote(value)}" for name, value in job.deploy.env.items())]
+    setup = [*run.deploy.setup, *(f"export {name}={shlex.quote(value)}" for name, value in run.deploy.env.items())]
     return _TEMPLATE.format(
-        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(job).items()),
-        grace=job.deploy.grace,
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(run).items()),
+        grace=run.deploy.grace,
         setup="\n".join(setup),
-        meeting=_MEETING.format(port=job.deploy.port) if job.meets else "",
-        launch=_launch(job),
-        end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if job.meets else "",
+        meeting=_MEETING.format(port=run.deploy.port) if run.has_rendezvous else "",
+        launch=_launch(run),
+        end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if run.has_rendezvous else "",
     )
 
 
-def _options(job: Job) -> dict[str, str]:
-    deploy = job.deploy
+def _options(run: DeployedRun) -> dict[str, str]:
+    deploy = run.deploy
     least, most = deploy.min_nodes, deploy.max_nodes
     optional = {"partition": deploy.partition, "account": deploy.account}
     return {
@@ -96,7 +96,7 @@ def _options(job: Job) -> dict[str, str]:
     }
 
 
-def _launch(job: Job) -> str:
-    meeting = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if job.meets else ""
-    program = shell(job.program(job.path, job.overrides, job.deploy.runs))
-    return f"echelon launch --nodes {job.nodes}{meeting} {shell(job.processes)} \\\n    {program}"
+def _launch(run: DeployedRun) -> str:
+    meeting = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if run.has_rendezvous else ""
+    program = shlex.join(run.program(run.path, run.overrides, run.deploy.runs))
+    return f"echelon launch --nodes {run.nodes}{meeting} {shlex.join(run.process_options)} \\\n    {program}"

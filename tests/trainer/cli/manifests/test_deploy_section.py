@@ -1,13 +1,14 @@
 """The section ``deploy`` of a config: its defaults, what it refuses, and what its values become."""
 
+import argparse
 import re
 
 import pytest
 from printed import ON_KUBERNETES, config, documents
 
 from echelon.strategies.errors import ConfigError
-from echelon.trainer.cli.config import load_config, read_config
-from echelon.trainer.cli.launch import _parser as launch_parser
+from echelon.trainer.cli import launch
+from echelon.trainer.cli.config_file import load_config, read_config
 from echelon.trainer.cli.main import main
 from echelon.trainer.cli.render import render
 
@@ -102,9 +103,11 @@ def test_the_time_of_slurm_may_be_minutes(tmp_path):
 @pytest.mark.parametrize("nodes", [1, 3, "2:5"])
 def test_the_command_of_a_node_is_one_that_the_launcher_takes(nodes, tmp_path):
     path = config(tmp_path, {"image": "a", "nodes": nodes, "nproc": 2, "max_restarts": 7})
-    echelon, launch, *words = container(documents("indexed-job", path))[0]["command"]
-    assert (echelon, launch) == ("echelon", "launch")
-    options = launch_parser().parse_args(words)
+    echelon, command, *words = container(documents("indexed-job", path))[0]["command"]
+    assert (echelon, command) == ("echelon", "launch")
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    options = parser.parse_args(words)
     least, _, most = str(nodes).partition(":")
     assert options.nodes == (int(least), int(most or least))
     assert (options.nproc, options.max_restarts, options.module, options.program) == ("2", 7, True, "echelon")
