@@ -1,4 +1,4 @@
-"""SampleLedger: which samples every rank has trained on in every step, noted where it survives the run."""
+"""SampleLedger: a lasting record of the samples that every rank has trained on in every step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from torch import nn
 from .callback import Callback
 from .helpers.console import say
 from .run import Run, SampleTrail
-from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, next_attempt
+from .samples.file import FOLDER, CountedTurns, Header, Reading, SampleWriter, next_attempt
 
 _SYNC_EVERY: Final = 1.0
 """Seconds; snapshots in memory may be many a second, and to wait for a disk costs more than they do."""
 
 
 class SampleLedger(Callback):
-    """Notes the indices of the samples of every step, as each rank's loader got them, in the run's ``samples`` folder.
+    """Writes the indices of the samples of every step, on every rank, into the run's ``samples`` folder.
 
-    ``echelon samples RUN`` then shows for each epoch whether every sample came exactly once, across ranks, restarts,
-    and changes of their number. A step's samples are in the file before any checkpoint can hold the step, since that is
-    taken later; and a checkpoint knows which attempts led to it: what a killed run did after its last checkpoint counts
-    for nothing.
+    ``echelon samples RUN`` then shows for each epoch whether every sample was used exactly once, across ranks, restarts
+    and changes of their number. A step's samples are in the file before a checkpoint holds the step, and a checkpoint
+    names the attempts that led to it: steps after the last checkpoint of a killed run do not count.
     """
 
     def __init__(self) -> None:
-        self._history: list[Line] = []
+        self._history: list[CountedTurns] = []
         self._run: Run | None = None
         self._trail: SampleTrail | None = None
         self._writer: SampleWriter | None = None
@@ -40,19 +39,19 @@ class SampleLedger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._note()
-        return {"history": [list(line) for line in self._lines()]}
+        return {"history": [list(turns) for turns in self._counted()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        loaded = [Line(*line) for line in state_dict["history"]]
+        loaded = [CountedTurns(*turns) for turns in state_dict["history"]]
         if self._run is None:
             self._history, self._attempt = loaded, 0
         else:
-            self._go_back(self._run, {line.attempt: line.last_turn for line in loaded})
+            self._go_back(self._run, {counted.attempt: counted.last_turn for counted in loaded})
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if stage == "fit":
             self._trail = trainer.follow_samples()
-            self._history, self._attempt = [], 0  # those of the run before, if a checkpoint does not bring others
+            self._history, self._attempt = [], 0  # a checkpoint may bring another history
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
@@ -60,7 +59,7 @@ class SampleLedger(Callback):
         self._trained = []
         own = next_attempt(self._folder) if trainer.is_global_zero else 0, strategy.data_rank
         rows = strategy.all_gather_object(own)
-        # ranks that hold parts of one module read the same
+        # ranks that hold shards of one replica read the same samples; only the first of them writes
         is_first = [data_rank for _, data_rank in rows].index(strategy.data_rank) == strategy.rank
         self._begin(trainer, rows[0][0], writes=is_first)
 
@@ -80,21 +79,22 @@ class SampleLedger(Callback):
             self._writer = SampleWriter(self._folder, header)
 
     def _go_back(self, run: Run, kept: Mapping[int, int]) -> None:
-        """Begin another attempt, after a roll-back: steps since a checkpoint are undone, their data is not read again.
+        """Begin another attempt after a roll-back: steps since a checkpoint are undone, their data is not read again.
 
-        `kept` says how many turns of each attempt count.
+        `kept` is the number of turns of each attempt that count.
         """
-        self._write(run, self._last_step + 1)  # of the step that has just ended, perhaps nothing
+        self._write(run, self._last_step + 1)  # of the step that has just ended; may be empty
         self._history = [
-            line._replace(last_turn=min(line.last_turn, kept.get(line.attempt, 0))) for line in self._lines()
+            counted._replace(last_turn=min(counted.last_turn, kept.get(counted.attempt, 0)))
+            for counted in self._counted()
         ]
         writes = self._writer is not None
         self._close()
         self._begin(run, self._attempt + 1, writes=writes)
 
-    def _lines(self) -> list[Line]:
-        """Return what led to where the run is now."""
-        return [*self._history, Line(self._attempt, self._turn, self._turn)] if self._attempt else self._history
+    def _counted(self) -> list[CountedTurns]:
+        """Return the turns that led to the present state of the run."""
+        return [*self._history, CountedTurns(self._attempt, self._turn, self._turn)] if self._attempt else self._history
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._trail is not None
@@ -109,12 +109,12 @@ class SampleLedger(Callback):
         if self._writer is not None and now - self._synced_at > _SYNC_EVERY:
             self._writer.sync()
             self._synced_at = now
-        if self._is_late:  # somebody saves before it is our turn: no rank may commit what another has not noted
+        if self._is_late:  # a callback before this one saves: no rank may commit a step that another has not written
             trainer.strategy.barrier()
             self._is_late = False
 
     def _note(self) -> None:
-        """Note the step that has just ended, unless that is done."""
+        """Write the step that has just ended, unless it is written."""
         if self._run is not None and (self._run.global_step != self._last_step or self._trained):
             self._write(self._run, self._run.global_step)
             self._is_late = True
@@ -130,7 +130,7 @@ class SampleLedger(Callback):
         self._writer.write(self._turn, step, epoch, readings)
 
     def _announce(self, run: Run, step: int, epoch: int) -> None:
-        """Note what an epoch reads."""
+        """Write the sources of an epoch."""
         assert self._trail is not None
         assert self._writer is not None
         sources = self._trail.sources()

@@ -1,4 +1,4 @@
-"""Config: checked as a whole, then built into a Trainer, a module and its data."""
+"""Config: checked as a whole, then built as a Trainer, a module and its data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Experiment:
 
 
 def check_config(config: Config) -> None:
-    """Check everything that can be known before anything is built; imports the classes that the config names.
+    """Check all that can be checked before anything is built; import the classes that the config names.
 
     Raises:
         ConfigError: with the full key, the value found, and what to do.
@@ -68,7 +68,7 @@ def check_config(config: Config) -> None:
 
 
 def build_config(config: Config) -> Experiment:
-    """Check a config and build what it describes: seed, trainer, module, data, in this order.
+    """Check a config, then seed, and build the trainer, the module and the data, in this order.
 
     Raises:
         ConfigError: as `check_config` does, before anything is built.
@@ -121,7 +121,7 @@ def _check_trainer(given: object) -> None:
     for name, value in given.items():
         key = f"trainer.{name}"
         if name not in known:
-            raise ConfigError(f"{key}={value!r} is no setting of Trainer.{did_you_mean(str(name), known)}")
+            raise ConfigError(f"{key}={value!r} is not a setting of Trainer.{did_you_mean(str(name), known)}")
         if name == "callbacks":
             _check_callbacks(value)
         elif any(targets(value)):

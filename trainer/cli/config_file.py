@@ -1,4 +1,4 @@
-"""Reading of a config file: YAML, overrides and interpolations, and what of it is stored with a run."""
+"""A config file, read and overridden; and the text of it that is stored with a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Config:
 
     @property
     def text(self) -> str:
-        """What is stored, as YAML."""
+        """The stored values as YAML."""
         return _yaml(self.stored)
 
 
@@ -77,10 +77,10 @@ def with_trainer_defaults(config: Config) -> str:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Read a config file and apply overrides; its interpolations stay, for whoever runs it to resolve.
+    """Read a config file and apply overrides; do not resolve its interpolations.
 
     Raises:
-        ConfigError: for a file that cannot be read, an override that is none, and a key that no config has.
+        ConfigError: for a file that cannot be read, a malformed override, and an unknown key.
     """
     config = _read(Path(path))
     for override in overrides:
@@ -127,10 +127,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_keys(values: Mapping[Any, Any]) -> None:
-    """Refuse a key that no config has."""
+    """Raise a `ConfigError` for an unknown key of a config."""
     for key in values:
         if key not in _KEYS:
-            raise ConfigError(f"{key}={values[key]!r} is no key of a config.{did_you_mean(str(key), _KEYS)}")
+            raise ConfigError(f"{key}={values[key]!r} is not a key of a config.{did_you_mean(str(key), _KEYS)}")
 
 
 def _read(path: Path) -> DictConfig:
@@ -165,7 +165,7 @@ def _apply(config: DictConfig, override: str) -> None:
 
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[^.\s\[\]]+(\.[^.\s\[\]]+)*", key):
-        raise ConfigError(f"{override!r} is no override; write key=value, such as trainer.max_epochs=3.")
+        raise ConfigError(f"{override!r} is not an override; write key=value, such as trainer.max_epochs=3.")
     try:
         if _SIXTIES.fullmatch(text):
             text = f'"{text}"'
@@ -181,7 +181,7 @@ def _apply(config: DictConfig, override: str) -> None:
 
 
 def _refuse_sixties(path: Path) -> None:
-    """Find what YAML 1.1 takes for a number of base 60, and nobody else does: ``nodes: 1:4`` would be 64 of them."""
+    """Refuse what YAML 1.1 alone takes for a number of base 60: ``nodes: 1:4`` would be 64 nodes."""
     import yaml
 
     for token in yaml.scan(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):

@@ -87,14 +87,14 @@ def run(options: argparse.Namespace) -> int:
     set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     if options.nnodes == (1, 1):
         set_defaults(loopback_variables())
-    # torchrun leaves the folder of its error files behind, unless it is somebody's
+    # torchrun does not remove the folder of its error files: give it one that is removed here
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
         return _run_torchrun([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
 
 
 def _nproc(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 1, gpu, cpu or auto")
+        raise argparse.ArgumentTypeError(f"must be a number from 1, gpu, cpu or auto, got {text!r}")
     return text
 
 
@@ -102,13 +102,13 @@ def _nnodes(text: str) -> tuple[int, int]:
     try:
         return parse_nodes(text)
     except ConfigError:
-        reason = f"{text!r} is not possible; give a number from 1, or MIN:MAX such as 1:4"
+        reason = f"must be a number from 1 or MIN:MAX such as 1:4, got {text!r}"
         raise argparse.ArgumentTypeError(reason) from None
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 0")
+        raise argparse.ArgumentTypeError(f"must be a number from 0, got {text!r}")
     return int(text)
 
 
@@ -118,7 +118,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give seconds, above 0")
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text!r}")
     return seconds
 
 
@@ -186,20 +186,20 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
     given = {"nproc-per-node": options.nproc, "nnodes": most}
     given["rdzv-endpoint"] = LOOPBACK if options.rdzv is None else options.rdzv
     if most > 1 and options.node_rank is None:
-        given |= {"rdzv-backend": "c10d", **_place(options.rdzv)}
+        given |= {"rdzv-backend": "c10d", **_c10d_address(options.rdzv)}
     else:
         given |= {"rdzv-backend": "echelon", "rdzv-conf": f"node_rank={options.node_rank or 0}"}
     return [*(f"--{name}={value}" for name, value in given.items()), *(["--module"] if options.module else [])]
 
 
-def _place(endpoint: str) -> dict[str, str]:
-    """Return which address this node has on the network of the meeting, and whether the meeting is here.
+def _c10d_address(endpoint: str) -> dict[str, str]:
+    """Return the address of this node on the network of the rendezvous, and whether this node hosts it.
 
     torchrun would go by this machine's name, which may lead to loopback.
     """
     host = _host(endpoint)
     address = address_towards(host)
-    if address == LOOPBACK:  # several launches on one machine, of which the first is the host
+    if address == LOOPBACK:  # several launches on one machine: the first is the host
         return {"local-addr": address}
     return {"local-addr": address, "rdzv-conf": f"is_host={int(is_this_machine(host))}"}
 
@@ -210,8 +210,8 @@ def _host(endpoint: str) -> str:
     return parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)[0]
 
 
-def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return where nodes of known ranks meet; torchrun's own ways of one node, and of such nodes, listen everywhere."""
+def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return the rendezvous of nodes with known ranks; torchrun's own would listen on every interface."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from ...strategies.launch.static_rendezvous import Rendezvous
@@ -229,7 +229,7 @@ def _run_torchrun(words: list[str], arguments: list[str]) -> int:
 
     from ...strategies.launch.worker import threads_of_each
 
-    rendezvous_handler_registry.register("echelon", _meeting)
+    rendezvous_handler_registry.register("echelon", _static_rendezvous)
     job = parse_args(words)
     job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
     try:

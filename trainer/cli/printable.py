@@ -1,4 +1,4 @@
-"""Text from files made fit for a terminal."""
+"""Text from files, safe to print to a terminal."""
 
 
 def printable(text: str) -> str:

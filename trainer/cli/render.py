@@ -32,11 +32,11 @@ _TARGETS: Final = {
 }
 
 _EPILOG: Final = """\
-the section of the config, of which everything has a default but image, where containers are used:
+the section of the config; everything has a default, except image where containers are used:
   deploy:
     name: train          the run: the same name goes on from its newest checkpoint
     image: registry.example/train:1
-    nodes: "1:4"         a number, or as few and as many as may take part
+    nodes: "1:4"         a number, or MIN:MAX
     gpus: 8              of a node, which starts one process for each
     cpus: 32
     memory: 256Gi
@@ -81,8 +81,7 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
     """Return what a target needs to run a config.
 
     Raises:
-        ConfigError: for a target that there is not, a config that cannot be read, and a section ``deploy`` that lacks
-            something or says what cannot be.
+        ConfigError: for a config that cannot be read, and a section ``deploy`` that is incomplete or invalid.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

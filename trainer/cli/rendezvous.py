@@ -1,4 +1,4 @@
-"""The command ``echelon rendezvous``: the store where the nodes of elastic runs meet, on a machine that stays."""
+"""The command ``echelon rendezvous``: the store of elastic runs, on a machine that outlives their nodes."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _serve(endpoint: str) -> None:
     listener = listen(host, port)
     address, port = listener.getsockname()[:2]
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as a batch script has it, whose nodes get the signal, too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by a batch script whose nodes get the signal
             signal.signal(number, _end)
     print(f"echelon: nodes meet at {host}:{port}", flush=True)
     serve(address, port, listener.detach(), is_kept=True)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)  # a second one would break into the end itself
+def _end(received: int, frame: FrameType | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the end
     raise KeyboardInterrupt

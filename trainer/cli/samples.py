@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -34,13 +34,13 @@ def run(options: argparse.Namespace) -> int:
     return 0 if audited.is_exact else 1
 
 
-def report(found: Audit) -> str:
+def report(audited: Audit) -> str:
     """Return an audit as a table, with a line below it for everything that is wrong."""
-    several = len({epoch.key.loader for epoch in found.epochs}) > 1
+    several = len({epoch.key.loader for epoch in audited.epochs}) > 1
     head = ["Epoch", *(["Loader"] if several else []), "Used", "Of", "Skipped", "Twice", "Missing", ""]
-    rows = [_row(epoch, several) for epoch in found.epochs]
-    lines = [line for epoch in found.epochs for line in (*_repeated(epoch), *_missing(epoch))]
-    return "\n".join([boxed(head, rows, ">" * (len(head) - 1) + "<"), *lines, *found.faults])
+    rows = [_row(epoch, several) for epoch in audited.epochs]
+    lines = [line for epoch in audited.epochs for line in (*_repeated(epoch), *_missing(epoch))]
+    return "\n".join([boxed(head, rows, ">" * (len(head) - 1) + "<"), *lines, *audited.faults])
 
 
 def _row(epoch: EpochAudit, several: bool) -> list[str]:
@@ -53,7 +53,7 @@ def _row(epoch: EpochAudit, several: bool) -> list[str]:
 
 
 def _planned(epoch: EpochAudit) -> str:
-    """Return of how many; batches where those are what is counted, a question mark where a limit decides."""
+    """Return the planned number of samples or batches; a question mark where a limit decides."""
     end = epoch.source.end
     return "?" if end < 0 else f"{end} batches" if epoch.source.in_batches else str(end)
 
@@ -72,6 +72,6 @@ def _missing(epoch: EpochAudit) -> Iterator[str]:
         return
     # a stretch of neighbours has one difference between value and rank
     stretches = [[value for _, value in group] for _, group in groupby(enumerate(epoch.missing), lambda x: x[1] - x[0])]
-    texts = [f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in islice(stretches, _SHOWN)]
+    texts = [f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in stretches[:_SHOWN]]
     more = ", ..." if len(stretches) > _SHOWN else ""
     yield f"Epoch {epoch.key.epoch}: never came: {', '.join(texts)}{more}."

@@ -118,7 +118,9 @@ def test_a_config_error_is_one_message_and_exit_code_2(folder: Path, capsys: pyt
     config = str(folder / "configs" / "run.yaml")
     assert main(["fit", config, "nonsense"]) == 2
     shown = capsys.readouterr()
-    assert shown.err == "echelon: error: 'nonsense' is no override; write key=value, such as trainer.max_epochs=3.\n"
+    assert (
+        shown.err == "echelon: error: 'nonsense' is not an override; write key=value, such as trainer.max_epochs=3.\n"
+    )
     assert shown.out == ""
     assert main(["fit", config, "nonsense", "--traceback"]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -140,7 +142,9 @@ def test_fit_then_test_from_its_checkpoint_with_the_module_beside_the_config(fol
 def test_a_mistake_in_the_config_is_found_before_anything_runs(folder: Path) -> None:
     done = _echelon(folder, "fit", "configs/run.yaml", "trainer.max_epoch=1")
     assert done.returncode == 2
-    assert done.stderr == "echelon: error: trainer.max_epoch=1 is no setting of Trainer. Did you mean 'max_epochs'?\n"
+    assert (
+        done.stderr == "echelon: error: trainer.max_epoch=1 is not a setting of Trainer. Did you mean 'max_epochs'?\n"
+    )
 
 
 def test_a_run_that_fails_exits_with_1_and_says_why(folder: Path) -> None:

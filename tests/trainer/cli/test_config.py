@@ -187,8 +187,8 @@ def test_a_setting_may_be_an_object_of_ours(config: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("modul.lr=1", r"modul=\{'lr': 1\} is no key of a config. Did you mean 'module'\?"),
-        ("trainer.max_epoch=3", r"trainer.max_epoch=3 is no setting of Trainer. Did you mean 'max_epochs'\?"),
+        ("modul.lr=1", r"modul=\{'lr': 1\} is not a key of a config. Did you mean 'module'\?"),
+        ("trainer.max_epoch=3", r"trainer.max_epoch=3 is not a setting of Trainer. Did you mean 'max_epochs'\?"),
         ("trainer.max_epochs=three", r"trainer.max_epochs='three' has the wrong type str; it must be int or None."),
         ("trainer.max_epochs=1e3", r"trainer.max_epochs=1000.0 has the wrong type float; it must be int or None."),
         ("trainer.max_epochs=true", r"trainer.max_epochs=True has the wrong type bool"),
@@ -201,23 +201,26 @@ def test_a_setting_may_be_an_object_of_ours(config: Path) -> None:
         ("trainer.callbacks=[EarlyStopping]", r"trainer.callbacks.0='EarlyStopping' names no class; write \{_target_"),
         (
             "trainer.strategy={_target_: config_parts.Net}",
-            r"trainer.strategy._target_='config_parts.Net' is no Strategy",
+            r"trainer.strategy._target_='config_parts.Net' is not derived from Strategy",
         ),
         (
             "trainer.callbacks.0._target_=config_parts.Net",
-            r"callbacks.0._target_='config_parts.Net' is no Callback; name",
+            r"callbacks.0._target_='config_parts.Net' is not derived from Callback; name",
         ),
         (
             "module.learning_rat=1",
-            r"module.learning_rat=1 is no argument of config_parts.Net. Choose one of: act, encoder, lr",
+            r"module.learning_rat=1 is not an argument of config_parts.Net. Choose one of: act, encoder, lr",
         ),
-        ("module.widht=3", r"module.widht=3 is no argument of config_parts.Net. Did you mean 'width'\?"),
-        ("module.lr=fast", r"module.lr='fast' has the wrong type str; config_parts.Net wants float."),
-        ("module.width=2.5", r"module.width=2.5 has the wrong type float; config_parts.Net wants int."),
-        ("module.act=gelu", r"module.act='gelu' has the wrong type str; config_parts.Net wants 'relu' or 'tanh'."),
+        ("module.widht=3", r"module.widht=3 is not an argument of config_parts.Net. Did you mean 'width'\?"),
+        ("module.lr=fast", r"module.lr='fast' has the wrong type str; it must be float."),
+        ("module.width=2.5", r"module.width=2.5 has the wrong type float; it must be int."),
+        ("module.act=gelu", r"module.act='gelu' has the wrong type str; it must be 'relu' or 'tanh'."),
         ("module=null", r"module=None names no class; add module._target_: the path of your TrainModule"),
         ("data=all", r"data='all' names no class; add data._target_"),
-        ("data={_target_: config_parts.Net}", r"data._target_='config_parts.Net' is no DataModule; name a class"),
+        (
+            "data={_target_: config_parts.Net}",
+            r"data._target_='config_parts.Net' is not derived from DataModule; name a class",
+        ),
         ("seed=1.5", r"seed=1.5 has the wrong type float; it must be int or None."),
         ("ckpt_path=3", r"ckpt_path=3 has the wrong type int; it must be str or None."),
     ],
@@ -270,9 +273,9 @@ def test_a_file_that_is_absent_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("fast", r"'fast' is no override; write key=value"),
-        ("=3", r"'=3' is no override"),
-        ("a..b=3", r"'a..b=3' is no override"),
+        ("fast", r"'fast' is not an override; write key=value"),
+        ("=3", r"'=3' is not an override"),
+        ("a..b=3", r"'a..b=3' is not an override"),
         ("seed=[1,", r"The value of 'seed=\[1,' is not YAML; quote it"),
         ("trainer.callbacks.7.patience=1", r"'trainer.callbacks.7.patience=1' cannot be applied"),
         ("seed=" + "1" * 5000, r"'seed=1+\.\.\.' cannot be applied: Exceeds the limit"),
@@ -308,14 +311,14 @@ def test_a_target_that_is_no_text_is_refused(config: Path, key: str, target: str
     place = values if not rest else values["trainer"]["callbacks"] if section == "trainer" else values["module"]
     place[{"0": 0}.get(rest[-1], rest[-1]) if rest else section] = {"_target_": yaml.safe_load(target)}
     config.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=re.escape(f"{key}._target_=") + ".* is no path of a class; write it as"):
+    with pytest.raises(ConfigError, match=re.escape(f"{key}._target_=") + ".* is not the path of a class; write it as"):
         check_config(load_config(config))
 
 
 @pytest.mark.parametrize(("key", "digits"), [("memory", "9" * 5000 + "Gi"), ("nodes", "9" * 5000)])
 def test_a_number_of_thousands_of_digits_in_the_section_deploy_is_refused(config: Path, key: str, digits: str) -> None:
     config.write_text(f"{CONFIG}deploy: {{{key}: '{digits}'}}")
-    with pytest.raises(ConfigError, match=f"deploy.{key}='999"):
+    with pytest.raises(ConfigError, match=f"deploy.{key}.*'999"):
         check_config(load_config(config))
 
 
@@ -387,10 +390,10 @@ def test_every_setting_of_the_trainer_can_be_printed_and_read_again(config: Path
         ("torch.manual_seed", r"module 'torch' has no class 'manual_seed'"),
         ("torch.nn.Liner", r"module 'torch.nn' has no class 'Liner'. Did you mean 'Linear'\?"),
         ("torchh.nn.Linear", r"there is no module 'torchh'; it must be installed, or lie beside the config file"),
-        ("torch.nn.Linear()", r"k='torch.nn.Linear\(\)' is no path of a class; write it as package.module.Class"),
-        ("Linear", r"is no path of a class"),
-        ("torch.__builtins__", r"is no path of a class"),
-        (3, r"k=3 is no path of a class"),
+        ("torch.nn.Linear()", r"k='torch.nn.Linear\(\)' is not the path of a class; write it as package.module.Class"),
+        ("Linear", r"is not the path of a class"),
+        ("torch.__builtins__", r"is not the path of a class"),
+        (3, r"k=3 is not the path of a class"),
     ],
 )
 def test_only_classes_that_can_be_part_of_a_training_are_found(path: object, message: str) -> None:

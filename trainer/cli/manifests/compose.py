@@ -1,4 +1,4 @@
-"""A file for Docker Compose: nodes on one machine, and the service where they meet."""
+"""A file for Docker Compose: nodes on one machine, and their rendezvous."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def _rendezvous(run: DeployedRun) -> dict[str, Any]:
 
 def _node(run: DeployedRun) -> dict[str, Any]:
     deploy = run.deploy
-    meeting = {"depends_on": {"rendezvous": {"condition": "service_healthy"}}} if run.has_rendezvous else {}
+    rendezvous = {"depends_on": {"rendezvous": {"condition": "service_healthy"}}} if run.has_rendezvous else {}
     return {
         "image": run.image,
         "command": [word.replace("$", "$$") for word in run.node_command("rendezvous")],
-        **meeting,
+        **rendezvous,
         "environment": {
             **ENV,
             **{name: value.replace("$", "$$") for name, value in deploy.env.items()},

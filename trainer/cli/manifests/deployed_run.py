@@ -32,7 +32,7 @@ class DeployedRun:
         """The image of the containers.
 
         Raises:
-            ConfigError: if none is given.
+            ConfigError: if the config gives no image.
         """
         if self.deploy.image is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A batch script for SLURM: one agent a node, queued again when its time is up."""
+"""A batch script for SLURM: one agent on each node, requeued when its time is up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEMPLATE: Final = """\
 set -u
 {setup}
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-{meeting}
+{rendezvous}
 # One agent a node, which starts the processes there. The end of one is not the end of the others.
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
     {launch} &
@@ -49,7 +49,7 @@ fi
 exit "$code"
 """
 
-_MEETING: Final = """
+_RENDEZVOUS: Final = """
 # Where the nodes meet: a process of this script, on the first node, so that no agent takes it along when it ends. The
 # address is that of the node's name, or of its first network if the name leads to loopback, as it does on Debian. The
 # signal that cancels the job reaches every process, but the nodes need this one to leave.
@@ -74,7 +74,7 @@ def render(run: DeployedRun) -> str:
         options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(run).items()),
         grace=run.deploy.grace,
         setup="\n".join(setup),
-        meeting=_MEETING.format(port=run.deploy.port) if run.has_rendezvous else "",
+        rendezvous=_RENDEZVOUS.format(port=run.deploy.port) if run.has_rendezvous else "",
         launch=_launch(run),
         end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if run.has_rendezvous else "",
     )
@@ -97,6 +97,6 @@ def _options(run: DeployedRun) -> dict[str, str]:
 
 
 def _launch(run: DeployedRun) -> str:
-    meeting = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if run.has_rendezvous else ""
+    rendezvous = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if run.has_rendezvous else ""
     program = shlex.join(run.program(run.path, run.overrides, run.deploy.runs))
-    return f"echelon launch --nodes {run.nodes}{meeting} {shlex.join(run.process_options)} \\\n    {program}"
+    return f"echelon launch --nodes {run.nodes}{rendezvous} {shlex.join(run.process_options)} \\\n    {program}"
