@@ -128,7 +128,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     parser.add_argument("--version", action="version", version=f"echelon {importlib.metadata.version('echelon')}")
     parser.set_defaults(traceback=False)
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     return parser, {
         name: subparsers.add_parser(
             name,
