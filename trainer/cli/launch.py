@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,11 +15,11 @@ from ...strategies.cluster.environment import DEFAULT_PORT, LOOPBACK, Environmen
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.elastic import parse_nodes
 from ...strategies.errors import ConfigError
+from .launch_elastic import START_TIMEOUT, Program, run_elastic
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
 _MAX_RESTARTS: Final = 10  # of an elastic run
 
 _EPILOG: Final = f"""\
@@ -165,11 +164,10 @@ def _run_elastic(options: argparse.Namespace) -> int:
     from torch.distributed.run import determine_local_world_size
 
     from ...strategies.launch.worker import threads_of_each
-    from .launch_elastic import Program, run
 
     num_processes = determine_local_world_size(options.nproc)
     set_defaults({"OMP_NUM_THREADS": str(threads_of_each(num_processes))})
-    return run(
+    return run_elastic(
         Program(options.program, tuple(options.arguments), options.module),
         num_processes=num_processes,
         nodes=options.nnodes,
@@ -218,7 +216,7 @@ def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     num_nodes, node_rank = parameters.max_nodes, parameters.get_as_int("node_rank") or 0
-    return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), _START_TIMEOUT)
+    return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), START_TIMEOUT)
 
 
 def _run_torchrun(words: list[str], arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...strategies.launch.failures import End
     from ...strategies.launch.worker import Job
 
-_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
+START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Program:
                 raise
 
 
-def run(
+def run_elastic(
     program: Program,
     *,
     num_processes: int,
@@ -74,7 +74,7 @@ def run(
     agents: list[Agent] = []
 
     def make_agent(job: Job) -> Agent:
-        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
+        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=START_TIMEOUT)
         policy = RestartPolicy(max_restarts, first_step_limit=None)
         limits = Limits(hang_timeout, has_beats=False)
         agents.append(ElasticAgent(job, num_processes, meet, folder.path, policy, limits=limits, grace=grace))
