@@ -12,20 +12,20 @@ from torch import nn
 from .callback import Callback
 from .helpers.console import say
 from .run import Run
-from .samples.file import FOLDER, Header, Line, Reading, SampleWriter, Source, next_attempt
+from .samples.file import FOLDER, CountedTurns, Header, Reading, SampleWriter, Source, next_attempt
 
 _SYNC_EVERY: Final = 1.0
 """Seconds; there may be many snapshots a second, and each costs less than waiting for a disk."""
 
 
 class SampleTrail(Protocol):
-    """The samples of this rank's micro-batches, noted from the first `follow_samples` on."""
+    """The samples of this rank's training micro-batches."""
 
     def sources(self) -> Sequence[Source]:
         """Return what is known of the order of each loader in the current epoch."""
 
     def pop(self) -> Sequence[Reading]:
-        """Return the samples of the oldest micro-batch, and drop them; call it once for each that was trained on."""
+        """Return what each loader gave to the micro-batch that was trained on last; call it in ``on_train_batch_end``."""
 
 
 class SampleSource(Protocol):
@@ -48,7 +48,7 @@ class SampleLedger(Callback):
     """
 
     def __init__(self) -> None:
-        self._history: list[Line] = []
+        self._history: list[CountedTurns] = []
         self._run: Run | None = None
         self._trail: SampleTrail | None = None
         self._writer: SampleWriter | None = None
@@ -63,7 +63,7 @@ class SampleLedger(Callback):
         return {"history": [list(line) for line in self._lines()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        loaded = [Line(*line) for line in state_dict["history"]]
+        loaded = [CountedTurns(*line) for line in state_dict["history"]]
         if self._run is None:
             self._history, self._attempt = loaded, 0
         else:
@@ -114,9 +114,9 @@ class SampleLedger(Callback):
         self._close()
         self._begin(run, self._attempt + 1, writes=writes)
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[CountedTurns]:
         """Return the attempts that led to the current step."""
-        return [*self._history, Line(self._attempt, self._turn, self._turn)] if self._attempt else self._history
+        return [*self._history, CountedTurns(self._attempt, self._turn, self._turn)] if self._attempt else self._history
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._trail is not None

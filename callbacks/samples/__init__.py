@@ -1,1 +1,1 @@
-"""Which samples were used: the file and its audit. Imports strategies only."""
+"""The files of a sample ledger and their audit. Imports strategies only."""

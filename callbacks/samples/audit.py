@@ -1,4 +1,4 @@
-"""Whether every sample of an epoch came exactly once, over ranks, restarts and changes of their number."""
+"""Audit of a sample ledger: every sample of an epoch exactly once, over all ranks and restarts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import torch
 
 from ...strategies.errors import DataError
-from .file import FOLDER, Header, Line, Record, Source, read_header, read_records
+from .file import FOLDER, CountedTurns, Header, SampleRecord, Source, read_header, read_records
 
 _ALL: Final = -1
 
 
 class Where(NamedTuple):
-    """Who trained on a sample, and when."""
+    """A place in the run that trained on a sample."""
 
     attempt: int
     rank: int
@@ -33,11 +33,11 @@ class Repeated(NamedTuple):
     """A sample that came more often than it should."""
 
     what: int
-    """Its index; where a sampler decides how often an index comes, its place in the sampler's order."""
+    """Its index, or its place in the sampler's order where an index may come several times."""
     wheres: Sequence[Where]
 
 
-class Key(NamedTuple):
+class EpochKey(NamedTuple):
     """One reading of one loader."""
 
     epoch: int
@@ -50,9 +50,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """What became of the samples of one loader in one epoch."""
+    """The use of the samples of one loader in one epoch."""
 
-    key: Key
+    key: EpochKey
     source: Source
     used: int
     """Samples that the weights have seen."""
@@ -63,7 +63,7 @@ class EpochAudit:
     is_finished: bool
     repeated: Sequence[Repeated]
     missing: Sequence[int]
-    """Indices; places where not every index must come. Of an epoch that is not finished, those left out so far."""
+    """Indices, or places where an index may come several times; of an unfinished epoch, those left out so far."""
 
     @property
     def is_exact(self) -> bool:
@@ -82,11 +82,11 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run's ledger proves."""
+    """The audit of a run's ledger."""
 
     epochs: Sequence[EpochAudit]
     faults: Sequence[str]
-    """What the ledger itself lacks."""
+    """Gaps of the ledger itself."""
 
     @property
     def is_exact(self) -> bool:
@@ -98,7 +98,7 @@ def samples_folder(run: str | Path) -> Path:
     """Return the folder of a run's ledger, given either.
 
     Raises:
-        DataError: if there is none.
+        DataError: if there is no ledger.
     """
     for folder in (Path(run, FOLDER), Path(run)):
         if next(folder.glob("attempt_*.samples"), None) is not None:
@@ -110,7 +110,7 @@ def samples_folder(run: str | Path) -> Path:
 
 
 def audit(folder: Path) -> Audit:
-    """Audit a ledger: the newest attempt and those that led to it. What a kill has undone and was redone counts once.
+    """Audit the newest attempt and those that led to it; steps that a kill has undone do not count.
 
     Raises:
         DataError: for a file that is damaged.
@@ -124,26 +124,26 @@ def audit(folder: Path) -> Audit:
     ledger = _Ledger()
     if last.start_step and not last.history:
         ledger.faults.append(f"Steps 1 to {last.start_step} are not in the ledger: it begins where a run was resumed.")
-    for line in [*last.history, Line(last.attempt, _ALL, _ALL)]:
-        if line.skipped_to:
-            ledger.take(line, attempts.get(line.attempt, {}))
-    return ledger.judged()
+    for counted in [*last.history, CountedTurns(last.attempt, _ALL, _ALL)]:
+        if counted.skipped_to:
+            ledger.add(counted, attempts.get(counted.attempt, {}))
+    return ledger.audit()
 
 
 @dataclass
-class _Group:
-    """All that is noted of one loader in one epoch."""
+class _EpochRecords:
+    """The records of one loader in one epoch."""
 
     source: Source
     used: int = 0
     skipped: int = 0
     stretches: list[tuple[int, int, Where]] = field(default_factory=list)
-    """Place, width, and who was there."""
+    """Place, width, and who read it."""
     indices: array[int] = field(default_factory=lambda: array("q"))
     starts: list[int] = field(default_factory=list)
     """Of the stretches, in `indices`."""
 
-    def add(self, record: Record, where: Where, *, is_skipped: bool) -> None:
+    def add(self, record: SampleRecord, where: Where, *, is_skipped: bool) -> None:
         count = abs(record.size)
         if is_skipped:
             self.skipped += count
@@ -154,11 +154,11 @@ class _Group:
         self.indices.extend(record.indices)
 
     def covered(self) -> int:
-        """Return at how many places somebody was."""
+        """Return the number of places that were read."""
         return max((place + width for place, width, _ in self.stretches), default=0) - len(self.gaps(0))
 
     def repeated_places(self) -> Iterator[Repeated]:
-        """Yield the places that overlap with what lies before them."""
+        """Yield the places that were read more than once."""
         end, before = 0, None
         for place, width, where in sorted(self.stretches):
             if before is not None:
@@ -167,7 +167,7 @@ class _Group:
                 end, before = place + width, where
 
     def gaps(self, end: int) -> list[int]:
-        """Return the places before `end` (or before the last that was reached) at which nobody was."""
+        """Return the places before `end`, and before the last one that was read, that were not read."""
         stops = [(place, place + width) for place, width, _ in sorted(self.stretches)]
         reached, missing = 0, list[int]()
         for start, stop in [*stops, (end, end)]:
@@ -203,51 +203,51 @@ _Times = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Ledger:
-    """What counts of all files, sorted by epoch and loader."""
+    """The records that count, by epoch and loader."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        self._groups: dict[Key, _Group] = {}
+        self._groups: dict[EpochKey, _EpochRecords] = {}
 
-    def take(self, line: Line, files: Mapping[int, tuple[Path, Header]]) -> None:
-        """Sort the records of an attempt."""
+    def add(self, counted: CountedTurns, files: Mapping[int, tuple[Path, Header]]) -> None:
+        """Add the records of an attempt."""
         size = next((header.data_size for _, header in files.values()), 1)
         absent = sorted(set(range(size)) - set(files))
         if absent:
-            self.faults.append(f"Attempt {line.attempt} lacks the files of data ranks {absent}; copy them here.")
+            self.faults.append(f"Attempt {counted.attempt} lacks the files of data ranks {absent}; copy them here.")
         turns = {path: max((record.turn for record in read_records(path)), default=0) for path, _ in files.values()}
-        if line.last_turn == _ALL:  # a kill may have come before all ranks had noted their last step
-            line = Line(line.attempt, min(turns.values()), min(turns.values()))
+        if counted.last_turn == _ALL:  # a kill may have come before all ranks had noted their last step
+            counted = CountedTurns(counted.attempt, min(turns.values()), min(turns.values()))
         for rank, (path, _) in files.items():
-            if turns[path] < line.skipped_to:
+            if turns[path] < counted.skipped_to:
                 self.faults.append(
-                    f"{path.name} holds {turns[path]} steps of {line.skipped_to}: it was cut; restore it from a copy."
+                    f"{path.name} holds {turns[path]} steps of {counted.skipped_to}: it was cut; restore a copy."
                 )
-            self._sort(line, rank, read_records(path))
+            self._sort(counted, rank, read_records(path))
 
-    def _sort(self, line: Line, rank: int, records: Iterable[Record]) -> None:
+    def _sort(self, counted: CountedTurns, rank: int, records: Iterable[SampleRecord]) -> None:
         sources: dict[int, Source] = {}
-        for record in takewhile(lambda record: record.turn <= line.skipped_to, records):
+        for record in takewhile(lambda record: record.turn <= counted.skipped_to, records):
             loader = max(record.loader, ~record.loader)
             if record.loader < 0:
                 sources[loader] = Source(*record.indices)
             source = sources.get(loader, Source())
-            key = Key(record.epoch, loader, record.lap, rank if source.num_streams > 1 else 0)
-            group = self._groups.setdefault(key, _Group(source))
+            key = EpochKey(record.epoch, loader, record.lap, rank if source.num_streams > 1 else 0)
+            group = self._groups.setdefault(key, _EpochRecords(source))
             group.source = source
             if record.size and record.loader >= 0:
-                group.add(record, Where(line.attempt, rank, record.step), is_skipped=record.turn > line.last_turn)
+                group.add(record, Where(counted.attempt, rank, record.step), is_skipped=record.turn > counted.last_turn)
 
-    def judged(self) -> Audit:
-        """Return what comes of it."""
+    def audit(self) -> Audit:
+        """Return the audit of all records."""
         keys = sorted(self._groups)
         epochs = sorted({key.epoch for key in keys})
         for before, after in pairwise(epochs):
             if after > before + 1:
                 self.faults.append(f"Epochs {before + 1} to {after - 1} are not in the ledger.")
-        return Audit([self._judged(key, epochs[-1]) for key in keys], self.faults)
+        return Audit([self._audit_epoch(key, epochs[-1]) for key in keys], self.faults)
 
-    def _judged(self, key: Key, last_epoch: int) -> EpochAudit:
+    def _audit_epoch(self, key: EpochKey, last_epoch: int) -> EpochAudit:
         group = self._groups[key]
         source = group.source
         laps = max(other.lap for other in self._groups if other[:2] == key[:2])

@@ -1,4 +1,4 @@
-"""The file in which one rank notes the samples of its steps: a line of JSON, then 64-bit integers."""
+"""A file with the samples of one rank's steps: a line of JSON, then 64-bit integers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...strategies.errors import DataError
 FORMAT: Final = "echelon samples 1"
 FOLDER: Final = "samples"
 _HEAD: Final = struct.Struct("<7q")
-"""What a record has before its indices: turn, step, epoch, loader, lap, place, size."""
+"""The head of a record, before its indices: turn, step, epoch, loader, lap, place, size."""
 _NUM_HEAD: Final = 7
 
 
 class Reading(NamedTuple):
-    """What one loader gave to a micro-batch."""
+    """The samples that one loader gave to a micro-batch."""
 
     loader: int
     lap: int
@@ -31,13 +31,13 @@ class Reading(NamedTuple):
     place: int
     """Where in the loader's order it begins."""
     indices: Any
-    """As the loader's sampler gave them; None where it reads none."""
+    """As the loader's sampler gave them; None where it has no indices."""
     size: int = 0
     """Samples, where there are no indices."""
 
 
 class Source(NamedTuple):
-    """What is known of one loader's order in an epoch."""
+    """The order of one loader in an epoch, as far as it is known."""
 
     num_indices: int = -1
     """Samples of the data set; -1 where it has no indices."""
@@ -51,8 +51,8 @@ class Source(NamedTuple):
     """1 where all ranks share one order; their number where each has its own."""
 
 
-class Line(NamedTuple):
-    """A stretch of training that counts: turns of an attempt, of which the last may have been undone."""
+class CountedTurns(NamedTuple):
+    """The turns of an attempt that count; later ones may have been undone."""
 
     attempt: int
     last_turn: int
@@ -62,68 +62,70 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Who wrote a file, and what training came before it."""
+    """The writer of a file, and the training that came before it."""
 
     attempt: int
-    """Which of the fits, and roll-backs in them, that wrote into this folder; from 1."""
+    """Number of the fit or roll-back among those that wrote into this folder; from 1."""
     data_rank: int
     data_size: int
     round: int
     """Of an elastic run; 0 otherwise."""
     start_step: int
     """The global step with which the attempt began."""
-    history: Sequence[Line] = field(default=())
+    history: Sequence[CountedTurns] = field(default=())
     """The attempts that led to that step, oldest first."""
 
     @property
     def name(self) -> str:
-        """What the file is called."""
+        """The name of the file."""
         return f"attempt_{self.attempt:04d}.rank_{self.data_rank:05d}.samples"
 
 
-class Record(NamedTuple):
-    """What one loader gave to one step of a rank; or, with a loader below 0, what an epoch reads of it.
+class SampleRecord(NamedTuple):
+    """The samples that one loader gave to one step of a rank.
 
-    That is the loader ``~loader``, and the indices are the fields of its `Source`.
+    A record whose loader is below 0 announces the epoch of the loader ``~loader``: its indices are a `Source`.
     """
 
     turn: int
-    """Which step of the attempt, from 1; unlike `step`, the same for no two."""
+    """Number of the step in the attempt, from 1; unique, unlike `step`, which a roll-back repeats."""
     step: int
     epoch: int
     loader: int
     lap: int
     place: int
     size: int
-    """Samples; minus their number where they have no indices."""
+    """Number of samples; negative where they have no indices."""
     indices: Sequence[int]
 
 
 class SampleWriter:
-    """Appends records to a file of its own; each is in the hands of the operating system when a method returns."""
+    """Appends records to a file; the operating system has each when a method returns."""
 
     def __init__(self, folder: Path, header: Header) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # unbuffered: what is written survives this process, which a kill may end at any moment
         self._file = (folder / header.name).open("xb", buffering=0)
         line = json.dumps({"format": FORMAT, **asdict(header)}).encode()
-        # padded, so that the integers behind it are aligned for whoever maps the file
+        # padded, so that the integers behind it are aligned for a memory map
         self._append(line + b" " * (-(len(line) + 1) % 8) + b"\n")
 
     def announce(self, turn: int, step: int, epoch: int, sources: Sequence[Source]) -> None:
-        """Note what an epoch reads, before its first record."""
-        self._append(b"".join(_packed((turn, step, epoch, ~loader, 0, 0), one) for loader, one in enumerate(sources)))
+        """Write the sources of an epoch, before its first record."""
+        self._append(
+            b"".join(_packed((turn, step, epoch, ~loader, 0, 0), source) for loader, source in enumerate(sources))
+        )
 
     def write(self, turn: int, step: int, epoch: int, readings: Sequence[Reading]) -> None:
-        """Note what a step has read; nothing is a record, too."""
+        """Write what a step has read; a step without samples gets an empty record."""
         records = b""
-        for loader, lap, place, handed, size in readings:
+        for loader, lap, place, given, size in readings:
             # a slice, since to iterate over the indices of augmented samples seeds the random generators
-            indices = handed[:] if isinstance(handed, list) else _entries(handed)
+            indices = given[:] if isinstance(given, list) else _entries(given)
             head = turn, step, epoch, loader, lap, place
             try:
                 records += _packed(head, indices)
-            except struct.error:  # no integers
+            except struct.error:  # the indices are not integers
                 records += _HEAD.pack(*head, -(size or len(indices)))
         self._append(records or _HEAD.pack(turn, step, epoch, 0, 0, 0, 0))
 
@@ -132,11 +134,11 @@ class SampleWriter:
             data = data[self._file.write(data) :]
 
     def sync(self) -> None:
-        """Return when all is on the disk."""
+        """Wait until all records are on the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -145,19 +147,19 @@ def _packed(head: Sequence[int], indices: Sequence[Any]) -> bytes:
     return struct.pack(f"<{_NUM_HEAD + size}q", *head, size, *indices)
 
 
-def _entries(handed: Any) -> list[Any]:
-    """Return what a sampler gave that is no list: one index, several, or something else."""
+def _entries(given: Any) -> list[Any]:
+    """Return as a list what a sampler gave as something else, such as an int, a tuple or a tensor."""
     try:
-        return [index(handed)]
+        return [index(given)]
     except (TypeError, ValueError):
-        return list(handed) if isinstance(handed, tuple | torch.Tensor) else [handed]
+        return list(given) if isinstance(given, tuple | torch.Tensor) else [given]
 
 
 def read_header(path: Path) -> Header:
     """Return the first line of a file.
 
     Raises:
-        DataError: if it is no such file.
+        DataError: if it is not a file of samples.
     """
     with path.open("rb") as file:
         line = file.readline(1 << 20)
@@ -169,19 +171,19 @@ def _header(path: Path, line: bytes) -> Header:
         values = json.loads(line)
         if values.pop("format") != FORMAT:
             raise ValueError(line[:40])
-        values["history"] = [Line(*one) for one in values["history"]]
-        return Header(**{one.name: values[one.name] for one in fields(Header)})
+        values["history"] = [CountedTurns(*turns) for turns in values["history"]]
+        return Header(**{item.name: values[item.name] for item in fields(Header)})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is no file of samples, it begins with {line[:40]!r} ({error}); take it out of the folder."
+            f"{path} is not a file of samples: it begins with {line[:40]!r} ({error}); take it out of the folder."
         ) from None
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file; what a kill has left unfinished at its end is left out.
+def read_records(path: Path) -> Iterator[SampleRecord]:
+    """Yield the records of a file; skip an unfinished one at its end, which a kill has left.
 
     Raises:
-        DataError: if it is no such file, or its numbers cannot be right.
+        DataError: if it is not a file of samples, or its numbers are invalid.
     """
     data = path.read_bytes()
     start = data.find(b"\n") + 1
@@ -193,15 +195,15 @@ def read_records(path: Path) -> Iterator[Record]:
         at += _NUM_HEAD
         stop = at + max(head[-1], 0)
         if head[0] < 0 or head[1] < 0 or head[2] < 0:
-            raise DataError(f"{path} holds the record {head}, which cannot be; replace the file by a copy of it.")
+            raise DataError(f"{path} holds the invalid record {head}; replace the file by a copy of it.")
         if stop > len(numbers):
             return
         turn, step, epoch, loader, lap, place, size = head
-        yield Record(turn, step, epoch, loader, lap, place, size, numbers[at:stop].tolist())
+        yield SampleRecord(turn, step, epoch, loader, lap, place, size, numbers[at:stop].tolist())
         at = stop
 
 
 def next_attempt(folder: Path) -> int:
     """Return the number of an attempt that has no files yet."""
-    found = [int(path.name[8:12]) for path in folder.glob("attempt_[0-9][0-9][0-9][0-9].rank_*.samples")]
-    return max(found, default=0) + 1
+    attempts = [int(path.name[8:12]) for path in folder.glob("attempt_[0-9][0-9][0-9][0-9].rank_*.samples")]
+    return max(attempts, default=0) + 1

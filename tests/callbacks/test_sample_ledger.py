@@ -34,7 +34,7 @@ from echelon import (
     seed_everything,
 )
 from echelon.callbacks.samples.audit import Audit, audit
-from echelon.callbacks.samples.file import Record, read_header, read_records
+from echelon.callbacks.samples.file import SampleRecord, read_header, read_records
 from echelon.strategies import ElasticStrategy
 from echelon.strategies.errors import ProcessError
 from echelon.testing import run_ranks
@@ -150,7 +150,7 @@ def verdicts(folder: Path) -> list[tuple[int, str]]:
     return [(epoch.used, epoch.verdict) for epoch in audited(folder).epochs]
 
 
-def noted(folder: Path) -> list[Record]:
+def noted(folder: Path) -> list[SampleRecord]:
     return [record for path in sorted(samples(folder).iterdir()) for record in read_records(path) if record.loader >= 0]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from echelon.strategies.errors import ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import meeting
-from echelon.trainer.cli.rendezvous import main
+from echelon.trainer.cli.main import main
 
 COMMAND = [
     sys.executable,
@@ -67,8 +67,8 @@ def test_it_keeps_runs_apart_knows_which_are_over_and_ends_when_it_is_told_to():
 def test_addresses_that_cannot_be(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["--listen", endpoint]) == 1
+        assert main(["rendezvous", "--listen", endpoint]) == 1
     assert f"cannot listen on {endpoint} (Address already in use); give an address of this" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        main(["--listen", "10.0.0.1:port"])
-    assert "--listen 10.0.0.1:port is no address" in capsys.readouterr().err
+        main(["rendezvous", "--listen", "10.0.0.1:port"])
+    assert "--listen 10.0.0.1:port must be an address" in capsys.readouterr().err

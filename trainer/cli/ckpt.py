@@ -1,4 +1,4 @@
-"""The commands `echelon ckpt ls | show | verify | diff | export`."""
+"""The commands ``echelon ckpt ls | show | verify | diff | export``."""
 
 from __future__ import annotations
 
@@ -17,34 +17,60 @@ from ..checkpoint.export import export
 from ..checkpoint.finding import Found, list_checkpoints
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
+from .printable import printable
 
 _WIDEST: Final = 100
 _PLAIN: Final = (bool, int, float, str)
+_EPILOG: Final = """\
+exit codes:
+  0 done   1 a checkpoint is damaged, or two differ   2 wrong command, or a checkpoint that cannot be read
+"""
+_Read = Callable[[argparse.Namespace], tuple[list[str], bool]]
+"""Returns the lines to print, and whether all is well."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one command; return 0, or 1 where a checkpoint is damaged or two differ, or 2 for an error."""
-    arguments = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], tuple[str, bool]] = arguments.command
-    try:
-        text, is_good = command(arguments)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands on checkpoints."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, help: str, read: _Read, *arguments: str) -> None:
+        command = commands.add_parser(name, help=help, description=help)
+        for argument in arguments:
+            command.add_argument(argument.rstrip("+"), type=Path, nargs="+" if argument.endswith("+") else None)
+        command.set_defaults(read=read)
+
+    add("ls", "List the checkpoints of a folder.", lambda given: (list_folder(given.folder), True), "folder")
+    add("show", "Show what a checkpoint holds.", lambda given: (show(given.path), True), "path")
+    add("verify", "Compare checkpoints with their hashes.", lambda given: verify_all(given.path), "path+")
+    add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
+    add(
+        "export",
+        "Write the weights as one model.safetensors.",
+        lambda given: ([f"Wrote {export(given.path, given.destination)}."], True),
+        "path",
+        "destination",
+    )
+    parser.epilog = _EPILOG
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one command; return 0, or 1 where a checkpoint is damaged or two differ."""
+    read: _Read = options.read
+    lines, is_good = read(options)
+    for line in lines:
+        print(printable(line).replace("\n", "\\n"))
     return 0 if is_good else 1
 
 
-def list_folder(folder: str | Path) -> str:
-    """Return a line for each checkpoint of a folder, oldest first, and for what unfinished writes left."""
-    found = list_checkpoints(folder)
-    lines = [_line(checkpoint) for checkpoint in found]
+def list_folder(folder: str | Path) -> list[str]:
+    """Return a line for each checkpoint of a folder, oldest first, and for each unfinished one."""
+    lines = [_line(checkpoint) for checkpoint in list_checkpoints(folder)]
     lines += [f"unfinished  {path}" for path in unfinished(Path(folder))]
-    return "\n".join(lines) if lines else f"{folder} holds no checkpoints."
+    return lines or [f"{folder} holds no checkpoints."]
 
 
-def show(path: str | Path) -> str:
-    """Return what a checkpoint holds: its origin, its files, every tensor and every other value."""
+def show(path: str | Path) -> list[str]:
+    """Return the contents of a checkpoint: its origin, its files, every tensor and every other value."""
     manifest = read_manifest(Path(path))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()) or "one process"
     origin = f"by Echelon {manifest.echelon_version}, torch {manifest.torch_version}, {mesh}"
@@ -52,12 +78,12 @@ def show(path: str | Path) -> str:
         f"{path}: saved {manifest.saved_at} {origin}",
         *(f"  {name:40} {_bytes(file.size):>10}" for name, file in manifest.files.items()),
     ]
-    for part, value in load(path, verify=False).items():
-        lines += ["", f"{part}:", *(f"  {name}: {_describe(leaf)}" for name, leaf in _leaves(value))]
-    return "\n".join(lines)
+    for key, value in load(path, verify=False).items():
+        lines += ["", f"{key}:", *(f"  {name}: {_describe(leaf)}" for name, leaf in _leaves(value))]
+    return lines
 
 
-def verify_all(paths: Sequence[str | Path]) -> tuple[str, bool]:
+def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
     """Verify checkpoints, and those inside folders; return a line for each, and whether all are whole."""
     lines: list[str] = []
     is_good = True
@@ -69,10 +95,10 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[str, bool]:
             except CheckpointError as error:
                 lines.append(f"damaged  {path}: {error}")
                 is_good = False
-    return "\n".join(lines), is_good
+    return lines, is_good
 
 
-def diff(first: str | Path, second: str | Path) -> tuple[str, bool]:
+def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     """Return how the values of two checkpoints differ, and whether they are the same."""
     ours, theirs = (dict(_leaves(load(path))) for path in (first, second))
     lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
@@ -80,33 +106,7 @@ def diff(first: str | Path, second: str | Path) -> tuple[str, bool]:
     changes = [(name, _change(value, theirs[name])) for name, value in ours.items() if name in theirs]
     lines += [f"~ {name}: {change}" for name, change in changes if change]
     same = len(ours) - sum(line.startswith(("-", "~")) for line in lines)
-    return "\n".join([*lines, f"{same} of {len(ours)} values are the same."]), not lines
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="echelon ckpt", description="Look at checkpoints, check them, take them elsewhere."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, help: str, run: Callable[[argparse.Namespace], tuple[str, bool]], *arguments: str) -> None:
-        command = commands.add_parser(name, help=help, description=help)
-        for argument in arguments:
-            command.add_argument(argument.rstrip("+"), type=Path, nargs="+" if argument.endswith("+") else None)
-        command.set_defaults(command=run)
-
-    add("ls", "List the checkpoints of a folder.", lambda given: (list_folder(given.folder), True), "folder")
-    add("show", "Show what a checkpoint holds.", lambda given: (show(given.path), True), "path")
-    add("verify", "Compare checkpoints with their hashes.", lambda given: verify_all(given.path), "path+")
-    add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
-    add(
-        "export",
-        "Write the weights as one model.safetensors.",
-        lambda given: (f"Wrote {export(given.path, given.destination)}.", True),
-        "path",
-        "destination",
-    )
-    return parser
+    return [*lines, f"{same} of {len(ours)} values are the same."], not lines
 
 
 def _line(checkpoint: Found) -> str:

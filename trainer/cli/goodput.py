@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import textwrap
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -45,17 +42,13 @@ exit codes:
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Show a ledger and return the exit code."""
-    options = _parser().parse_args(words)
-    try:
-        _show(options)
-    except EchelonError as error:
-        sys.stderr.write(f"echelon: error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # `head` has seen enough; what Python has yet to write at its end goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run, and what to show of it."""
+    parser.epilog = _EPILOG
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that holds several")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw it (goodput.png in the run's folder)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead; draws only with --png")
+    parser.add_argument("--since", metavar="ROUND", type=int, default=0, help="leave out the rounds before this one")
 
 
 def find_ledger(run: Path) -> Path:
@@ -128,21 +121,8 @@ def as_json(goodput: Goodput) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="echelon goodput",
-        description="Show what the time of a run went into, over all its restarts, and draw it as goodput.png.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that holds several")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw it (goodput.png in the run's folder)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead; draws only with --png")
-    parser.add_argument("--since", metavar="ROUND", type=int, default=0, help="leave out the rounds before this one")
-    return parser
-
-
-def _show(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
+    """Print the account of a ledger and draw it; return 0."""
     path = find_ledger(options.run)
     goodput = _account(path, options.since)
     if options.json:
@@ -152,7 +132,7 @@ def _show(options: argparse.Namespace) -> None:
         say(f"{path.parent}: goodput {goodput_of(goodput.micros):.1%} since {began:%Y-%m-%d %H:%M:%S}")
         say(render(goodput))
     if options.json and options.png is None:
-        return
+        return 0
     try:
         target = options.png or path.with_name("goodput.png")
         draw(goodput, target, title=str(path.parent))
@@ -163,6 +143,7 @@ def _show(options: argparse.Namespace) -> None:
     else:
         if not options.json:
             say(f"Drawn as {target}.")
+    return 0
 
 
 def _account(path: Path, since: int) -> Goodput:

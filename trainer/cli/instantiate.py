@@ -1,4 +1,4 @@
-"""Targets: a mapping with ``_target_`` in a config names a class and its arguments; here it is checked, then built."""
+"""Targets: mappings with ``_target_``, which name a class and its arguments, checked and then built."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def targets(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def check(value: object, key: str, base: type = object) -> None:
-    """Import every class named inside a value and hold the arguments given against its constructor; build nothing.
+    """Import every class named inside a value and check the arguments against its constructor; build nothing.
 
     Raises:
-        ConfigError: for a path that names no class, a class that is no `base`, and an argument that is unknown, missing
-            or of the wrong type.
+        ConfigError: for a path that names no class, a class not derived from `base`, and an argument that is unknown,
+            missing or of the wrong type.
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -48,12 +48,12 @@ def check(value: object, key: str, base: type = object) -> None:
     if not isinstance(value, Mapping):
         return
     if is_target(value):
-        found = find_class(value[TARGET], f"{key}.{TARGET}")
-        if not issubclass(found, base):
+        cls = find_class(value[TARGET], f"{key}.{TARGET}")
+        if not issubclass(cls, base):
             raise ConfigError(
-                f"{key}.{TARGET}={value[TARGET]!r} is no {base.__name__}; name a class derived from {base.__name__}."
+                f"{key}.{TARGET}={value[TARGET]!r} is not derived from {base.__name__}; name a class that is."
             )
-        _check_arguments(found, value, key)
+        _check_arguments(cls, value, key)
     for name, item in value.items():
         check(item, f"{key}.{name}")
 
@@ -78,11 +78,11 @@ def find_class(path: object, key: str) -> type[Any]:
     """Import the class of a dotted path.
 
     Raises:
-        ConfigError: if the path has not the form of one, or there is no such class, or it belongs to Python's own
-            library: nothing there is a part of a training, and much of it (``subprocess.Popen``) is no toy.
+        ConfigError: if the path is malformed, or there is no such class, or it belongs to Python's own library:
+            no training needs a class from there, and some, such as ``subprocess.Popen``, are dangerous.
     """
     if not isinstance(path, str) or not _CLASS_PATH.fullmatch(path):
-        raise ConfigError(f"{key}={path!r} is no path of a class; write it as package.module.Class.")
+        raise ConfigError(f"{key}={path!r} is not the path of a class; write it as package.module.Class.")
     module_name, _, class_name = path.rpartition(".")
     _refuse_library(path, module_name, key)
     try:
@@ -94,14 +94,14 @@ def find_class(path: object, key: str) -> type[Any]:
             f"{key}={path!r}: there is no module {error.name!r}; it must be installed, or lie beside the config file "
             "or in the working directory."
         ) from None
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
+    cls = getattr(module, class_name, None)
+    if not isinstance(cls, type):
         classes = [name for name in dir(module) if isinstance(getattr(module, name), type)]
         raise ConfigError(
             f"{key}={path!r}: module {module_name!r} has no class {class_name!r}.{did_you_mean(class_name, classes)}"
         )
-    _refuse_library(path, found.__module__, key)
-    return found
+    _refuse_library(path, cls.__module__, key)
+    return cls
 
 
 def _refuse_library(path: str, module: str, key: str) -> None:
@@ -112,40 +112,40 @@ def _refuse_library(path: str, module: str, key: str) -> None:
         )
 
 
-def _check_arguments(found: type[Any], given: Mapping[str, Any], key: str) -> None:
+def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str) -> None:
     path = given[TARGET]
     try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # a class written in C that does not tell
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # a class written in C without a signature
         return
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [parameter.name for parameter in named]
-    hints = _hints(found)
+    hints = _hints(cls)
     for name, value in given.items():
         if name == TARGET:
             continue
         if name not in known and not takes_any:
-            raise ConfigError(f"{key}.{name}={value!r} is no argument of {path}.{did_you_mean(str(name), known)}")
+            raise ConfigError(f"{key}.{name}={value!r} is not an argument of {path}.{did_you_mean(str(name), known)}")
         hint = hints.get(name, Any)
         if _is_simple(hint) and not fits(value, hint):
             raise ConfigError(
-                f"{key}.{name}={value!r} has the wrong type {type(value).__name__}; {path} wants {describe(hint)}."
+                f"{key}.{name}={value!r} has the wrong type {type(value).__name__}; it must be {describe(hint)}."
             )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in given:
             raise ConfigError(f"{key}={dict(given)!r} lacks an argument of {path}; add {key}.{parameter.name}.")
 
 
-def _hints(found: type[Any]) -> dict[str, Any]:
+def _hints(cls: type[Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(found.__init__)
+        return get_type_hints(cls.__init__)
     except (AttributeError, NameError, TypeError):  # names that only a type checker imports
         return {}
 
 
 def _is_simple(hint: Any) -> bool:
-    """Return whether a value of YAML can be held against an annotation."""
+    """Return whether a value of YAML can be checked against an annotation."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return all(_is_simple(part) for part in get_args(hint))

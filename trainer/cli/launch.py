@@ -1,4 +1,4 @@
-"""``echelon launch``: several processes of one program on this node, by torchrun or by Echelon's elastic agent."""
+"""The command ``echelon launch``: processes of one program on this node, by torchrun or Echelon's elastic agent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,12 +14,12 @@ import torch
 from ...strategies.cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.elastic import parse_nodes
-from ...strategies.errors import ConfigError, EchelonError
+from ...strategies.errors import ConfigError
+from .launch_elastic import START_TIMEOUT, Program, run_elastic
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
 _MAX_RESTARTS: Final = 10  # of an elastic run
 
 _EPILOG: Final = f"""\
@@ -50,32 +48,9 @@ exit codes:
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the program in the processes that were asked for and return the job's exit code."""
-    parser = _parser()
-    options = parser.parse_args(words)
-    is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
-    options.nnodes = options.nodes or options.nnodes
-    _check(parser, options)
-    if is_elastic:
-        return _run_elastic(options)
-    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
-    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    if options.nnodes == (1, 1):
-        set_defaults(loopback_variables())
-    # torchrun leaves the folder of its error files behind, unless it is somebody's
-    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
-        return _run([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="echelon launch",
-        description="Start several processes of a program on this node. They train as one run, as under torchrun.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the launch, then the program with its own arguments."""
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
     )
@@ -98,12 +73,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
-    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the program in the processes that were asked for and return the job's exit code."""
+    is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
+    options.nnodes = options.nodes or options.nnodes
+    _check(options)
+    if is_elastic:
+        return _run_elastic(options)
+    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
+    set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    if options.nnodes == (1, 1):
+        set_defaults(loopback_variables())
+    # torchrun does not remove the folder of its error files: give it one that is removed here
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        return _run_torchrun([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
 
 
 def _nproc(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 1, gpu, cpu or auto")
+        raise argparse.ArgumentTypeError(f"must be a number from 1, gpu, cpu or auto, got {text!r}")
     return text
 
 
@@ -111,13 +101,13 @@ def _nnodes(text: str) -> tuple[int, int]:
     try:
         return parse_nodes(text)
     except ConfigError:
-        reason = f"{text!r} is not possible; give a number from 1, or MIN:MAX such as 1:4"
+        reason = f"must be a number from 1 or MIN:MAX such as 1:4, got {text!r}"
         raise argparse.ArgumentTypeError(reason) from None
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give a number from 0")
+        raise argparse.ArgumentTypeError(f"must be a number from 0, got {text!r}")
     return int(text)
 
 
@@ -127,51 +117,57 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; give seconds, above 0")
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text!r}")
     return seconds
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error and code 2 for options that contradict each other, before any process starts."""
-    least, most = options.nnodes
-    if most == 1:
-        for name in ("rdzv", "node_rank"):
-            if getattr(options, name) is not None:
-                option = name.replace("_", "-")
-                parser.error(f"--{option} {getattr(options, name)} is for several nodes; give --nnodes, too")
-    elif options.rdzv is None:
-        name = "nnodes" if options.nodes is None else "nodes"
-        parser.error(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
-    if options.node_rank is not None and least != most:
-        parser.error(f"--node-rank {options.node_rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
-    if options.node_rank is not None and options.max_restarts:
-        parser.error(f"--max-restarts {options.max_restarts} on several nodes needs ranks as they come: no --node-rank")
-    if options.node_rank is not None and options.nodes is not None:
-        parser.error(f"--node-rank {options.node_rank}: elastic nodes take their ranks as they come; leave it out")
-    if options.node_rank is not None and options.node_rank >= most:
-        parser.error(f"--node-rank {options.node_rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
-    if options.nproc == "gpu" and not torch.cuda.is_available():
-        parser.error("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core")
-    if not options.module and not Path(options.program).is_file():
-        parser.error(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
-    if options.rdzv is not None:
-        try:
-            address_towards(_host(options.rdzv))
-        except (OSError, ValueError) as error:
-            parser.error(
-                f"--rdzv {options.rdzv} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+def _check(options: argparse.Namespace) -> None:
+    """Find options that contradict each other before any process starts."""
+    try:
+        _check_nodes(options)
+        if options.nproc == "gpu" and not torch.cuda.is_available():
+            raise ValueError(
+                "--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core"
             )
+        if not options.module and not Path(options.program).is_file():
+            raise ValueError(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    least, most = options.nnodes
+    rank, endpoint, restarts = options.node_rank, options.rdzv, options.max_restarts
+    if most == 1 and (endpoint is not None or rank is not None):
+        given = f"--rdzv {endpoint}" if endpoint is not None else f"--node-rank {rank}"
+        raise ValueError(f"{given} is for several nodes; give --nnodes, too")
+    if most > 1 and endpoint is None:
+        name = "nnodes" if options.nodes is None else "nodes"
+        raise ValueError(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
+    if rank is not None and least != most:
+        raise ValueError(f"--node-rank {rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
+    if rank is not None and restarts:
+        raise ValueError(f"--max-restarts {restarts} on several nodes needs ranks as they come: no --node-rank")
+    if rank is not None and options.nodes is not None:
+        raise ValueError(f"--node-rank {rank}: elastic nodes take their ranks as they come; leave it out")
+    if rank is not None and rank >= most:
+        raise ValueError(f"--node-rank {rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
+    if endpoint is not None:
+        try:
+            address_towards(_host(endpoint))
+        except (OSError, ValueError) as error:
+            reason = f"--rdzv {endpoint} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+            raise ValueError(reason) from None
 
 
 def _run_elastic(options: argparse.Namespace) -> int:
     from torch.distributed.run import determine_local_world_size
 
     from ...strategies.launch.worker import threads_of_each
-    from .launch_elastic import Program, run
 
     num_processes = determine_local_world_size(options.nproc)
     set_defaults({"OMP_NUM_THREADS": str(threads_of_each(num_processes))})
-    return run(
+    return run_elastic(
         Program(options.program, tuple(options.arguments), options.module),
         num_processes=num_processes,
         nodes=options.nnodes,
@@ -188,20 +184,20 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
     given = {"nproc-per-node": options.nproc, "nnodes": most}
     given["rdzv-endpoint"] = LOOPBACK if options.rdzv is None else options.rdzv
     if most > 1 and options.node_rank is None:
-        given |= {"rdzv-backend": "c10d", **_place(options.rdzv)}
+        given |= {"rdzv-backend": "c10d", **_c10d_address(options.rdzv)}
     else:
         given |= {"rdzv-backend": "echelon", "rdzv-conf": f"node_rank={options.node_rank or 0}"}
     return [*(f"--{name}={value}" for name, value in given.items()), *(["--module"] if options.module else [])]
 
 
-def _place(endpoint: str) -> dict[str, str]:
-    """Return which address this node has on the network of the meeting, and whether the meeting is here.
+def _c10d_address(endpoint: str) -> dict[str, str]:
+    """Return the address of this node on the network of the rendezvous, and whether this node hosts it.
 
     torchrun would go by this machine's name, which may lead to loopback.
     """
     host = _host(endpoint)
     address = address_towards(host)
-    if address == LOOPBACK:  # several launches on one machine, of which the first is the host
+    if address == LOOPBACK:  # several launches on one machine: the first is the host
         return {"local-addr": address}
     return {"local-addr": address, "rdzv-conf": f"is_host={int(is_this_machine(host))}"}
 
@@ -212,18 +208,18 @@ def _host(endpoint: str) -> str:
     return parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)[0]
 
 
-def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return where nodes of known ranks meet; torchrun's own ways of one node, and of such nodes, listen everywhere."""
+def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return the rendezvous of nodes with known ranks; torchrun's own would listen on every interface."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from ...strategies.launch.static_rendezvous import Rendezvous
 
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     num_nodes, node_rank = parameters.max_nodes, parameters.get_as_int("node_rank") or 0
-    return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), _START_TIMEOUT)
+    return Rendezvous(Environment("none", 0, 0, node_rank, num_nodes, 1, num_nodes, host, port), START_TIMEOUT)
 
 
-def _run(words: list[str], arguments: list[str]) -> int:
+def _run_torchrun(words: list[str], arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -231,16 +227,13 @@ def _run(words: list[str], arguments: list[str]) -> int:
 
     from ...strategies.launch.worker import threads_of_each
 
-    rendezvous_handler_registry.register("echelon", _meeting)
+    rendezvous_handler_registry.register("echelon", _static_rendezvous)
     job = parse_args(words)
     job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
     try:
         # torchrun would give each process one thread, and say so in a banner
         set_defaults({"OMP_NUM_THREADS": str(threads_of_each(determine_local_world_size(job.nproc_per_node)))})
         run(job)
-    except EchelonError as error:
-        print(f"echelon: error: {error}", file=sys.stderr)
-        return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         end = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {-failure.exitcode}"

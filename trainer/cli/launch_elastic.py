@@ -1,4 +1,4 @@
-"""A program in workers of the elastic agent, which starts them again after faults and when nodes come or leave."""
+"""An elastic launch: the agent restarts the program after faults, and when nodes join or leave."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ...strategies.errors import ConfigError, EchelonError
-
 if TYPE_CHECKING:
     from ...strategies.launch.agent import Agent
     from ...strategies.launch.failures import End
     from ...strategies.launch.worker import Job
 
-_START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
+START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker runs as ``__main__``."""
+    """The program that a worker runs as ``__main__``."""
 
     name: str
     """Of a file, or of a module."""
@@ -32,7 +30,7 @@ class Program:
     is_module: bool
 
     def run(self) -> None:
-        """Run it as an interpreter of its own would; an exit with code 0 is none.
+        """Run it as an interpreter of its own would; return after an exit with code 0.
 
         Raises:
             SystemExit: with any other code.
@@ -51,7 +49,7 @@ class Program:
                 raise
 
 
-def run(
+def run_elastic(
     program: Program,
     *,
     num_processes: int,
@@ -62,7 +60,7 @@ def run(
     grace: float,
     hang_timeout: float | None,
 ) -> int:
-    """Run the program in so many processes of this node, round after round; return the exit code of the launch.
+    """Run the program in `num_processes` processes of this node; return the exit code of the launch.
 
     The arguments are those of `ElasticStrategy`; times are in seconds.
     """
@@ -76,7 +74,7 @@ def run(
     agents: list[Agent] = []
 
     def make_agent(job: Job) -> Agent:
-        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=_START_TIMEOUT)
+        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=START_TIMEOUT)
         policy = RestartPolicy(max_restarts, first_step_limit=None)
         limits = Limits(hang_timeout, has_beats=False)
         agents.append(ElasticAgent(job, num_processes, meet, folder.path, policy, limits=limits, grace=grace))
@@ -91,21 +89,19 @@ def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
     try:
         job()
     except KeyboardInterrupt:
-        return _told("ended by SIGINT", 130)
+        return _report("ended by SIGINT", 130)
     except SystemExit:
-        return _told("ended by a signal, and saved; start it again to go on", 143)
+        return _report("ended by a signal, and saved; start it again to go on", 143)
     except BaseException as error:
         from ...strategies.resilience.elastic_rendezvous import SpareError
 
         if isinstance(error, SpareError):
-            return _told(str(error), 0)
+            return _report(str(error), 0)
         ends = agents[0].failed if agents else []
-        if ends:
-            cause = min(ends, key=lambda end: end.likelihood)
-            return _told(_describe(cause, agents[0].report), code_of_end(cause))
-        if not isinstance(error, EchelonError):
+        if not ends:
             raise
-        return _told(f"error: {error}", 2 if isinstance(error, ConfigError) else 1)
+        cause = min(ends, key=lambda end: end.likelihood)
+        return _report(_describe(cause, agents[0].report), code_of_end(cause))
     return 0
 
 
@@ -115,20 +111,20 @@ def _describe(cause: End, report: str | None) -> str:
 
 
 def code_of_end(cause: End) -> int:
-    """Return what an interpreter of its own would have ended with, or a shell would say of its end."""
+    """Return the exit code that a shell would report for the end of a worker."""
     if cause.failure is None:
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
     code = cause.failure.exit_code
     return 1 if code is None or code < 0 else code
 
 
-def _told(message: str, code: int) -> int:
+def _report(message: str, code: int) -> int:
     print(f"echelon: {message}", file=sys.stderr)
     return code
 
 
 def _show_log() -> None:
-    """Show on standard error what the agent says of rounds."""
+    """Show the log of the agent on standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("echelon: %(message)s"))
     log = logging.getLogger("echelon")

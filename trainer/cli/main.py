@@ -1,25 +1,61 @@
-"""The ``echelon`` command: a config file and overrides in, a run out, an exit code that schedulers can rely on."""
+"""The ``echelon`` command: a table of commands, and what they share: parsing, errors, exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
+import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
 
-from ...strategies.errors import ConfigError, EchelonError
+from ...strategies.errors import ConfigError, EchelonError, did_you_mean
+from .printable import printable
 
-if TYPE_CHECKING:
-    from .config import Config
 
-_COMMANDS: Final = {
-    "fit": "train the module, validating as the config says",
-    "validate": "evaluate on the validation data",
-    "test": "evaluate on the test data",
-    "predict": "compute predictions; a BasePredictionWriter among the callbacks keeps them",
+@dataclass(frozen=True)
+class Command:
+    """An entry of the table of commands."""
+
+    help: str
+    """One sentence."""
+    module: str
+    """The file beside this one that has the functions of `CommandModule`; imported only if the command is given."""
+    error_code: int = 1
+    """The exit code of an error, except for a `ConfigError`, whose code is 2."""
+
+
+class CommandModule(Protocol):
+    """The functions that the file of a command has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments; may also set the epilog of its help."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command and return the exit code.
+
+        Raises:
+            ArgumentError: for arguments that do not fit together; the user is shown the usage.
+            EchelonError: the user is shown the message.
+        """
+
+
+COMMANDS: Final = {
+    "fit": Command("Train the module, and validate as the config says.", "experiment"),
+    "validate": Command("Evaluate on the validation data.", "experiment"),
+    "test": Command("Evaluate on the test data.", "experiment"),
+    "predict": Command("Compute predictions; a BasePredictionWriter callback stores them.", "experiment"),
+    "launch": Command("Start several processes of a program on this node; they train as one run.", "launch"),
+    "rendezvous": Command(
+        "Keep the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.", "rendezvous"
+    ),
+    "render": Command("Print the script or the manifests that a scheduler needs to run a config.", "render"),
+    "ckpt": Command("List, show, verify, compare and export checkpoints.", "ckpt", error_code=2),
+    "samples": Command("Show whether every sample of every epoch was used exactly once.", "samples", error_code=2),
+    "goodput": Command("Show what the time of a run went into, and draw it as goodput.png.", "goodput"),
 }
 
 _EPILOG: Final = """\
@@ -53,51 +89,37 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["ckpt"]:
-        from .ckpt import main as ckpt
-
-        return ckpt(words[1:])
-    if words[:1] == ["launch"]:
-        from .launch import main as launch
-
-        return launch(words[1:])
-    if words[:1] == ["rendezvous"]:
-        from .rendezvous import main as rendezvous
-
-        return rendezvous(words[1:])
-    if words[:1] == ["render"]:
-        from .render import main as render
-
-        return render(words[1:])
-    if words[:1] == ["samples"]:
-        from .samples import main as samples
-
-        return samples(words[1:])
-    if words[:1] == ["goodput"]:
-        from .goodput import main as goodput
-
-        return goodput(words[1:])
-    parser = _parser()
-    options, rest = parser.parse_known_args(words)
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        parser.error(f"unknown option {unknown[0]!r}; see `echelon {options.command} --help`")
+    parser, parsers = _parsers()
+    name = words[0] if words else ""
+    if name not in COMMANDS:
+        if name and not name.startswith("-"):
+            parser.error(f"there is no command {name!r}.{did_you_mean(name, COMMANDS)}")
+        parser.parse_args(words)  # --help, --version, or an error
+    command = COMMANDS[name]
+    module = cast(CommandModule, importlib.import_module(f".{command.module}", __package__))
+    module.add_arguments(parsers[name])
+    options = _parse(parser, words)
     try:
-        # argparse gives up on positionals after an option between them: the rest are overrides, too
-        return _run(options, [*options.overrides, *rest])
-    except KeyboardInterrupt:
-        print("echelon: interrupted", file=sys.stderr)
-        return 130
+        return module.run(options)
+    except argparse.ArgumentError as error:
+        parsers[name].error(str(error))
     except EchelonError as error:
         if options.traceback:
             traceback.print_exc()
         else:
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-            print(f"echelon: error: {error}{notes}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+            print(printable(f"echelon: error: {error}{notes}"), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else command.error_code
+    except KeyboardInterrupt:
+        print("echelon: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe: discard what Python would flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the whole command line, and those of the commands, which have no arguments yet."""
     parser = argparse.ArgumentParser(
         prog="echelon",
         description="Train a PyTorch model on one process, one machine or many.",
@@ -105,46 +127,26 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"echelon {importlib.metadata.version('echelon')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        command.add_argument("config", metavar="CONFIG", help="a YAML file with seed, trainer, module, data, ckpt_path")
-        command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
-        command.add_argument("--print-config", action="store_true", help="print the config with its overrides, and end")
-        command.add_argument(
-            "--traceback", action="store_true", help="where Echelon reports an error, show where it arose"
+    parser.set_defaults(traceback=False)
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    return parser, {
+        name: subparsers.add_parser(
+            name,
+            help=command.help,
+            description=command.help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
-    commands.add_parser("launch", help="start several processes of a program on this node", add_help=False)
-    commands.add_parser("samples", help="show whether every sample of every epoch came exactly once", add_help=False)
-    commands.add_parser("rendezvous", help="keep the store where nodes of elastic runs meet", add_help=False)
-    commands.add_parser("render", help="print what SLURM, Docker Compose or Kubernetes need to run it", add_help=False)
-    commands.add_parser("ckpt", help="list, show, verify, compare and export checkpoints", add_help=False)
-    commands.add_parser("goodput", help="show what the time of a run went into", add_help=False)
-    return parser
+        for name, command in COMMANDS.items()
+    }
 
 
-def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from .config import load_config
-
-    config = load_config(options.config, overrides)
-    if options.print_config:
-        print(config.text, end="")
-        return 0
-    # as `python script.py` finds modules beside the script, and `python -m` those of the working directory
-    sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
-    _start(options.command, config)
-    return 0
-
-
-def _start(command: str, config: Config) -> None:
-    from .config import build_config
-
-    built = build_config(config)
-    trainer, module, data, ckpt_path = built.trainer, built.module, built.data, built.ckpt_path
-    if command == "fit":
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    elif command == "predict":
-        trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
-    else:
-        evaluate = trainer.validate if command == "validate" else trainer.test
-        evaluate(module, datamodule=data, ckpt_path=ckpt_path)
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    options, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
+    if unknown:
+        kind = "option" if unknown[0].startswith("-") else "argument"
+        parser.error(f"unknown {kind} {unknown[0]!r}; see `echelon {options.command} --help`")
+    if rest:  # argparse takes no positionals after an option between them: these are overrides, too
+        options.overrides += rest
+    return options

@@ -1,31 +1,42 @@
-"""``echelon render``: what a scheduler needs to run a config, as a script or manifests."""
+"""The command ``echelon render``: a config as the script or the manifests that a scheduler needs."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ...strategies.errors import ConfigError, did_you_mean
+from .config_file import read_config
+from .manifests import compose, kubernetes_jobs, slurm
+from .manifests.deploy import read_deploy
+from .manifests.deployed_run import DeployedRun
+
+
+@dataclass(frozen=True)
+class Target:
+    """A scheduler that a config can be rendered for."""
+
+    file_name: str
+    render: Callable[[DeployedRun], str]
+
 
 _TARGETS: Final = {
-    "slurm": "train.sbatch",
-    "compose": "compose.yaml",
-    "pytorchjob": "pytorchjob.yaml",
-    "trainjob": "trainjob.yaml",
-    "indexed-job": "job.yaml",
+    "slurm": Target("train.sbatch", slurm.render),
+    "compose": Target("compose.yaml", compose.render),
+    "pytorchjob": Target("pytorchjob.yaml", kubernetes_jobs.render_pytorchjob),
+    "trainjob": Target("trainjob.yaml", kubernetes_jobs.render_trainjob),
+    "indexed-job": Target("job.yaml", kubernetes_jobs.render_indexed_job),
 }
-"""Each with the name of its file."""
 
 _EPILOG: Final = """\
-the section of the config, of which everything has a default but image, where containers are used:
+the section of the config; everything has a default, except image where containers are used:
   deploy:
     name: train          the run: the same name goes on from its newest checkpoint
     image: registry.example/train:1
-    nodes: "1:4"         a number, or as few and as many as may take part
+    nodes: "1:4"         a number, or MIN:MAX
     gpus: 8              of a node, which starts one process for each
     cpus: 32
     memory: 256Gi
@@ -42,26 +53,27 @@ exit codes:
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Print what was asked for, or write it to a file, and return the exit code."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(words)
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        parser.error(f"unknown option {unknown[0]!r}; see `echelon render --help`")
-    try:
-        text = render(options.target, options.config, [*options.overrides, *rest])
-    except ConfigError as error:
-        print(f"echelon: error: {error}", file=sys.stderr)
-        return 2
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the target, and the config with its overrides."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--target", type=_target, required=True, metavar="TARGET", help=", ".join(_TARGETS))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a file, or a folder, instead of standard output")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`, with a section deploy")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the target needs, or write it to a file; return 0."""
+    text = render(options.target, options.config, options.overrides)
     if options.output is None:
         print(text, end="")
         return 0
-    file = options.output / _TARGETS[options.target] if options.output.is_dir() else options.output
+    file = options.output / _TARGETS[options.target].file_name if options.output.is_dir() else options.output
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        parser.error(f"--output {file} cannot be written ({error.strerror}); give a file in a folder that exists")
+        reason = f"--output {file} cannot be written ({error.strerror}); give a file in a folder that exists"
+        raise argparse.ArgumentError(None, reason) from None
     return 0
 
 
@@ -69,15 +81,10 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
     """Return what a target needs to run a config.
 
     Raises:
-        ConfigError: for a target that there is not, a config that cannot be read, and a section ``deploy`` that lacks
-            something or says what cannot be.
+        ConfigError: for a config that cannot be read, and a section ``deploy`` that is incomplete or invalid.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-
-    from .config import read_config
-    from .manifests.deploy import read_deploy
-    from .manifests.job import Job
 
     config = read_config(path, overrides)
     try:
@@ -85,26 +92,8 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
         given = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
-    deploy, text = read_deploy(given), OmegaConf.to_yaml(config)
     kept = [override for override in overrides if not override.startswith("deploy.")]
-    module = importlib.import_module(f".render.{target.replace('-', '_')}", __package__)
-    rendered: str = module.render(Job(deploy, text, path, kept))
-    return rendered
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="echelon render",
-        description="Print what a scheduler needs to run a config: a script or manifests.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--target", type=_target, required=True, metavar="TARGET", help=", ".join(_TARGETS))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a file, or a folder, instead of standard output")
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`, with a section deploy")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
-    return parser
+    return _TARGETS[target].render(DeployedRun(read_deploy(given), OmegaConf.to_yaml(config), path, kept))
 
 
 def _target(text: str) -> str:

@@ -1,16 +1,15 @@
-"""``echelon rendezvous``: the store where the nodes of elastic runs meet, on a machine that stays."""
+"""The command ``echelon rendezvous``: the store of elastic runs, on a machine that outlives their nodes."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
-import sys
-from collections.abc import Sequence
 from types import FrameType
 from typing import Final
 
 from ...strategies.cluster.environment import DEFAULT_PORT
+from ...strategies.errors import RunError
 
 _EPILOG: Final = f"""\
 on a machine that outlives the nodes, such as a head node whose address is 10.0.0.1:
@@ -30,28 +29,25 @@ exit codes:
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Keep the store until a signal ends it, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="echelon rendezvous",
-        description="Keep the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the address to listen on."""
+    parser.epilog = _EPILOG
     parser.add_argument("--listen", metavar="HOST[:PORT]", required=True, help="an address of this machine")
-    endpoint = parser.parse_args(words).listen
+
+
+def run(options: argparse.Namespace) -> int:
+    """Keep the store until a signal ends it; return 0."""
+    endpoint = options.listen
     try:
         _serve(endpoint)
     except ValueError as error:
-        parser.error(f"--listen {endpoint} is no address ({error}); give HOST:PORT")
+        message = f"--listen {endpoint} must be an address ({error}); give HOST:PORT"
+        raise argparse.ArgumentError(None, message) from None
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        print(
-            f"echelon: error: cannot listen on {endpoint} ({reason}); give an address of this machine, and a free port",
-            file=sys.stderr,
-        )
-        return 1
+        raise RunError(
+            f"cannot listen on {endpoint} ({reason}); give an address of this machine, and a free port"
+        ) from error
     except KeyboardInterrupt:
         pass
     return 0
@@ -67,13 +63,13 @@ def _serve(endpoint: str) -> None:
     listener = listen(host, port)
     address, port = listener.getsockname()[:2]
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as a batch script has it, whose nodes get the signal, too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by a batch script whose nodes get the signal
             signal.signal(number, _end)
     print(f"echelon: nodes meet at {host}:{port}", flush=True)
     serve(address, port, listener.detach(), is_kept=True)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)  # a second one would break into the end itself
+def _end(received: int, frame: FrameType | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the end
     raise KeyboardInterrupt

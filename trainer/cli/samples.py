@@ -1,18 +1,17 @@
-"""The command `echelon samples RUN`: whether every sample of every epoch came exactly once."""
+"""The command ``echelon samples``: an audit of which samples a run was trained on, as a table."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 from ...callbacks.helpers.console import say
 from ...callbacks.helpers.table import boxed
 from ...callbacks.samples.audit import Audit, EpochAudit, audit, samples_folder
-from ...strategies.errors import DataError
+from .printable import printable
 
 _SHOWN: Final = 10
 _EPILOG: Final = """\
@@ -22,31 +21,26 @@ exit codes:
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Audit the ledger of a run, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="echelon samples",
-        description="Show for each epoch of a run whether every sample was used exactly once.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of the run."""
+    parser.epilog = _EPILOG
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, which holds samples/")
-    try:
-        found = audit(samples_folder(parser.parse_args(argv).run))
-    except DataError as error:
-        print(f"echelon: error: {error}", file=sys.stderr)
-        return 2
-    say(report(found))
-    return 0 if found.is_exact else 1
 
 
-def report(found: Audit) -> str:
+def run(options: argparse.Namespace) -> int:
+    """Print the audit; return 0 if it is exact, else 1."""
+    audited = audit(samples_folder(options.run))
+    say(printable(report(audited)))
+    return 0 if audited.is_exact else 1
+
+
+def report(audited: Audit) -> str:
     """Return an audit as a table, with a line below it for everything that is wrong."""
-    several = len({epoch.key.loader for epoch in found.epochs}) > 1
+    several = len({epoch.key.loader for epoch in audited.epochs}) > 1
     head = ["Epoch", *(["Loader"] if several else []), "Used", "Of", "Skipped", "Twice", "Missing", ""]
-    rows = [_row(epoch, several) for epoch in found.epochs]
-    lines = [line for epoch in found.epochs for line in (*_repeated(epoch), *_missing(epoch))]
-    return "\n".join([boxed(head, rows, ">" * (len(head) - 1) + "<"), *lines, *found.faults])
+    rows = [_row(epoch, several) for epoch in audited.epochs]
+    lines = [line for epoch in audited.epochs for line in (*_repeated(epoch), *_missing(epoch))]
+    return "\n".join([boxed(head, rows, ">" * (len(head) - 1) + "<"), *lines, *audited.faults])
 
 
 def _row(epoch: EpochAudit, several: bool) -> list[str]:
@@ -59,7 +53,7 @@ def _row(epoch: EpochAudit, several: bool) -> list[str]:
 
 
 def _planned(epoch: EpochAudit) -> str:
-    """Return of how many; batches where those are what is counted, a question mark where a limit decides."""
+    """Return the planned number of samples or batches; a question mark where a limit decides."""
     end = epoch.source.end
     return "?" if end < 0 else f"{end} batches" if epoch.source.in_batches else str(end)
 
@@ -78,6 +72,6 @@ def _missing(epoch: EpochAudit) -> Iterator[str]:
         return
     # a stretch of neighbours has one difference between value and rank
     stretches = [[value for _, value in group] for _, group in groupby(enumerate(epoch.missing), lambda x: x[1] - x[0])]
-    texts = [f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in islice(stretches, _SHOWN)]
+    texts = [f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in stretches[:_SHOWN]]
     more = ", ..." if len(stretches) > _SHOWN else ""
     yield f"Epoch {epoch.key.epoch}: never came: {', '.join(texts)}{more}."

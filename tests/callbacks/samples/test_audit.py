@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echelon.callbacks.samples.audit import Audit, audit, samples_folder
-from echelon.callbacks.samples.file import Header, Line, Reading, SampleWriter, Source
+from echelon.callbacks.samples.file import CountedTurns, Header, Reading, SampleWriter, Source
 from echelon.trainer.cli.main import main
 
 ONCE = Source(num_indices=8, end=8, comes_once=1, in_batches=0)
@@ -78,16 +78,16 @@ def test_an_epoch_that_goes_on_may_lack_what_comes_but_nothing_between(tmp_path:
 
 def test_an_epoch_left_for_the_next_is_to_be_whole(tmp_path: Path) -> None:
     write(tmp_path, [[[(0, [3, 5])], [(2, [1, 0])]]])
-    write(tmp_path, [GOOD[0], GOOD[1]], attempt=2, epoch=1, start_step=2, history=[Line(1, 2, 2)])
+    write(tmp_path, [GOOD[0], GOOD[1]], attempt=2, epoch=1, start_step=2, history=[CountedTurns(1, 2, 2)])
     found = audited(tmp_path)
     assert [(one.verdict, one.missing) for one in found.epochs] == [("NOT EXACT", [2, 4, 6, 7]), ("exact", [])]
-    write(tmp_path, GOOD, attempt=3, epoch=3, start_step=2, history=[Line(1, 2, 2)])
+    write(tmp_path, GOOD, attempt=3, epoch=3, start_step=2, history=[CountedTurns(1, 2, 2)])
     assert audited(tmp_path).faults == ["Epochs 1 to 2 are not in the ledger."]
 
 
 def test_what_was_done_after_the_checkpoint_that_was_resumed_does_not_count(tmp_path: Path) -> None:
     write(tmp_path, [[[(0, [3, 5])], [(2, [1, 0])], [(4, [7, 2])]]])
-    write(tmp_path, [[[(2, [1, 0])]], [[(4, [7, 2, 4, 6])]]], attempt=2, start_step=1, history=[Line(1, 1, 1)])
+    write(tmp_path, [[[(2, [1, 0])]], [[(4, [7, 2, 4, 6])]]], attempt=2, start_step=1, history=[CountedTurns(1, 1, 1)])
     assert audited(tmp_path).is_exact
 
 
@@ -98,12 +98,12 @@ def test_a_step_that_not_all_ranks_have_noted_before_a_kill_does_not_count(tmp_p
 
 def test_a_file_that_is_absent_or_cut_is_a_fault(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
-    write(tmp_path, [[], []], attempt=2, start_step=2, history=[Line(1, 2, 2)])
+    write(tmp_path, [[], []], attempt=2, start_step=2, history=[CountedTurns(1, 2, 2)])
     second = tmp_path / "samples" / "attempt_0001.rank_00001.samples"
     whole = second.read_bytes()
     second.write_bytes(whole[:-20])  # as a kill leaves it, but a checkpoint has held that step
     assert audited(tmp_path).faults == [
-        "attempt_0001.rank_00001.samples holds 1 steps of 2: it was cut; restore it from a copy."
+        "attempt_0001.rank_00001.samples holds 1 steps of 2: it was cut; restore a copy."
     ]
     second.unlink()
     found = audited(tmp_path)

@@ -51,7 +51,7 @@ def test_indices_of_every_kind_are_noted(handed: Any, size: int, indices: list[i
 def test_what_is_no_such_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "attempt_0001.rank_00000.samples"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="is no file of samples"):
+    with pytest.raises(DataError, match="is not a file of samples"):
         list(read_records(path))
 
 
@@ -59,7 +59,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, Reading(0, 0, 0, [3, 5]))
     with path.open("ab") as file:
         file.write(b"\xff" * 56)
-    with pytest.raises(DataError, match=r"holds the record \[-1, -1"):
+    with pytest.raises(DataError, match=r"holds the invalid record \[-1, -1"):
         list(read_records(path))
 
 

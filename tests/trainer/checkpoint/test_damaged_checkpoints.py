@@ -201,7 +201,7 @@ def use_everything(path: Path) -> list[str]:
             read(path)
         except CheckpointError as error:
             said.append(str(error))
-    commands.main(["ls", str(path.parent)])
+    commands.list_folder(path.parent)
     newest_valid(path.parent)
     return said
 

@@ -10,7 +10,7 @@ import torch
 
 from echelon.trainer.checkpoint import save
 from echelon.trainer.checkpoint.atomic_folder import committed
-from echelon.trainer.cli.ckpt import main
+from echelon.trainer.cli.main import main
 
 
 def make(path: Path, step: int = 0) -> Path:
@@ -24,17 +24,17 @@ def test_ls_lists_by_age_with_damage_and_unfinished_writes(tmp_path: Path, capsy
         make(tmp_path / name)
     (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
     with committed(tmp_path / "d.ckpt"):
-        assert main(["ls", str(tmp_path)]) == 0
+        assert main(["ckpt", "ls", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[:2]] == ["b.ckpt", "a.ckpt"]
     assert lines[2].startswith("damaged     c.ckpt: ")
     assert lines[3].startswith("unfinished  ")
-    assert main(["ls", str(tmp_path / "a.ckpt")]) == 0
+    assert main(["ckpt", "ls", str(tmp_path / "a.ckpt")]) == 0
     assert "holds no checkpoints" in capsys.readouterr().out
 
 
 def test_show_tells_origin_files_tensors_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(make(tmp_path / "a.ckpt", 7))]) == 0
+    assert main(["ckpt", "show", str(make(tmp_path / "a.ckpt", 7))]) == 0
     shown = capsys.readouterr().out
     for text in (
         "dp_shard 2",
@@ -49,10 +49,10 @@ def test_show_tells_origin_files_tensors_and_values(tmp_path: Path, capsys: pyte
 
 def test_verify_says_of_each_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "a.ckpt")
-    assert main(["verify", str(tmp_path)]) == 0
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
     make(tmp_path / "b.ckpt")
     (tmp_path / "b.ckpt" / "state.json").unlink()
-    assert main(["verify", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 1
+    assert main(["ckpt", "verify", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["good", "good", "damaged"]
     assert "state.json is missing" in lines[2]
@@ -60,9 +60,9 @@ def test_verify_says_of_each_whether_it_is_whole(tmp_path: Path, capsys: pytest.
 
 def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make(tmp_path / "a.ckpt", 1), make(tmp_path / "b.ckpt", 3)
-    assert main(["diff", str(first), str(first)]) == 0
+    assert main(["ckpt", "diff", str(first), str(first)]) == 0
     assert capsys.readouterr().out == "4 of 4 values are the same.\n"
-    assert main(["diff", str(first), str(second)]) == 1
+    assert main(["ckpt", "diff", str(first), str(second)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("~ model.b: float32 (2,)")
     assert lines[0].endswith("by 2 at most")
@@ -74,7 +74,7 @@ def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.
 def test_diff_names_what_only_one_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = make(tmp_path / "a.ckpt")
     save(tmp_path / "b.ckpt", {"model": {"w": torch.zeros(3, 2)}, "ema": {"w": torch.tensor(2.5)}})
-    assert main(["diff", str(first), str(tmp_path / "b.ckpt")]) == 1
+    assert main(["ckpt", "diff", str(first), str(tmp_path / "b.ckpt")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "- model.b: float32 (2,)" in lines
     assert "+ ema.w: float32 () = 2.5" in lines
@@ -82,11 +82,27 @@ def test_diff_names_what_only_one_has(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_export_writes_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "a.ckpt")
-    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+    assert main(["ckpt", "export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert "model.safetensors" in capsys.readouterr().out
 
 
 def test_an_error_goes_to_stderr_with_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(tmp_path / "absent")]) == 2
+    assert main(["ckpt", "show", str(tmp_path / "absent")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_control_characters_in_names_are_shown_as_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b[2J\x07\nb\x9b31m"
+    path = tmp_path / f"{evil}.ckpt"
+    save(path, {"model": {f"w{evil}": torch.zeros(2)}, f"more{evil}": {"value": evil}})
+    for words in (["ls", tmp_path], ["show", path], ["verify", path], ["diff", path, path], ["export", path, path]):
+        main(["ckpt", *map(str, words)])
+        shown = capsys.readouterr()
+        text = shown.out + shown.err
+        assert [letter for letter in text if not letter.isprintable() and letter != "\n"] == []
+        assert "a\nb" not in text
+    assert main(["ckpt", "show", str(path)]) == 0
+    assert r"a\x1b[2J\x07\nb\x9b31m" in capsys.readouterr().out
+    assert main(["ckpt", "show", str(tmp_path / evil)]) == 2
+    assert "\x1b" not in capsys.readouterr().err

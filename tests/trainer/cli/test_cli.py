@@ -12,7 +12,7 @@ import pytest
 from programs import run_program
 from test_config import CONFIG, PARTS
 
-from echelon.trainer.cli.main import main
+from echelon.trainer.cli.main import COMMANDS, main
 
 _ECHELON = ["-W", "error", "-c", "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"]
 
@@ -41,6 +41,31 @@ def test_help_shows_the_commands_a_config_examples_and_exit_codes(capsys: pytest
     assert max(len(line) for line in shown.splitlines()) <= 120
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = COMMANDS[name].help
+    assert sentence.endswith(".")
+    for words in (["--help"], [name, "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        shown = capsys.readouterr().out
+        assert caught.value.code == 0
+        assert sentence in " ".join(shown.split())
+        assert max(len(line) for line in shown.splitlines()) <= 120
+    assert shown.startswith(f"usage: echelon {name} ")
+    assert "exit codes:" in shown
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder: Path) -> None:
+    words = [sys.executable, *_ECHELON, "fit", "configs/run.yaml", "--print-config"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        run.stdout.close()
+        assert run.stderr is not None
+        errors = run.stderr.read()
+    assert (run.returncode, errors) == (0, "")
+
+
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     import importlib.metadata
 
@@ -67,6 +92,7 @@ def test_print_config_shows_overrides_and_resolved_values_and_runs_nothing(
     shown = capsys.readouterr().out
     assert "lr: 5\n" in shown
     assert "epochs: 9\n" in shown
+    assert "precision: 32-true\n" in shown
     assert "config_parts" not in sys.modules
 
 
@@ -74,7 +100,9 @@ def test_print_config_shows_overrides_and_resolved_values_and_runs_nothing(
     ("words", "message"),
     [
         (["fit"], "the following arguments are required: CONFIG"),
-        (["fitt", "x.yaml"], "invalid choice: 'fitt'"),
+        (["fitt", "x.yaml"], "there is no command 'fitt'. Did you mean 'fit'?"),
+        (["smaples", "run"], "there is no command 'smaples'. Did you mean 'samples'?"),
+        (["samples", "run", "more"], "unknown argument 'more'; see `echelon samples --help`"),
         ([], "the following arguments are required: COMMAND"),
         (["fit", "x.yaml", "--max_epochs", "3"], "unknown option '--max_epochs'; see `echelon fit --help`"),
     ],
@@ -90,7 +118,9 @@ def test_a_config_error_is_one_message_and_exit_code_2(folder: Path, capsys: pyt
     config = str(folder / "configs" / "run.yaml")
     assert main(["fit", config, "nonsense"]) == 2
     shown = capsys.readouterr()
-    assert shown.err == "echelon: error: 'nonsense' is no override; write key=value, such as trainer.max_epochs=3.\n"
+    assert (
+        shown.err == "echelon: error: 'nonsense' is not an override; write key=value, such as trainer.max_epochs=3.\n"
+    )
     assert shown.out == ""
     assert main(["fit", config, "nonsense", "--traceback"]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -112,7 +142,9 @@ def test_fit_then_test_from_its_checkpoint_with_the_module_beside_the_config(fol
 def test_a_mistake_in_the_config_is_found_before_anything_runs(folder: Path) -> None:
     done = _echelon(folder, "fit", "configs/run.yaml", "trainer.max_epoch=1")
     assert done.returncode == 2
-    assert done.stderr == "echelon: error: trainer.max_epoch=1 is no setting of Trainer. Did you mean 'max_epochs'?\n"
+    assert (
+        done.stderr == "echelon: error: trainer.max_epoch=1 is not a setting of Trainer. Did you mean 'max_epochs'?\n"
+    )
 
 
 def test_a_run_that_fails_exits_with_1_and_says_why(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,10 @@ import yaml
 
 from echelon import ActivationCheckpointing, Callback, DataModule, Trainer, TrainModule
 from echelon.strategies.errors import ConfigError
-from echelon.trainer.cli.config import build_config, check_config, load_config
+from echelon.trainer.cli.config import build_config, check_config
+from echelon.trainer.cli.config_file import load_config, with_trainer_defaults
 from echelon.trainer.cli.instantiate import find_class
+from echelon.trainer.session.settings import Settings
 
 PARTS = '''
 """Parts that the configs of these tests name."""
@@ -183,8 +187,8 @@ def test_a_setting_may_be_an_object_of_ours(config: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("modul.lr=1", r"modul=\{'lr': 1\} is no key of a config. Did you mean 'module'\?"),
-        ("trainer.max_epoch=3", r"trainer.max_epoch=3 is no setting of Trainer. Did you mean 'max_epochs'\?"),
+        ("modul.lr=1", r"modul=\{'lr': 1\} is not a key of a config. Did you mean 'module'\?"),
+        ("trainer.max_epoch=3", r"trainer.max_epoch=3 is not a setting of Trainer. Did you mean 'max_epochs'\?"),
         ("trainer.max_epochs=three", r"trainer.max_epochs='three' has the wrong type str; it must be int or None."),
         ("trainer.max_epochs=1e3", r"trainer.max_epochs=1000.0 has the wrong type float; it must be int or None."),
         ("trainer.max_epochs=true", r"trainer.max_epochs=True has the wrong type bool"),
@@ -197,23 +201,26 @@ def test_a_setting_may_be_an_object_of_ours(config: Path) -> None:
         ("trainer.callbacks=[EarlyStopping]", r"trainer.callbacks.0='EarlyStopping' names no class; write \{_target_"),
         (
             "trainer.strategy={_target_: config_parts.Net}",
-            r"trainer.strategy._target_='config_parts.Net' is no Strategy",
+            r"trainer.strategy._target_='config_parts.Net' is not derived from Strategy",
         ),
         (
             "trainer.callbacks.0._target_=config_parts.Net",
-            r"callbacks.0._target_='config_parts.Net' is no Callback; name",
+            r"callbacks.0._target_='config_parts.Net' is not derived from Callback; name",
         ),
         (
             "module.learning_rat=1",
-            r"module.learning_rat=1 is no argument of config_parts.Net. Choose one of: act, encoder, lr",
+            r"module.learning_rat=1 is not an argument of config_parts.Net. Choose one of: act, encoder, lr",
         ),
-        ("module.widht=3", r"module.widht=3 is no argument of config_parts.Net. Did you mean 'width'\?"),
-        ("module.lr=fast", r"module.lr='fast' has the wrong type str; config_parts.Net wants float."),
-        ("module.width=2.5", r"module.width=2.5 has the wrong type float; config_parts.Net wants int."),
-        ("module.act=gelu", r"module.act='gelu' has the wrong type str; config_parts.Net wants 'relu' or 'tanh'."),
+        ("module.widht=3", r"module.widht=3 is not an argument of config_parts.Net. Did you mean 'width'\?"),
+        ("module.lr=fast", r"module.lr='fast' has the wrong type str; it must be float."),
+        ("module.width=2.5", r"module.width=2.5 has the wrong type float; it must be int."),
+        ("module.act=gelu", r"module.act='gelu' has the wrong type str; it must be 'relu' or 'tanh'."),
         ("module=null", r"module=None names no class; add module._target_: the path of your TrainModule"),
         ("data=all", r"data='all' names no class; add data._target_"),
-        ("data={_target_: config_parts.Net}", r"data._target_='config_parts.Net' is no DataModule; name a class"),
+        (
+            "data={_target_: config_parts.Net}",
+            r"data._target_='config_parts.Net' is not derived from DataModule; name a class",
+        ),
         ("seed=1.5", r"seed=1.5 has the wrong type float; it must be int or None."),
         ("ckpt_path=3", r"ckpt_path=3 has the wrong type int; it must be str or None."),
     ],
@@ -244,6 +251,12 @@ def test_a_missing_argument_is_named(config: Path) -> None:
         ("seed: ${nope}", r"seed: Interpolation key 'nope' not found; give it a value"),
         ("seed: ???", r"seed: Missing mandatory value: seed; give it a value in"),
         ("seed: ${seed}", r"seed: Recursive interpolation detected"),
+        ("a: " + "[" * 3000 + "]" * 3000, r"run.yaml' is not YAML: it is nested too deeply; correct it there"),
+        ("a: " + "{a: " * 300 + "1" + "}" * 300, r"is not YAML: it is nested too deeply"),
+        ("a: &a [*a]", r"is not YAML: .* recursive"),
+        ("seed: " + "1" * 5000, r"is not YAML: Exceeds the limit .* correct it there"),
+        ("seed: 0x" + "f" * 5000, r"cannot be resolved: Exceeds the limit .* correct it there"),
+        ("null: 1", r"is not YAML: Incompatible key type"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(config: Path, text: str, message: str) -> None:
@@ -260,11 +273,14 @@ def test_a_file_that_is_absent_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("fast", r"'fast' is no override; write key=value"),
-        ("=3", r"'=3' is no override"),
-        ("a..b=3", r"'a..b=3' is no override"),
+        ("fast", r"'fast' is not an override; write key=value"),
+        ("=3", r"'=3' is not an override"),
+        ("a..b=3", r"'a..b=3' is not an override"),
         ("seed=[1,", r"The value of 'seed=\[1,' is not YAML; quote it"),
         ("trainer.callbacks.7.patience=1", r"'trainer.callbacks.7.patience=1' cannot be applied"),
+        ("seed=" + "1" * 5000, r"'seed=1+\.\.\.' cannot be applied: Exceeds the limit"),
+        ("seed=0x" + "f" * 5000, r"cannot be resolved: Exceeds the limit"),
+        ("seed=" + "[" * 3000 + "]" * 3000, r"cannot be applied: it is nested too deeply"),
     ],
 )
 def test_an_override_that_is_none_is_refused(config: Path, override: str, message: str) -> None:
@@ -287,6 +303,84 @@ def test_an_interpolation_cannot_bring_in_a_class(config: Path, monkeypatch: pyt
         load_config(config)
 
 
+@pytest.mark.parametrize("target", ["[config_parts, Net]", "{a: config_parts.Net}", "[[1]]"])
+@pytest.mark.parametrize("key", ["module", "data", "trainer.callbacks.0", "module.encoder"])
+def test_a_target_that_is_no_text_is_refused(config: Path, key: str, target: str) -> None:
+    values = yaml.safe_load(CONFIG)
+    section, *rest = key.split(".")
+    place = values if not rest else values["trainer"]["callbacks"] if section == "trainer" else values["module"]
+    place[{"0": 0}.get(rest[-1], rest[-1]) if rest else section] = {"_target_": yaml.safe_load(target)}
+    config.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=re.escape(f"{key}._target_=") + ".* is not the path of a class; write it as"):
+        check_config(load_config(config))
+
+
+@pytest.mark.parametrize(("key", "digits"), [("memory", "9" * 5000 + "Gi"), ("nodes", "9" * 5000)])
+def test_a_number_of_thousands_of_digits_in_the_section_deploy_is_refused(config: Path, key: str, digits: str) -> None:
+    config.write_text(f"{CONFIG}deploy: {{{key}: '{digits}'}}")
+    with pytest.raises(ConfigError, match=f"deploy.{key}.*'999"):
+        check_config(load_config(config))
+
+
+SECRETS = """
+module:
+  _target_: config_parts.Net
+  names: ["${oc.env:TOKEN}", "https://${data.key}@host", "${oc.env:ABSENT,none}", "${seed}", 'costs \\${seed}']
+data: {_target_: config_parts.Data, size: "${trainer.max_epochs}", key: "${oc.env:TOKEN}"}
+copies: ["${data}", "${oc.decode:${decoded}}"]
+decoded: ${oc.env:JSON}
+trainer: {max_epochs: 3}
+seed: 7
+"""
+
+
+def test_what_comes_from_the_environment_is_used_and_stored_as_its_interpolation(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "s3cret")
+    monkeypatch.setenv("JSON", "{a: s3cret}")
+    config.write_text(SECRETS)
+    loaded = load_config(config)
+    assert loaded.values["module"]["names"] == ["s3cret", "https://s3cret@host", "none", 7, "costs ${seed}"]
+    assert loaded.values["copies"][1:] == [{"a": "s3cret"}]
+    for text in (loaded.text, with_trainer_defaults(loaded)):
+        assert "s3cret" not in text
+        stored = yaml.safe_load(text)
+        given = yaml.safe_load(SECRETS)
+        assert stored["module"]["names"] == [*given["module"]["names"][:3], 7, given["module"]["names"][4]]
+        assert stored["data"] == {**given["data"], "size": 3}
+        assert stored["copies"] == given["copies"]
+    config.write_text(loaded.text)
+    assert load_config(config).values == loaded.values
+
+
+def test_a_secret_is_in_no_file_that_the_command_writes(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "s3cret")
+    logger = f"logger: {{_target_: echelon.CSVLogger, save_dir: {tmp_path}, version: 0}}"
+    text = CONFIG.replace("logger: false", logger).replace("lr: 1e-3", "names: ['${oc.env:TOKEN}']")
+    config.write_text(text)
+    built = build_config(load_config(config, [f"trainer.default_root_dir={tmp_path}"]))
+    built.trainer.fit(built.module, datamodule=built.data)
+    assert built.module.names == ["s3cret"]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert (tmp_path / "echelon_logs" / "version_0" / "config.yaml") in files
+    assert [path for path in files if b"s3cret" in path.read_bytes()] == []
+
+
+def test_every_setting_of_the_trainer_can_be_printed_and_read_again(config: Path) -> None:
+    loaded = load_config(config, ["trainer.gradient_clip_val=0.5"])
+    printed = with_trainer_defaults(loaded)
+    shown = yaml.safe_load(printed)["trainer"]
+    assert set(shown) == {field.name for field in dataclasses.fields(Settings)}
+    assert (shown["gradient_clip_val"], shown["max_epochs"], shown["precision"]) == (0.5, 2, "32-true")
+    config.write_text(printed)
+    again = load_config(config)
+    check_config(again)
+    assert again.values["trainer"]["callbacks"] == loaded.values["trainer"]["callbacks"]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -296,10 +390,10 @@ def test_an_interpolation_cannot_bring_in_a_class(config: Path, monkeypatch: pyt
         ("torch.manual_seed", r"module 'torch' has no class 'manual_seed'"),
         ("torch.nn.Liner", r"module 'torch.nn' has no class 'Liner'. Did you mean 'Linear'\?"),
         ("torchh.nn.Linear", r"there is no module 'torchh'; it must be installed, or lie beside the config file"),
-        ("torch.nn.Linear()", r"k='torch.nn.Linear\(\)' is no path of a class; write it as package.module.Class"),
-        ("Linear", r"is no path of a class"),
-        ("torch.__builtins__", r"is no path of a class"),
-        (3, r"k=3 is no path of a class"),
+        ("torch.nn.Linear()", r"k='torch.nn.Linear\(\)' is not the path of a class; write it as package.module.Class"),
+        ("Linear", r"is not the path of a class"),
+        ("torch.__builtins__", r"is not the path of a class"),
+        (3, r"k=3 is not the path of a class"),
     ],
 )
 def test_only_classes_that_can_be_part_of_a_training_are_found(path: object, message: str) -> None:

@@ -19,10 +19,10 @@ ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli.main impo
     ("options", "message"),
     [
         ("train.py", "the following arguments are required: --nproc"),
-        ("--nproc 0 train.py", "argument --nproc: '0' is not possible; give a number from 1, gpu, cpu or auto"),
+        ("--nproc 0 train.py", "argument --nproc: must be a number from 1, gpu, cpu or auto, got '0'"),
         (
             "--nproc 2 --nnodes 3:2 train.py",
-            "argument --nnodes: '3:2' is not possible; give a number from 1, or MIN:MAX",
+            "argument --nnodes: must be a number from 1 or MIN:MAX such as 1:4, got '3:2'",
         ),
         ("--nproc 2 --max-restarts -1 train.py", "argument --max-restarts"),
         ("--nproc 2 other.py", "there is no script 'other.py' in "),

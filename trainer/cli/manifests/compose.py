@@ -1,41 +1,40 @@
-"""A file for Docker Compose: nodes on one machine, and the service where they meet."""
+"""A file for Docker Compose: nodes on one machine, and their rendezvous."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from .deploy import size
-from .job import CONFIG, ENV, RUNS, Job
+from .deployed_run import CONFIG, ENV, RUNS, DeployedRun
 from .yaml_text import yaml_text
 
 _NOTES: Final = {
-    "services.rendezvous": "no port is published: only the services of this project reach it, as it asks nobody for a "
-    "password",
+    "services.rendezvous": "no port is published: it asks for no password, so only this project may reach it",
     "node.deploy": "`docker compose up --scale node=2`, at any time, and the run shrinks or grows",
-    "init": "so that the command is not process 1, which ignores signals that nobody handles",
-    "stop_grace_period": "from SIGTERM to SIGKILL: a step is finished and a checkpoint saved meanwhile",
+    "init": "so that the command is not process 1, which ignores signals without a handler",
+    "stop_grace_period": "from SIGTERM to SIGKILL: time to finish a step and to save a checkpoint",
     "shm_size": "for snapshots and the workers of data loaders (64 MiB without this)",
-    "read_only": "what is written goes to /runs, /tmp and /dev/shm",
+    "read_only": "files are written to /runs, /tmp and /dev/shm only",
     "configs.config": "the run itself, as `echelon fit` takes it ($$ is $)",
 }
 
 
-def render(job: Job) -> str:
+def render(run: DeployedRun) -> str:
     """Return the file."""
     heading = "`docker compose up -d` starts the run, `docker compose stop` ends it after a checkpoint."
-    services = {"rendezvous": _rendezvous(job), "node": _node(job)} if job.meets else {"node": _node(job)}
+    services = {"rendezvous": _rendezvous(run), "node": _node(run)} if run.has_rendezvous else {"node": _node(run)}
     file = {
-        "name": job.deploy.name,
+        "name": run.deploy.name,
         "services": services,
-        "configs": {"config": {"content": job.text.replace("$", "$$")}},
-        "volumes": {job.deploy.runs: {}},
+        "configs": {"config": {"content": run.text.replace("$", "$$")}},
+        "volumes": {run.deploy.runs: {}},
     }
     return yaml_text([file], heading, _NOTES)
 
 
-def _locked(job: Job) -> dict[str, Any]:
+def _locked(run: DeployedRun) -> dict[str, Any]:
     return {
-        "user": f"{job.deploy.user}:{job.deploy.user}",
+        "user": f"{run.deploy.user}:{run.deploy.user}",
         "init": True,
         "read_only": True,
         "tmpfs": ["/tmp"],
@@ -44,11 +43,11 @@ def _locked(job: Job) -> dict[str, Any]:
     }
 
 
-def _rendezvous(job: Job) -> dict[str, Any]:
-    connect = f"import socket; socket.create_connection(('127.0.0.1', {job.deploy.port}), 5)"
+def _rendezvous(run: DeployedRun) -> dict[str, Any]:
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {run.deploy.port}), 5)"
     return {
-        "image": job.image,
-        "command": job.rendezvous("0.0.0.0"),
+        "image": run.image,
+        "command": run.rendezvous_command("0.0.0.0"),
         "environment": {**ENV, "OMP_NUM_THREADS": "1"},
         "healthcheck": {
             "test": ["CMD", "python", "-c", connect],
@@ -57,33 +56,33 @@ def _rendezvous(job: Job) -> dict[str, Any]:
         },
         "restart": "unless-stopped",
         "deploy": {"resources": {"limits": {"cpus": "1", "memory": "1g"}}},
-        **_locked(job),
+        **_locked(run),
     }
 
 
-def _node(job: Job) -> dict[str, Any]:
-    deploy = job.deploy
-    meeting = {"depends_on": {"rendezvous": {"condition": "service_healthy"}}} if job.meets else {}
+def _node(run: DeployedRun) -> dict[str, Any]:
+    deploy = run.deploy
+    rendezvous = {"depends_on": {"rendezvous": {"condition": "service_healthy"}}} if run.has_rendezvous else {}
     return {
-        "image": job.image,
-        "command": [word.replace("$", "$$") for word in job.in_container("rendezvous")],
-        **meeting,
+        "image": run.image,
+        "command": [word.replace("$", "$$") for word in run.node_command("rendezvous")],
+        **rendezvous,
         "environment": {
             **ENV,
             **{name: value.replace("$", "$$") for name, value in deploy.env.items()},
         },
-        "deploy": {"replicas": deploy.max_nodes, "resources": _resources(job)},
+        "deploy": {"replicas": deploy.max_nodes, "resources": _resources(run)},
         "restart": f"on-failure:{deploy.max_restarts}",
         "stop_grace_period": f"{deploy.grace}s",
         "shm_size": _size(deploy.shared_memory, "shared_memory"),
-        **_locked(job),
+        **_locked(run),
         "configs": [{"source": "config", "target": CONFIG}],
         "volumes": [f"{deploy.runs}:{RUNS}"],
     }
 
 
-def _resources(job: Job) -> dict[str, Any]:
-    deploy = job.deploy
+def _resources(run: DeployedRun) -> dict[str, Any]:
+    deploy = run.deploy
     resources: dict[str, Any] = {
         "limits": {"cpus": str(deploy.cpus), "memory": _size(deploy.memory, "memory")},
     }

@@ -1,4 +1,4 @@
-"""Deploy: the section ``deploy`` of a config, which says where a run is to take place and with what."""
+"""Deploy: the section ``deploy`` of a config, the resources of a run and its scheduler's settings."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _AT_LEAST: Final = {"gpus": 0, "nproc": 1, "cpus": 1, "max_restarts": 0, "grace"
 
 @dataclass(frozen=True, kw_only=True)
 class Deploy:
-    """Where a run takes place, and with what; all of it can be left out but ``image``, where containers are used.
+    """The resources of a run; every field has a default except ``image``, where containers are used.
 
     Raises:
-        ConfigError: for a value that cannot be.
+        ConfigError: for an invalid value.
     """
 
     # --- of every target ---
     name: str = "train"
-    """Names the run: what is rendered with the same name again goes on from its newest checkpoint."""
+    """The run: rendered with the same name again, it resumes from its newest checkpoint."""
     nodes: int | str = 1
     """A number, or ``"MIN:MAX"``: the run begins with MIN nodes, and grows and shrinks between them."""
     nproc: int | None = None
-    """Processes of a node; one for each GPU, or one, if None."""
+    """Processes of a node; None: one for each GPU, or one without GPUs."""
     gpus: int = 0
     """GPUs of a node."""
     cpus: int = 4
@@ -41,20 +41,20 @@ class Deploy:
     grace: int = 60
     """Seconds between SIGTERM and SIGKILL, in which a step is finished and a checkpoint saved."""
     port: int = 29400
-    """Where nodes meet."""
+    """Of the rendezvous."""
     runs: str = "runs"
-    """Where runs are kept: the claim of a volume, or for SLURM a folder, that all nodes share."""
+    """The storage of the runs, shared by all nodes: the claim of a volume, or a folder (SLURM)."""
     env: Mapping[str, str] = field(default_factory=dict)
     program: list[str] | None = None
-    """What ``echelon launch`` runs: a script or ``-m module``, and its arguments; this config if None."""
+    """The program to launch: a script or ``-m module``, and its arguments; None: `echelon fit` with this config."""
 
     # --- containers ---
     image: str | None = None
-    """With Echelon and the code of the run, which is found in its working directory."""
+    """Holds Echelon, and the code of the run in its working directory."""
     shared_memory: str = "2Gi"
     """For snapshots of the state and for the workers of data loaders."""
     user: int = 1000
-    """The number of the user, who is not root."""
+    """The id of the user, not 0."""
 
     # --- Kubernetes ---
     namespace: str | None = None
@@ -64,38 +64,38 @@ class Deploy:
     partition: str | None = None
     account: str | None = None
     time: int | str = "24:00:00"
-    """How long one allocation lasts, or its minutes; after it the job is queued again, and goes on."""
+    """The time limit of an allocation, or its minutes; then the job is requeued, and resumes."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell that make ``echelon`` a command, such as ``source .venv/bin/activate``."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
             raise ConfigError(
-                f"deploy.name={self.name!r} is no name of a job; give up to 40 small letters, digits and hyphens."
+                f"deploy.name={self.name!r} is not a valid name; give up to 40 lowercase letters, digits and hyphens."
             )
         try:
             parse_nodes(self.nodes)
-        except ConfigError:
+        except ValueError:
             raise ConfigError(
-                f"deploy.nodes={self.nodes!r} is not possible; give a number from 1, or such as '1:4'."
+                f"deploy.nodes must be a number from 1 or a range such as '1:4', got {self.nodes!r}."
             ) from None
         for name, smallest in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
-                raise ConfigError(f"deploy.{name}={value} is not possible; give {smallest} or more.")
+                raise ConfigError(f"deploy.{name} must be {smallest} or more, got {value}.")
         if size(self.shared_memory, "shared_memory") >= size(self.memory, "memory"):
             raise ConfigError(
-                f"deploy.shared_memory={self.shared_memory!r} is taken from deploy.memory={self.memory!r}; give less."
+                f"deploy.shared_memory={self.shared_memory!r} is part of deploy.memory={self.memory!r}; give less."
             )
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for setting in fields(self):
+            value = getattr(self, setting.name)
             if isinstance(value, str) and not re.fullmatch(r"[\w./:@ -]+", value):
                 raise ConfigError(
-                    f"deploy.{one.name}={value!r} is no word for schedulers; give letters, digits and ./:@-_ only."
+                    f"deploy.{setting.name}={value!r} is not safe in a script; give letters, digits and ./:@-_ only."
                 )
         for name, value in self.env.items():
             if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
-                raise ConfigError(f"deploy.env.{name}={value!r} is no variable; give a name and a text in quotes.")
+                raise ConfigError(f"deploy.env.{name}={value!r} is not a variable; give a name and a quoted text.")
 
     @property
     def min_nodes(self) -> int:
@@ -117,17 +117,19 @@ def read_deploy(given: object) -> Deploy:
     """Check the section of a config, and return it with its defaults.
 
     Raises:
-        ConfigError: for an unknown key, and a value of the wrong type or one that cannot be.
+        ConfigError: for an unknown key, and a value of the wrong type or an invalid one.
     """
     if given is None:
         given = {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"deploy={given!r} holds no keys; write such as deploy: {{image: ..., nodes: '1:4'}}.")
-    known = [one.name for one in fields(Deploy)]
+        raise ConfigError(
+            f"deploy={given!r} must hold keys and values; write, for example, deploy: {{image: ..., nodes: '1:4'}}."
+        )
+    known = [setting.name for setting in fields(Deploy)]
     hints = get_type_hints(Deploy)
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"deploy.{name}={value!r} is no key of deploy.{did_you_mean(str(name), known)}")
+            raise ConfigError(f"deploy.{name}={value!r} is not a key of deploy.{did_you_mean(str(name), known)}")
         hint = hints[name]
         if not _fits(value, hint):
             raise ConfigError(
@@ -146,9 +148,9 @@ def size(text: str, name: str) -> int:
     """Return the bytes of a size such as ``16Gi``.
 
     Raises:
-        ConfigError: if it is none; `name` is the key that it stands at.
+        ConfigError: for any other text; `name` is the key of the size.
     """
-    found = re.fullmatch(r"([1-9][0-9]*)(Mi|Gi|Ti)", text)
-    if found is None:
-        raise ConfigError(f"deploy.{name}={text!r} is no size; give a number with Mi, Gi or Ti, such as '16Gi'.")
-    return int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"([1-9][0-9]{0,9})(Mi|Gi|Ti)", text)
+    if match is None:
+        raise ConfigError(f"deploy.{name}={text!r} is not a size; give a number with Mi, Gi or Ti, such as '16Gi'.")
+    return int(match[1]) * _UNITS[match[2]]

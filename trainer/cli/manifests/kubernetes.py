@@ -1,94 +1,107 @@
-"""The Kubernetes objects that every target there is made of: the pods of a run, and what stands around them."""
+"""Kubernetes objects that every kind of job shares: the pods of a run, and the objects around them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from .job import CONFIG, ENV, RUNS, Job
+from .deployed_run import CONFIG, ENV, RUNS, DeployedRun
 from .yaml_text import yaml_text
 
 Object = dict[str, Any]
 
+_API_VERSIONS: Final = {
+    "ConfigMap": "v1",
+    "Service": "v1",
+    "Deployment": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "Job": "batch/v1",
+    "PyTorchJob": "kubeflow.org/v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+}
+_LOCKED: Final = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+_LITTLE: Final = {"cpu": "250m", "memory": "1Gi"}
 _NOTES: Final[Mapping[str, str]] = {
     "data.config.yaml": "the run itself, as `echelon fit` takes it",
-    "unhealthyPodEvictionPolicy": "pods that are not ready train nothing: they do not stand in a drain's way",
-    "minAvailable": "so many nodes are left by drains; the others are taken, save, and are made anew elsewhere",
-    "policyTypes": "the rendezvous asks nobody for a password, and gloo and NCCL listen at any port: only the pods of "
-    "this run may connect to each other",
-    "terminationGracePeriodSeconds": "from SIGTERM to SIGKILL: a step is finished and a checkpoint saved meanwhile",
+    "unhealthyPodEvictionPolicy": "pods that are not ready train nothing, and may always be drained",
+    "minAvailable": "drains leave this many nodes; the others save, end, and are replaced elsewhere",
+    "policyTypes": "neither the rendezvous nor gloo and NCCL, which listen at any port, ask for a password: only the "
+    "pods of this run may connect to each other",
+    "terminationGracePeriodSeconds": "from SIGTERM to SIGKILL: time to finish a step and to save a checkpoint",
     "automountServiceAccountToken": "the run asks nothing of the cluster",
-    "enableServiceLinks": "else the variables of all services of the namespace are set",
-    "shareProcessNamespace": "so that the command is not process 1, which ignores signals that nobody handles and has "
-    "to clear away the dead",
-    "fsGroup": "the group to which the volume of the runs is given",
-    "startupProbe": "the node folder in shared memory is there once the agent runs; whether the workers get on is the "
-    "agent's to watch, which restarts them in seconds: no probe of Kubernetes could know better",
-    "readOnlyRootFilesystem": "what is written goes to /runs, /tmp and /dev/shm",
-    "limits": "the same as the requests: of pods such as these a machine in need of memory evicts the last",
-    "strategy": "two stores at once would be two runs",
-    "emptyDir.medium": "shared memory, for snapshots and the workers of data loaders (64 MiB without this); what is in "
-    "it counts as memory of the pod",
+    "enableServiceLinks": "otherwise the variables of all services of the namespace are set",
+    "shareProcessNamespace": "so that the command is not process 1, which ignores signals without a handler and has to "
+    "reap orphans",
+    "fsGroup": "the group that owns the volume of the runs",
+    "startupProbe": "the node folder in shared memory exists once the agent runs. There is no liveness probe: the "
+    "agent itself watches the workers, and restarts them within seconds",
+    "readOnlyRootFilesystem": "files are written to /runs, /tmp and /dev/shm only",
+    "limits": "the same as the requests: a machine that is short of memory evicts such pods last",
+    "strategy": "two stores at once would split the run",
+    "emptyDir.medium": "shared memory, for snapshots and the workers of data loaders (64 MiB without this); it counts "
+    "as memory of the pod",
 }
 """Comments of `yaml_text` for what a reader may stumble over."""
 
 
-def manifests(job: Job, objects: Sequence[Object], notes: Mapping[str, str]) -> str:
-    """Return the objects of a target, after those around the pods of every run, with notes for those who read them."""
-    name = job.deploy.name
+def manifests(run: DeployedRun, jobs: Sequence[Object], notes: Mapping[str, str]) -> str:
+    """Return the objects of a job as YAML, after those around the pods of every run; `notes` are comments on them."""
+    name = run.deploy.name
     heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
-    return yaml_text([*_surroundings(job), *objects], heading, {**_NOTES, **notes})
+    objects = [manifest(run, "ConfigMap", {"data": {"config.yaml": run.text}}, "-config"), _network_policy(run)]
+    if run.has_rendezvous:
+        objects += [_disruption_budget(run), _rendezvous_service(run), _rendezvous(run)]
+    return yaml_text([*objects, *jobs], heading, {**_NOTES, **notes})
 
 
-def _surroundings(job: Job) -> list[Object]:
-    """Return the config, where nodes meet, and what keeps them from harm."""
-    shared = [_config(job), _network_policy(job)]
-    if not job.meets:
-        return shared
-    return [*shared, _budget(job), _rendezvous_service(job), _rendezvous(job)]
+def manifest(run: DeployedRun, kind: str, body: Object, suffix: str = "") -> Object:
+    """Return an object of a kind; its name is that of the run with a suffix."""
+    namespace: Object = {} if run.deploy.namespace is None else {"namespace": run.deploy.namespace}
+    metadata = {"name": f"{run.deploy.name}{suffix}", **namespace, "labels": labels(run)}
+    return {"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
 
 
-def metadata(job: Job, suffix: str = "") -> Object:
-    """Return the metadata of an object, named by the run and what it is of it."""
-    namespace: Object = {} if job.deploy.namespace is None else {"namespace": job.deploy.namespace}
-    return {"name": f"{job.deploy.name}{suffix}", **namespace, "labels": labels(job)}
-
-
-def labels(job: Job, component: str | None = None) -> Object:
+def labels(run: DeployedRun, component: str | None = None) -> Object:
     """Return the labels of all objects of a run, or of those of one component."""
-    shared = {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": job.deploy.name}
+    shared = {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": run.deploy.name}
     return shared if component is None else {**shared, "app.kubernetes.io/component": component}
 
 
-def command(job: Job) -> list[str]:
+def command(run: DeployedRun) -> list[str]:
     """Return the command of a node."""
-    return [_literally(word) for word in job.in_container(f"{job.deploy.name}-rendezvous")]
+    return [_literally(word) for word in run.node_command(f"{run.deploy.name}-rendezvous")]
 
 
-def resources(job: Job) -> Object:
-    """Return what a node needs."""
-    deploy = job.deploy
+def resources(run: DeployedRun) -> Object:
+    """Return the requests and limits of a node."""
+    deploy = run.deploy
     amounts = {"cpu": str(deploy.cpus), "memory": deploy.memory}
     if deploy.gpus:
         amounts[deploy.gpu_resource] = str(deploy.gpus)
     return {"requests": amounts, "limits": amounts}
 
 
-def node_pod(job: Job, container: Mapping[str, Any], **spec: Any) -> Object:
+def node_pod(run: DeployedRun, container: Mapping[str, Any], **spec: Any) -> Object:
     """Return the template of the pods that train.
 
     Args:
-        container: its name and, where the target does not say them elsewhere, image, command and resources.
-        spec: what the target adds to the pod.
+        container: the name and, unless the job says them elsewhere, image, command and resources.
+        spec: fields that the job adds to the pod.
     """
     volumes: dict[str, Object] = {
-        "config": {"configMap": {"name": f"{job.deploy.name}-config"}},
-        "runs": {"persistentVolumeClaim": {"claimName": job.deploy.runs}},
-        "shared-memory": {"emptyDir": {"medium": "Memory", "sizeLimit": job.deploy.shared_memory}},
+        "config": {"configMap": {"name": f"{run.deploy.name}-config"}},
+        "runs": {"persistentVolumeClaim": {"claimName": run.deploy.runs}},
+        "shared-memory": {"emptyDir": {"medium": "Memory", "sizeLimit": run.deploy.shared_memory}},
         "tmp": {"emptyDir": {}},
     }
     places = {"config": CONFIG.rpartition("/")[0], "runs": RUNS, "shared-memory": "/dev/shm", "tmp": "/tmp"}
-    env = {**ENV, **job.deploy.env}
+    env = {**ENV, **run.deploy.env}
     started = ["sh", "-c", "ls -d /dev/shm/echelon-node-*"]
     whole = {
         **container,
@@ -98,32 +111,24 @@ def node_pod(job: Job, container: Mapping[str, Any], **spec: Any) -> Object:
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in places.items()],
     }
     return {
-        "metadata": {"labels": labels(job, "node"), "annotations": {"sidecar.istio.io/inject": "false"}},
+        "metadata": {"labels": labels(run, "node"), "annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": {
             **spec,
-            "terminationGracePeriodSeconds": job.deploy.grace,
-            **_pod(job),
+            "terminationGracePeriodSeconds": run.deploy.grace,
+            **_pod(run),
             "containers": [whole],
             "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
         },
     }
 
 
-_LOCKED: Final = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
-_LITTLE: Final = {"cpu": "250m", "memory": "1Gi"}
-
-
 def _literally(text: str) -> str:
-    """Return a text in which Kubernetes finds no variable."""
+    """Return a text in which Kubernetes substitutes no variable."""
     return text.replace("$(", "$$(")
 
 
-def _pod(job: Job) -> Object:
-    user = job.deploy.user
+def _pod(run: DeployedRun) -> Object:
+    user = run.deploy.user
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -138,77 +143,47 @@ def _pod(job: Job) -> Object:
     }
 
 
-def _config(job: Job) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(job, "-config"),
-        "data": {"config.yaml": job.text},
+def _network_policy(run: DeployedRun) -> Object:
+    pods = {"podSelector": {"matchLabels": labels(run)}}
+    return manifest(run, "NetworkPolicy", {"spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}})
+
+
+def _disruption_budget(run: DeployedRun) -> Object:
+    spec = {
+        # an absolute number: Kubernetes accepts no percentage for the pods of a Job
+        "minAvailable": min(run.deploy.min_nodes, run.deploy.max_nodes - 1),
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": labels(run, "node")},
     }
+    return manifest(run, "PodDisruptionBudget", {"spec": spec})
 
 
-def _network_policy(job: Job) -> Object:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(job),
-        "spec": {
-            "podSelector": {"matchLabels": labels(job)},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": {"matchLabels": labels(job)}}]}],
-        },
-    }
+def _rendezvous_service(run: DeployedRun) -> Object:
+    spec = {"selector": labels(run, "rendezvous"), "ports": [{"name": "store", "port": run.deploy.port}]}
+    return manifest(run, "Service", {"spec": spec}, "-rendezvous")
 
 
-def _budget(job: Job) -> Object:
-    # pods of a Job have no scale that Kubernetes could ask for: only a number that stays is possible
-    left = min(job.deploy.min_nodes, job.deploy.max_nodes - 1)
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(job),
-        "spec": {
-            "minAvailable": left,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": labels(job, "node")},
-        },
-    }
-
-
-def _rendezvous_service(job: Job) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job, "-rendezvous"),
-        "spec": {"selector": labels(job, "rendezvous"), "ports": [{"name": "store", "port": job.deploy.port}]},
-    }
-
-
-def _rendezvous(job: Job) -> Object:
+def _rendezvous(run: DeployedRun) -> Object:
     probe = {"tcpSocket": {"port": "store"}, "periodSeconds": 5}
     container = {
         "name": "rendezvous",
-        "image": job.image,
-        "command": job.rendezvous("0.0.0.0"),
+        "image": run.image,
+        "command": run.rendezvous_command("0.0.0.0"),
         "env": [{"name": name, "value": value} for name, value in {**ENV, "OMP_NUM_THREADS": "1"}.items()],
-        "ports": [{"name": "store", "containerPort": job.deploy.port}],
+        "ports": [{"name": "store", "containerPort": run.deploy.port}],
         "resources": {"requests": _LITTLE, "limits": _LITTLE},
         "readinessProbe": probe,
         "livenessProbe": {**probe, "initialDelaySeconds": 60},
         "securityContext": _LOCKED,
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(job, "-rendezvous"),
-        "spec": {
-            "replicas": 1,
-            "strategy": {"type": "Recreate"},
-            "selector": {"matchLabels": labels(job, "rendezvous")},
-            "template": {
-                "metadata": {"labels": labels(job, "rendezvous")},
-                "spec": {**_pod(job), "containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]},
-            },
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": labels(run, "rendezvous")},
+        "template": {
+            "metadata": {"labels": labels(run, "rendezvous")},
+            "spec": {**_pod(run), "containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]},
         },
     }
+    return manifest(run, "Deployment", {"spec": spec}, "-rendezvous")

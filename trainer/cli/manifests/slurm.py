@@ -1,4 +1,4 @@
-"""A batch script for SLURM: one agent a node, queued again when its time is up."""
+"""A batch script for SLURM: one agent on each node, requeued when its time is up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from typing import Final
 
 from .deploy import size
-from .job import Job, shell
+from .deployed_run import DeployedRun
 
 _TEMPLATE: Final = """\
 #!/bin/bash
@@ -23,7 +23,7 @@ _TEMPLATE: Final = """\
 set -u
 {setup}
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-{meeting}
+{rendezvous}
 # One agent a node, which starts the processes there. The end of one is not the end of the others.
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
     {launch} &
@@ -49,7 +49,7 @@ fi
 exit "$code"
 """
 
-_MEETING: Final = """
+_RENDEZVOUS: Final = """
 # Where the nodes meet: a process of this script, on the first node, so that no agent takes it along when it ends. The
 # address is that of the node's name, or of its first network if the name leads to loopback, as it does on Debian. The
 # signal that cancels the job reaches every process, but the nodes need this one to leave.
@@ -67,21 +67,21 @@ done
 """
 
 
-def render(job: Job) -> str:
+def render(run: DeployedRun) -> str:
     """Return the script."""
-    setup = [*job.deploy.setup, *(f"export {name}={shlex.quote(value)}" for name, value in job.deploy.env.items())]
+    setup = [*run.deploy.setup, *(f"export {name}={shlex.quote(value)}" for name, value in run.deploy.env.items())]
     return _TEMPLATE.format(
-        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(job).items()),
-        grace=job.deploy.grace,
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(run).items()),
+        grace=run.deploy.grace,
         setup="\n".join(setup),
-        meeting=_MEETING.format(port=job.deploy.port) if job.meets else "",
-        launch=_launch(job),
-        end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if job.meets else "",
+        rendezvous=_RENDEZVOUS.format(port=run.deploy.port) if run.has_rendezvous else "",
+        launch=_launch(run),
+        end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if run.has_rendezvous else "",
     )
 
 
-def _options(job: Job) -> dict[str, str]:
-    deploy = job.deploy
+def _options(run: DeployedRun) -> dict[str, str]:
+    deploy = run.deploy
     least, most = deploy.min_nodes, deploy.max_nodes
     optional = {"partition": deploy.partition, "account": deploy.account}
     return {
@@ -96,7 +96,7 @@ def _options(job: Job) -> dict[str, str]:
     }
 
 
-def _launch(job: Job) -> str:
-    meeting = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if job.meets else ""
-    program = shell(job.program(job.path, job.overrides, job.deploy.runs))
-    return f"echelon launch --nodes {job.nodes}{meeting} {shell(job.processes)} \\\n    {program}"
+def _launch(run: DeployedRun) -> str:
+    rendezvous = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if run.has_rendezvous else ""
+    program = shlex.join(run.program(run.path, run.overrides, run.deploy.runs))
+    return f"echelon launch --nodes {run.nodes}{rendezvous} {shlex.join(run.process_options)} \\\n    {program}"

@@ -1,4 +1,4 @@
-"""YAML as people write it: in our order, without anchors, texts as blocks, and comments above what needs them."""
+"""YAML as people write it: keys in order, no anchors, texts as blocks, and comments."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _document(document: Mapping[str, Any], notes: dict[str, str]) -> str:
     text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
     lines: list[list[str]] = [[line] for line in text.splitlines()]
     for path, mark in _places(yaml.compose(text, Loader=yaml.SafeLoader), ()):
-        found = next((note for note in notes if f".{'.'.join(path)}".endswith(f".{note}")), None)
-        if found is not None:
-            lines[mark.line][:0] = _comment(notes.pop(found), mark.column)
+        note_path = next((note for note in notes if f".{'.'.join(path)}".endswith(f".{note}")), None)
+        if note_path is not None:
+            lines[mark.line][:0] = _comment(notes.pop(note_path), mark.column)
     return "".join(f"{line}\n" for group in lines for line in group)
 
 

@@ -7,7 +7,7 @@ import yaml
 from echelon.trainer.cli.render import render
 
 ROOT = Path(__file__).parents[4]
-CLUSTER = ROOT / "tests" / "trainer" / "render" / "golden" / "cluster.yaml"
+CLUSTER = ROOT / "tests" / "trainer" / "cli" / "manifests" / "golden" / "cluster.yaml"
 FILES = {
     "slurm": "train.sbatch",
     "compose": "compose.yaml",

@@ -1,13 +1,14 @@
 """The section ``deploy`` of a config: its defaults, what it refuses, and what its values become."""
 
+import argparse
 import re
 
 import pytest
 from printed import ON_KUBERNETES, config, documents
 
 from echelon.strategies.errors import ConfigError
-from echelon.trainer.cli.config import load_config, read_config
-from echelon.trainer.cli.launch import _parser as launch_parser
+from echelon.trainer.cli import launch
+from echelon.trainer.cli.config_file import load_config, read_config
 from echelon.trainer.cli.main import main
 from echelon.trainer.cli.render import render
 
@@ -27,19 +28,19 @@ def container(objects):
 @pytest.mark.parametrize(
     ("deploy", "message"),
     [
-        ({"imag": "a"}, "deploy.imag='a' is no key of deploy. Did you mean 'image'?"),
+        ({"imag": "a"}, "deploy.imag='a' is not a key of deploy. Did you mean 'image'?"),
         ({"cpus": "four"}, "deploy.cpus='four' has the wrong type str; it must be int."),
         ({"setup": [1]}, "deploy.setup=[1] has the wrong type list; it must be list"),
-        ({"nodes": "1:"}, "deploy.nodes='1:' is not possible; give a number from 1, or such as '1:4'."),
-        ({"nodes": "4:1"}, "deploy.nodes='4:1' is not possible"),
-        ({"nodes": 0}, "deploy.nodes=0 is not possible"),
-        ({"nodes": "two"}, "deploy.nodes='two' is not possible"),
-        ({"gpus": -1}, "deploy.gpus=-1 is not possible; give 0 or more."),
-        ({"user": 0}, "deploy.user=0 is not possible; give 1 or more."),
-        ({"memory": "16"}, "deploy.memory='16' is no size; give a number with Mi, Gi or Ti, such as '16Gi'."),
-        ({"memory": "1Gi"}, "deploy.shared_memory='2Gi' is taken from deploy.memory='1Gi'; give less."),
-        ({"name": "My_run"}, "deploy.name='My_run' is no name of a job; give up to 40 small letters, digits and"),
-        ({"env": {"A": 1}}, "deploy.env.A=1 is no variable; give a name and a text in quotes."),
+        ({"nodes": "1:"}, "deploy.nodes must be a number from 1 or a range such as '1:4', got '1:'."),
+        ({"nodes": "4:1"}, "'1:4', got '4:1'."),
+        ({"nodes": 0}, "'1:4', got 0."),
+        ({"nodes": "two"}, "'1:4', got 'two'."),
+        ({"gpus": -1}, "deploy.gpus must be 0 or more, got -1."),
+        ({"user": 0}, "deploy.user must be 1 or more, got 0."),
+        ({"memory": "16"}, "deploy.memory='16' is not a size; give a number with Mi, Gi or Ti, such as '16Gi'."),
+        ({"memory": "1Gi"}, "deploy.shared_memory='2Gi' is part of deploy.memory='1Gi'; give less."),
+        ({"name": "My_run"}, "deploy.name='My_run' is not a valid name; give up to 40 lowercase letters, digits and"),
+        ({"env": {"A": 1}}, "deploy.env.A=1 is not a variable; give a name and a quoted text."),
         ({"time": "24h\n#SBATCH"}, "deploy.time='24h\\n#SBATCH'"),
     ],
 )
@@ -49,7 +50,7 @@ def test_a_wrong_value_is_named_with_what_to_do(deploy, message, tmp_path):
 
 
 def test_a_section_that_holds_no_keys_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="deploy=3 holds no keys; write such as deploy"):
+    with pytest.raises(ConfigError, match="deploy=3 must hold keys and values; write, for example, deploy"):
         render("slurm", config(tmp_path, 3))
 
 
@@ -81,7 +82,7 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path, capsys):
 def test_a_misspelt_section_is_found(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("deply: {nodes: 3}")
-    with pytest.raises(ConfigError, match=r"deply=.* is no key of a config. Did you mean 'deploy'\?"):
+    with pytest.raises(ConfigError, match=r"deply=.* is not a key of a config. Did you mean 'deploy'\?"):
         render("slurm", str(path))
 
 
@@ -102,9 +103,11 @@ def test_the_time_of_slurm_may_be_minutes(tmp_path):
 @pytest.mark.parametrize("nodes", [1, 3, "2:5"])
 def test_the_command_of_a_node_is_one_that_the_launcher_takes(nodes, tmp_path):
     path = config(tmp_path, {"image": "a", "nodes": nodes, "nproc": 2, "max_restarts": 7})
-    echelon, launch, *words = container(documents("indexed-job", path))[0]["command"]
-    assert (echelon, launch) == ("echelon", "launch")
-    options = launch_parser().parse_args(words)
+    echelon, command, *words = container(documents("indexed-job", path))[0]["command"]
+    assert (echelon, command) == ("echelon", "launch")
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    options = parser.parse_args(words)
     least, _, most = str(nodes).partition(":")
     assert options.nodes == (int(least), int(most or least))
     assert (options.nproc, options.max_restarts, options.module, options.program) == ("2", 7, True, "echelon")

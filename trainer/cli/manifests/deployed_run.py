@@ -1,8 +1,7 @@
-"""Job: what is to be rendered, and the command lines in it."""
+"""DeployedRun: a config to be deployed, and the command lines that run it."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,16 +10,16 @@ from ....strategies.errors import ConfigError
 from .deploy import Deploy
 
 CONFIG: Final = "/etc/echelon/config.yaml"
-"""Where a container finds the config."""
+"""The config in a container."""
 RUNS: Final = "/runs"
-"""Where a container finds the volume of the runs."""
+"""The volume of the runs in a container."""
 ENV: Final[Mapping[str, str]] = {"HOME": "/tmp", "USER": "echelon", "PYTHONUNBUFFERED": "1"}
-"""Variables of all containers, whose user may have neither home nor name in the image."""
+"""Variables of every container: its user may have neither a home nor a name in the image."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A config and where it came from."""
+class DeployedRun:
+    """A config that a scheduler is to run."""
 
     deploy: Deploy
     text: str
@@ -33,7 +32,7 @@ class Job:
         """The image of the containers.
 
         Raises:
-            ConfigError: if none is given.
+            ConfigError: if the config gives no image.
         """
         if self.deploy.image is None:
             raise ConfigError(
@@ -43,8 +42,8 @@ class Job:
         return self.deploy.image
 
     @property
-    def meets(self) -> bool:
-        """Whether there is more than one node, so that they have to meet."""
+    def has_rendezvous(self) -> bool:
+        """Whether there are several nodes, which have to find each other."""
         return self.deploy.max_nodes > 1
 
     @property
@@ -53,29 +52,25 @@ class Job:
         least, most = self.deploy.min_nodes, self.deploy.max_nodes
         return str(most) if least == most else f"{least}:{most}"
 
-    def in_container(self, host: str) -> list[str]:
-        """Return the words of the command of a node; the nodes meet at `host`."""
+    def node_command(self, host: str) -> list[str]:
+        """Return the command of a node in a container; the rendezvous is at `host`."""
         deploy = self.deploy
-        meeting = ["--rdzv", f"{host}:{deploy.port}", "--run-id", deploy.name] if self.meets else []
-        return ["echelon", "launch", "--nodes", self.nodes, *meeting, *self.processes, *self.program(CONFIG, (), RUNS)]
+        rendezvous = ["--rdzv", f"{host}:{deploy.port}", "--run-id", deploy.name] if self.has_rendezvous else []
+        options = ["--nodes", self.nodes, *rendezvous, *self.process_options]
+        return ["echelon", "launch", *options, *self.program(CONFIG, (), RUNS)]
 
     @property
-    def processes(self) -> list[str]:
-        """The options of ``echelon launch`` that say what it starts on a node, and how often."""
+    def process_options(self) -> list[str]:
+        """The options of ``echelon launch`` for the processes of a node and their restarts."""
         return ["--nproc", str(self.deploy.processes), "--max-restarts", str(self.deploy.max_restarts)]
 
     def program(self, config: str, overrides: Sequence[str], runs: str) -> list[str]:
-        """Return what is launched: the program of the config, or this config itself, from its newest checkpoint."""
+        """Return the program to launch: the one that the config names, or `echelon fit` from the newest checkpoint."""
         if self.deploy.program is not None:
             return self.deploy.program
         keeping = [f"trainer.default_root_dir={runs}/{self.deploy.name}", "ckpt_path=last"]
         return ["-m", "echelon", "fit", config, *overrides, *keeping]
 
-    def rendezvous(self, host: str) -> list[str]:
-        """Return the words of the command that keeps the store in which the nodes meet."""
+    def rendezvous_command(self, host: str) -> list[str]:
+        """Return the command of the rendezvous."""
         return ["echelon", "rendezvous", "--listen", f"{host}:{self.deploy.port}"]
-
-
-def shell(words: Sequence[str]) -> str:
-    """Return words as a shell reads them."""
-    return " ".join(map(shlex.quote, words))

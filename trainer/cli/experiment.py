@@ -1,0 +1,49 @@
+"""The commands ``echelon fit | validate | test | predict``: run the experiment that a config describes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .config import build_config
+from .config_file import load_config, with_trainer_defaults
+
+_EPILOG = """\
+exit codes:
+  0 done   1 the run failed   2 wrong command or config   130 interrupted (Ctrl-C)
+  143 ended by SIGTERM after saving a checkpoint: start it again with ckpt_path=last
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the config, its overrides, and what to do with them."""
+    parser.epilog = _EPILOG
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file with seed, trainer, module, data, ckpt_path")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the config with its overrides and every setting of the trainer, and run nothing",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build the experiment and run it; return 0."""
+    config = load_config(options.config, options.overrides)
+    if options.print_config:
+        print(with_trainer_defaults(config), end="")
+        return 0
+    # as `python script.py` finds modules beside the script, and `python -m` those of the working directory
+    sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
+    built = build_config(config)
+    trainer, module, data, ckpt_path = built.trainer, built.module, built.data, built.ckpt_path
+    if options.command == "fit":
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    elif options.command == "predict":
+        trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
+    else:
+        evaluate = trainer.validate if options.command == "validate" else trainer.test
+        evaluate(module, datamodule=data, ckpt_path=ckpt_path)
+    return 0

@@ -1,0 +1,119 @@
+"""Kubernetes manifests of a run: as an indexed Job, as a PyTorchJob, or as a TrainJob."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import kubernetes
+from .deployed_run import DeployedRun
+from .kubernetes import Object, manifest
+
+_JOB_NOTES: Final = {
+    "backoffLimitPerIndex": "a pod is given up after this many failures; maxFailedIndexes pods may be given up",
+    "successPolicy": "the nodes end together, and one that comes later finds the run over",
+    "podFailurePolicy": "the first rule that fits: evictions and preemption do not count, nor does 143, the exit "
+    "code of a node that was told to leave and has saved; 2 is a wrong command or config, which no restart corrects",
+}
+
+
+def render_indexed_job(run: DeployedRun) -> str:
+    """Return the manifests of an indexed Job of plain Kubernetes: one pod a node, replaced after any eviction."""
+    container = {
+        "name": "node",
+        "image": run.image,
+        "command": kubernetes.command(run),
+        "resources": kubernetes.resources(run),
+    }
+    pod = kubernetes.node_pod(run, container, restartPolicy="Never")
+    numbers = {"completions": run.deploy.max_nodes, "parallelism": run.deploy.max_nodes}
+    spec = {"completionMode": "Indexed", **numbers, **_rules(run), "template": pod}
+    notes = {**_JOB_NOTES, "completions": "change both together and the run grows or shrinks: kubectl patch job"}
+    return kubernetes.manifests(run, [manifest(run, "Job", {"spec": spec})], notes)
+
+
+def render_pytorchjob(run: DeployedRun) -> str:
+    """Return the manifests of a PyTorchJob of Kubeflow's training operator: workers only, by its elastic policy."""
+    deploy = run.deploy
+    container = {
+        "name": "pytorch",  # the operator requires this name
+        "image": run.image,
+        "command": kubernetes.command(run),
+        "resources": kubernetes.resources(run),
+    }
+    workers = {
+        "replicas": deploy.max_nodes,
+        "restartPolicy": "ExitCode",
+        "template": kubernetes.node_pod(run, container),
+    }
+    elastic = {
+        "rdzvBackend": "c10d",
+        "minReplicas": deploy.min_nodes,
+        "maxReplicas": deploy.max_nodes,
+        "maxRestarts": deploy.max_restarts,
+        "nProcPerNode": deploy.processes,
+    }
+    spec = {
+        "elasticPolicy": elastic,
+        "runPolicy": {"cleanPodPolicy": "All", "backoffLimit": deploy.max_restarts},
+        "pytorchReplicaSpecs": {"Worker": workers},
+    }
+    notes = {
+        "elasticPolicy": "without it the operator requires a master, whose end would end the run; with it the job has "
+        "succeeded once a worker has. Echelon reads none of the variables that it sets",
+        "cleanPodPolicy": "pods that still run when the job has ended are not needed",
+        "restartPolicy": "codes from 128 are tried again (143: saved and left; 137: killed), 1 and 2 are not",
+    }
+    return kubernetes.manifests(run, [manifest(run, "PyTorchJob", {"spec": spec})], notes)
+
+
+def render_trainjob(run: DeployedRun) -> str:
+    """Return the manifests of a TrainJob of Kubeflow Trainer and of its TrainingRuntime.
+
+    The runtime describes a node. The TrainJob says what a node runs, and Trainer writes their number into the Job.
+    """
+    pod = kubernetes.node_pod(run, {"name": "node"}, restartPolicy="Never")
+    template = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": {"completionMode": "Indexed", **_rules(run), "template": pod},
+    }
+    runtime = {
+        "mlPolicy": {"numNodes": run.deploy.max_nodes},
+        "template": {"spec": {"replicatedJobs": [{"name": "node", "template": template}]}},
+    }
+    name = f"{run.deploy.name}-runtime"
+    job = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
+        "trainer": {
+            "image": run.image,
+            "command": kubernetes.command(run),
+            "numNodes": run.deploy.max_nodes,
+            "resourcesPerNode": kubernetes.resources(run),
+        },
+    }
+    objects = [
+        manifest(run, "TrainingRuntime", {"spec": runtime}, "-runtime"),
+        manifest(run, "TrainJob", {"spec": job}),
+    ]
+    notes = {
+        **_JOB_NOTES,
+        "mlPolicy": "no torch policy: it would set variables for torchrun, and Echelon has a rendezvous of its own",
+        "trainer.kubeflow.org/trainjob-ancestor-step": "Trainer applies the TrainJob to the container named node of "
+        "the job with this label",
+    }
+    return kubernetes.manifests(run, objects, notes)
+
+
+def _rules(run: DeployedRun) -> Object:
+    """Return when the pods of a Job are replaced or given up, and when the Job has succeeded."""
+    return {
+        "backoffLimitPerIndex": run.deploy.max_restarts,
+        "maxFailedIndexes": run.deploy.max_nodes - run.deploy.min_nodes,
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [143]}},
+                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},
+            ]
+        },
+    }
