@@ -25,7 +25,7 @@ class SampleTrail(Protocol):
         """Return what is known of the order of each loader in the current epoch."""
 
     def pop(self) -> Sequence[Reading]:
-        """Return what each loader gave to the micro-batch that was trained on last; call it in ``on_train_batch_end``."""
+        """Return the samples of the micro-batch that was trained on last; call it in ``on_train_batch_end``."""
 
 
 class SampleSource(Protocol):
