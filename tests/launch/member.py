@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from echelon.strategies.cluster.environment import Environment, reconcile
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.launch.launcher import fixed_agents, launch
+from echelon.strategies.launch.launcher import launch, static_agents
 
 LISTENING = "0A"
 
@@ -43,7 +43,7 @@ def main():
 def launch_members():
     """Start two of them on this node, which has been told its rank by NODE_RANK."""
     environment = reconcile(Environment.detect(), 2, 2)
-    launch(main, fixed_agents(2, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
+    launch(main, static_agents(2, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
 
 
 if __name__ == "__main__":
