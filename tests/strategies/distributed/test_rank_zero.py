@@ -1,4 +1,4 @@
-"""What only rank 0 does, or does first, on real ranks."""
+"""Blocks and functions that only rank 0 runs, or runs first, on real ranks."""
 
 import os
 from pathlib import Path
@@ -75,4 +75,4 @@ def test_rank_zero_goes_first_and_alone_decides(tmp_path):
     assert zero[:3] == ((("before", 1), "here"), (("after", 2), "here"), [False] * 3)
     for other in others:
         assert other[:3] == ((None, "elsewhere"), (None, "elsewhere"), [True] * 3)
-        assert other[3].endswith("so that this one cannot go on: OSError: disk full")
+        assert other[3].endswith("failed in rank_zero_first; see its output: OSError: disk full")
