@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .cluster.environment import Environment
 from .cluster.hardware import Hardware
+from .cluster.launchers import detect_environment
 from .distributed.collectives import Collectives
 from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
@@ -63,7 +63,7 @@ class Strategy(ABC):
     def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
         """Take the settings of the processes; only a strategy that uses them has any."""
         self._process_settings = settings
-        self.environment = Environment.detect({})
+        self.environment = detect_environment({})
         self.group: ProcessGroup | None = None
         self.device = torch.device("cpu")
         self.collectives = Collectives(None, self.device)
@@ -115,7 +115,7 @@ class Strategy(ABC):
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device and join the process group. Collective: every rank calls it."""
         if self.uses_processes:
-            environment = Environment.detect()
+            environment = detect_environment()
             if environment.world_size > 1:
                 self.environment = environment
                 self._join(hardware)

@@ -139,8 +139,8 @@ class ProcessGroup:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise ProcessError(
                 f"Only {self.world_size - len(missing)} of {self.world_size} processes came within "
-                f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, or look at "
-                "their output to see why they ended; start_timeout of the strategy sets a longer wait."
+                f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, look at "
+                "their output to see why they ended, or wait longer with start_timeout of the strategy."
             ) from error
         if self.environment.num_nodes > 1:
             set_defaults(variables_towards(self.environment.main_address))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
-from ..cluster.environment import Environment
+from ..cluster.launchers import detect_environment
 from ..errors import ProcessError, RunError
 from .noticeboard import Noticeboard
 
@@ -52,7 +52,7 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
     """
     import torch.distributed as dist
 
-    environment = Environment.detect()
+    environment = detect_environment()
     if not (dist.is_available() and dist.is_initialized()):
         if environment.world_size > 1:
             raise RunError(
@@ -105,4 +105,4 @@ def _rank() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return Environment.detect().rank
+    return detect_environment().rank

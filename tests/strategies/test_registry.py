@@ -71,7 +71,7 @@ def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"process_group_backend": "nccl"}, "process_group_backend='nccl' needs GPUs, found accelerator='cpu'"),
+        ({"process_group_backend": "nccl"}, "process_group_backend='nccl' needs GPUs, got accelerator='cpu'"),
         ({"process_group_backend": "mpi"}, "process_group_backend='mpi', but this build of torch .* use 'gloo'"),
         ({"process_group_backend": "glo"}, "Did you mean 'gloo'"),
         ({"timeout": 30}, "timeout must be a timedelta above zero, got 30; give timedelta"),

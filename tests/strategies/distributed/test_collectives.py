@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import ConfigError, RunError
@@ -23,7 +23,7 @@ class Both:
 
 
 def joined_collectives(**settings):
-    group = ProcessGroup(Environment.detect(), CPU, **settings)
+    group = ProcessGroup(detect_environment(), CPU, **settings)
     group.join()
     return Collectives(group, CPU)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon.strategies import DDPStrategy
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import CollectiveError
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def checked_collectives(seconds):
-    group = ProcessGroup(Environment.detect(), CPU, check_collectives=True, timeout=timedelta(seconds=seconds))
+    group = ProcessGroup(detect_environment(), CPU, check_collectives=True, timeout=timedelta(seconds=seconds))
     group.join()
     return group, Collectives(group, CPU)
 

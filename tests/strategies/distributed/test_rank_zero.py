@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
 from echelon.strategies.errors import ProcessError, RunError
@@ -39,7 +39,7 @@ def use_before_and_after_joining(folder):
     too_early = "among 3 processes needs their process group, which they have not joined yet"
     with pytest.raises(RunError, match=too_early), rank_zero_first():
         pass
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     after = where("after", number=2), where_or_default()
     return before, after, *take_turns(folder, group)

@@ -1,6 +1,6 @@
 import torch
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.launch.peer_failures import blame_peer
 from echelon.testing import run_ranks
@@ -9,7 +9,7 @@ LOST = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4321")
 
 
 def joined():
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     return group
 
