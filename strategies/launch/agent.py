@@ -30,7 +30,7 @@ from .worker import NOT_FOR_THE_FORK_SERVER, WorkerTask, run_worker
 _REPORT_TIMEOUT = 2.0  # seconds in which the fork server reports the exit code of a worker that is gone
 _UNKNOWN = 255  # the exit code that multiprocessing gives to a process whose fork server is gone
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for workers whose peer failed
-# torch._dynamo is imported by the first optimizer, which takes a second; forkserver_preload comes last
+# the first optimizer imports torch._dynamo, which takes a second
 PRELOADED = (
     "torch",
     "torch._dynamo",

@@ -1,4 +1,4 @@
-"""Module that the fork server imports last, for its effect; nothing else imports it.
+"""Module that only the fork server imports, for its effect on the signals of workers.
 
 ``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and nobody could report
 the exit codes of workers; so it is started with these signals blocked. Its children inherit that and unblock them here.
