@@ -1,4 +1,4 @@
-"""Running a function on several real ranks of this machine: for our tests, and for those of users' own strategies."""
+"""Helper that runs a function on several real ranks of this machine, for tests of strategies, ours and users'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
     """Return what ``function(*args)`` returned in each of `world_size` new processes, by rank.
 
     Each process has the variables that torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), but has joined no
-    process group. The function may be defined anywhere; it, its arguments and its results travel by value::
+    process group. The function may be defined anywhere; it, its arguments and its results are pickled by value::
 
         import torch.distributed as dist
         from echelon.testing import run_ranks
@@ -29,14 +29,13 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
         assert run_ranks(total, 2, 10) == [21, 21]
 
     Args:
-        function: what to run.
-        world_size: how many processes.
-        args: what to call it with.
+        function: the function to run.
+        world_size: the number of processes.
+        args: the arguments of the function.
         timeout: seconds after which all processes are killed.
 
     Raises:
-        ProcessError: if a process was killed or left early; or for ranks that had not finished in time, with the stack
-            of each.
-        BaseException: what the function raised on a rank, which a note on it names.
+        ProcessError: if a process was killed or left early, or if ranks did not finish in time; with their stacks.
+        BaseException: what the function raised on a rank; a note names the rank.
     """
     return launch_all(functools.partial(function, *args), num_processes=world_size, timeout=timeout)

@@ -9,8 +9,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Final, TypeVar
 
-from .cluster.environment import Environment
 from .cluster.hardware import Hardware
+from .cluster.launchers import detect_environment
 from .ddp import DDPStrategy
 from .errors import ConfigError, did_you_mean
 from .fsdp import FSDPStrategy
@@ -161,7 +161,7 @@ class ElasticStrategy(ForwardingStrategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device, join the process group of this round, and the agent's node folder."""
-        self.supervisor = Supervisor.find(Environment.detect().local_rank, self._settings)
+        self.supervisor = Supervisor.find(detect_environment().local_rank, self._settings)
         self.inner.connect(hardware, precision)
         if self.supervisor is not None:
             self.supervisor.join(self.group)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .cluster.environment import Environment, reconcile
+from .cluster.environment import reconcile
 from .cluster.hardware import Hardware
+from .cluster.launchers import detect_environment
 from .registry import strategy_by_name
 from .strategy import Strategy
 
@@ -19,7 +20,7 @@ def place(
     Raises:
         ConfigError: for an unknown name, a device that is not there, or numbers that contradict the launcher's.
     """
-    environment = Environment.detect()
+    environment = detect_environment()
     hardware = Hardware.of(accelerator, devices, num_nodes)
     if strategy == "auto":
         strategy = "ddp" if environment.world_size > 1 or num_nodes > 1 or len(hardware.devices) > 1 else "single"

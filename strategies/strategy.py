@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .cluster.environment import Environment
 from .cluster.hardware import Hardware
+from .cluster.launchers import detect_environment
 from .distributed.collectives import Collectives
 from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
@@ -63,7 +63,7 @@ class Strategy(ABC):
     def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
         """Take the settings of the processes; only a strategy that uses them has any."""
         self._process_settings = settings
-        self.environment = Environment.detect({})
+        self.environment = detect_environment({})
         self.group: ProcessGroup | None = None
         self.device = torch.device("cpu")
         self.collectives = Collectives(None, self.device)
@@ -104,10 +104,10 @@ class Strategy(ABC):
             on_result: gets the result before a signal that has come to this process is raised in it.
             parts: what travels, by the names that an error is to use for it.
         """
-        from .launch.launcher import fixed_agents, launch
+        from .launch.launcher import launch, static_agents
 
         environment = self.environment
-        make_agent = fixed_agents(environment.local_world_size, environment, self.start_timeout)
+        make_agent = static_agents(environment.local_world_size, environment, self.start_timeout)
         return launch(function, make_agent, is_local=environment.num_nodes == 1, on_result=on_result, parts=parts)
 
     # --- in every process --------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Strategy(ABC):
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device and join the process group. Collective: every rank calls it."""
         if self.uses_processes:
-            environment = Environment.detect()
+            environment = detect_environment()
             if environment.world_size > 1:
                 self.environment = environment
                 self._join(hardware)
@@ -134,9 +134,9 @@ class Strategy(ABC):
 
     def blame_peer(self, error: BaseException) -> ProcessError | None:
         """Tell the other ranks of an error of this one; return one that names the culprit, if that is another rank."""
-        from .launch.peer_failures import last_words
+        from .launch.peer_failures import blame_peer
 
-        return last_words(self.group, error) if self.group is not None else None
+        return blame_peer(self.group, error) if self.group is not None else None
 
     def annotate(self, error: BaseException) -> None:
         """Add a note to an error of the user's code of which this strategy knows the cause."""

@@ -1,1 +1,1 @@
-"""Who started this process and what it runs on: launchers, devices, network, stores. Imports errors only."""
+"""Launchers, devices, networks and stores: what this process runs on. Imports errors only."""

@@ -1,4 +1,4 @@
-"""Hardware: which devices of how many nodes a run may use, as the user asked for them."""
+"""Hardware of a run: the devices that it uses on each of its nodes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 
 from ..errors import ConfigError, did_you_mean
 from .environment import Environment
+from .launchers import detect_environment
 
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices of one node, by index, and the number of nodes; resolved and checked by `of`."""
+    """Devices of one node, by index, and the number of nodes; resolved and checked by `of`."""
 
     device_type: str
     devices: tuple[int, ...]
     num_nodes: int = 1
-    environment: Environment = field(default_factory=lambda: Environment.detect({}))
-    """The processes that are there, or that are to be started."""
+    environment: Environment = field(default_factory=lambda: detect_environment({}))
+    """The processes that exist, or that are to be started."""
 
     def for_processes(self, environment: Environment) -> Hardware:
         """Return this hardware with one device for each process of `environment` on this node.
@@ -32,17 +33,17 @@ class Hardware:
         count, devices = environment.local_world_size, self.devices
         if self.device_type == "cpu":
             devices = tuple(range(count))
-        elif len(devices) == 1:  # a launcher that shows each process the one device which is its own
+        elif len(devices) == 1:  # the launcher lets each process see its own device only
             devices *= count
         elif len(devices) < count:
             raise ConfigError(
                 f"{environment.describe()}, but this machine has {len(devices)} {self.device_type} devices; start one "
-                "process a device."
+                "process per device."
             )
         return replace(self, devices=devices[:count], num_nodes=environment.num_nodes, environment=environment)
 
     def device(self, local_rank: int) -> torch.device:
-        """Return the device of the process with this rank on its node."""
+        """Return the device of the process with rank `local_rank` on its node."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, self.devices[local_rank])
@@ -56,7 +57,7 @@ class Hardware:
         """
         device_type = _device_type(accelerator)
         if num_nodes < 1:
-            raise ConfigError(f"num_nodes={num_nodes} is not possible; give the number of machines, at least 1.")
+            raise ConfigError(f"num_nodes must be >= 1, got {num_nodes}; give the number of machines.")
         return cls(device_type, _indices(device_type, devices), num_nodes)
 
 
@@ -65,15 +66,15 @@ def _device_type(accelerator: str) -> str:
         raise ConfigError(
             f"accelerator={accelerator!r} is not a known accelerator.{did_you_mean(str(accelerator), _ACCELERATORS)}"
         )
-    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    found = [name for name, is_available in is_there.items() if is_available]
+    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available = [name for name in is_available if is_available[name]]
     if accelerator == "cpu":
         return accelerator
     if accelerator in ("auto", "gpu"):
-        if accelerator == "gpu" and not found:
+        if accelerator == "gpu" and not available:
             raise ConfigError("accelerator='gpu', but torch finds no GPU here; use accelerator='cpu' or 'auto'.")
-        return found[0] if found else "cpu"
-    if accelerator not in found:
+        return available[0] if available else "cpu"
+    if accelerator not in available:
         raise ConfigError(f"accelerator={accelerator!r}, but torch finds none here; use accelerator='cpu' or 'auto'.")
     return accelerator
 
@@ -84,19 +85,19 @@ def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int,
         devices = _parse(devices)
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise ConfigError(
-            f"devices={devices!r} is not possible; give a count, -1 for all, 'auto' or a list of indices."
+            f"devices must be a number, -1 for all, 'auto' or a list of indices, got {devices!r}; give one of these."
         )
     if isinstance(devices, int):
         if devices == -1:
             return tuple(range(available))
         if devices < 1:
-            raise ConfigError(f"devices={devices} is not possible; give at least 1, -1 for all, or 'auto'.")
+            raise ConfigError(f"devices must be >= 1, or -1 for all, got {devices}; give a number of devices.")
         indices = tuple(range(devices))
     else:
         indices = tuple(int(index) for index in devices)
     if device_type != "cpu" and (not indices or max(indices) >= available or len(set(indices)) < len(indices)):
         raise ConfigError(
-            f"devices={devices!r}, but this machine has {available} {device_type} device(s); choose of those."
+            f"devices={devices!r}, but this machine has {available} {device_type} device(s); choose from those."
         )
     return indices or (0,)
 
@@ -105,8 +106,8 @@ def _parse(devices: str) -> int | list[int]:
     if devices == "auto":
         return -1
     try:
-        return [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+        return [int(index) for index in devices.split(",") if index] if "," in devices else int(devices)
     except ValueError:
         raise ConfigError(
-            f"devices={devices!r} is not possible; give a count, 'auto' or indices such as '0,1'."
+            f"devices must be a number, 'auto' or indices such as '0,1', got {devices!r}; give one of these."
         ) from None

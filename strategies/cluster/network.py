@@ -1,4 +1,4 @@
-"""The networks of this machine: on which of them its processes talk to each other, and to those of other nodes."""
+"""Networks of this machine, and the one that its processes use to reach those of other nodes."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ _GET_ADDRESS: Final = 0x8915  # Linux's SIOCGIFADDR
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return what keeps the processes of one machine from listening on its networks."""
+    """Return variables with which the processes of one machine listen on loopback only."""
     names = {name for _, name in socket.if_nameindex()}
     return dict.fromkeys(_INTERFACES, "lo0" if "lo0" in names else "lo")  # macOS and Linux
 
 
 def variables_towards(host: str) -> dict[str, str]:
-    """Return what has gloo and tensorpipe listen on the network that leads to `host`; nothing where they do already.
+    """Return variables with which gloo and tensorpipe listen on the network that leads to `host`; none if they do.
 
-    They listen where this machine's name leads to. On Debian, and in many containers, that is loopback.
+    By default they listen at the address of this machine's name. On Debian, and in many containers, that is loopback.
     """
     try:
-        is_right = not socket.gethostbyname(socket.gethostname()).startswith("127.")
+        is_reachable = not socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
-        is_right = False
-    name = None if is_right else interface_of(address_towards(host))
+        is_reachable = False
+    name = None if is_reachable else interface_of(address_towards(host))
     return dict.fromkeys(_INTERFACES[:2], name) if name is not None else {}
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on its way to `host`.
+    """Return the address of this machine on the network that leads to `host`.
 
     Raises:
-        OSError: if there is no such host, or no way to it.
+        OSError: if there is no such host, or no route to it.
     """
-    return _way(host)[0]
+    return _route(host)[0]
 
 
 def is_this_machine(host: str) -> bool:
     """Return whether `host` is a name or an address of this machine.
 
     Raises:
-        OSError: if there is no such host, or no way to it.
+        OSError: if there is no such host, or no route to it.
     """
-    here, there = _way(host)
-    return here == there
+    own, other = _route(host)
+    return own == other
 
 
-def _way(host: str) -> tuple[str, str]:
-    """Return the addresses at both ends of the way to a host; no packet is sent."""
+def _route(host: str) -> tuple[str, str]:
+    """Return the addresses at both ends of the route to a host; no packet is sent."""
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -68,7 +68,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # it has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

@@ -1,4 +1,4 @@
-"""Stores that listen on one address, where torch's own would listen on every interface of the machine."""
+"""TCP store that listens on one address; torch's own listens on every interface of the machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
-    """Return a `TCPStore` that this process hosts; its ``port`` tells which one it got, if 0 was asked for.
+    """Return a `TCPStore` that this process hosts; its ``port`` is the actual one if 0 was requested.
 
     Args:
-        address: where it listens.
-        port: 0 for any that is free.
-        limit: how long its calls wait; by default as long as torch has it.
+        address: the address on which it listens.
+        port: the port; 0 for any free one.
+        limit: how long its calls wait; torch's default if None.
 
     Raises:
         OSError: if the port is taken, or the address is not of this machine.
@@ -29,9 +29,9 @@ def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on an address only, where a store left to itself listens on all interfaces.
+    """Return a socket that listens on an IP address only, and for a name on all interfaces.
 
-    A name is no such address: a machine's own often stands for loopback on that machine, and for another elsewhere.
+    A machine's name often leads to loopback on that machine, and to another address from elsewhere.
     """
     try:
         version = ipaddress.ip_address(address).version

@@ -1,1 +1,1 @@
-"""Process groups and collectives over nested values. Imports cluster."""
+"""Process groups, collectives over nested structures, and messages between processes. Imports cluster."""

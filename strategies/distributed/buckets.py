@@ -1,163 +1,112 @@
-"""A nested structure as what travels: a few flat tensors, and the bytes of everything else."""
+"""Buckets that join the tensors of nested structures, so that few collectives serve many tensors."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import RunError
-from . import pickling
-from .nested import map_tensors, named_leaves
-from .tensor_collectives import as_bytes
+from ..errors import ConfigError
+from .nested import named_leaves, with_leaves
+from .tensor_collectives import ReduceOp
 
-# Joining tensors saves the latency of a collective each and costs a copy: nothing for small ones, as in DDP's buckets
-_LARGE: Final = 1 << 20
+# Joining saves the latency of a collective per tensor and costs a copy: cheap for small tensors, as in DDP's buckets
+_MAX_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel as one."""
+    """Tensors joined into a flat one."""
 
     indices: list[int]
     widths: list[int]
     flat: Tensor
 
     def split(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield, by index, the columns of each tensor; `flat` has one or more lines of all of them."""
-        lines = flat.reshape(-1, sum(self.widths))
-        for index, part in zip(self.indices, lines.split(self.widths, dim=1), strict=True):
-            # of its own memory: a part that is saved would bring the whole bucket into the file
-            yield index, part.clone() if len(self.indices) > 1 else part
+        """Yield the index and the columns of each tensor; `flat` has one or more rows of all of them."""
+        rows = flat.reshape(-1, sum(self.widths))
+        for index, columns in zip(self.indices, rows.split(self.widths, dim=1), strict=True):
+            # of its own memory: saving a view would save the whole bucket
+            yield index, columns.clone() if len(self.indices) > 1 else columns
 
 
-def join(tensors: Sequence[Tensor], num_lines: int = 1, *, by_gradient: bool = False) -> Iterator[Bucket]:
-    """Copy tensors into few flat ones: the small ones of one dtype and kind of device together, large ones alone.
+def join(tensors: Sequence[Tensor], num_rows: int = 1, *, by_gradient: bool = False) -> Iterator[Bucket]:
+    """Copy tensors into buckets: small ones of the same dtype and device type together, each large one alone.
 
     Args:
         tensors: of any shapes.
-        num_lines: into how many equal parts, one after another, every tensor is cut; the parts of the first come first.
-        by_gradient: whether those that require a gradient are kept apart. Not where ranks may differ in it.
+        num_rows: the number of equal slices into which every tensor is cut; a bucket has the first slice of each
+            tensor, then the second of each, and so on.
+        by_gradient: whether to keep tensors that require a gradient apart. Only where all ranks agree on which do.
     """
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         key = (tensor.dtype, tensor.device.type, by_gradient and tensor.requires_grad)
-        is_large = tensor.numel() * tensor.element_size() > _LARGE
-        found.setdefault((*key, index if is_large else None), []).append(index)
-    for indices in found.values():
-        widths = [tensors[index].numel() // num_lines for index in indices]
-        lines = [tensors[index].reshape(num_lines, width) for index, width in zip(indices, widths, strict=True)]
-        yield Bucket(indices, widths, torch.cat(lines, dim=1).reshape(-1))
+        is_large = tensor.numel() * tensor.element_size() > _MAX_BYTES
+        groups.setdefault((*key, index if is_large else None), []).append(index)
+    for indices in groups.values():
+        widths = [tensors[index].numel() // num_rows for index in indices]
+        rows = [tensors[index].reshape(num_rows, width) for index, width in zip(indices, widths, strict=True)]
+        yield Bucket(indices, widths, torch.cat(rows, dim=1).reshape(-1))
 
 
-def joined(tensors: Sequence[Tensor], run: Callable[[Tensor], Tensor], **options: Any) -> list[Tensor]:
-    """Return, for every tensor, its columns of what `run` made of the flat tensors of `join`; it may overwrite them."""
+def map_joined(
+    tensors: Sequence[Tensor], function: Callable[[Tensor], Tensor], num_rows: int = 1, *, by_gradient: bool = False
+) -> list[Tensor]:
+    """Return, for every tensor, its columns of ``function(bucket)``, which may overwrite the bucket; see `join`."""
     results = list(tensors)
-    for bucket in join(tensors, **options):
-        for index, part in bucket.split(run(bucket.flat)) if bucket.flat.numel() else ():
-            results[index] = part
+    for bucket in join(tensors, num_rows, by_gradient=by_gradient):
+        if bucket.flat.numel():
+            for index, columns in bucket.split(function(bucket.flat)):
+                results[index] = columns
     return results
 
 
-class TensorSlot:
-    """What is left in a structure where a tensor was; no dataclass, as those are walked."""
+class Reducible:
+    """Tensors and numbers of a structure, sorted by name, since ranks may have a dictionary's keys in another order.
 
-    def __init__(self, tensor: Tensor, *, requires_grad: bool, holds_content: bool) -> None:
-        self.shape, self.dtype, self.is_cpu = tensor.shape, tensor.dtype, tensor.device.type == "cpu"
-        self.requires_grad = requires_grad
-        # torch's own pickling knows no float8 (2.14), and would put a tensor on the GPU that the sender's is on
-        self._content = as_bytes(tensor.detach().cpu().reshape(-1)).numpy().tobytes() if holds_content else b""
+    Numbers become tensors of 64 bits; other leaves stay where they are.
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Return a tensor to receive into, on `device` if the sender's was not on its CPU."""
-        place = torch.device("cpu") if self.is_cpu else device
-        return torch.empty(self.shape, dtype=self.dtype, device=place, requires_grad=self.requires_grad)
-
-    def read(self, device: torch.device) -> Tensor:
-        """Return the tensor, of which the content is here."""
-        tensor = self.empty(device)
-        if self._content:
-            content = torch.frombuffer(bytearray(self._content), dtype=torch.uint8)
-            as_bytes(tensor.reshape(-1)).copy_(content)
-        return tensor
-
-
-class _Failure:
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A nested structure in two parts: its tensors, and bytes.
-
-    What cannot be sent is an error on every rank: the bytes then hold the error, so that nobody waits in vain.
-    """
-
-    payload: bytes
-    skeleton: Any = None
-    tensors: Sequence[Tensor] = ()
-    error: Exception | None = None
-
-    def check(self) -> None:
-        """Raise the error that kept the structure from being packed; called when the bytes are on their way."""
-        if self.error is not None:
-            raise self.error
-
-
-def pack(data: Any, rank: int, *, keeps_gradients: bool = False, is_whole: bool = False) -> Parcel:
-    """Return a structure ready to be sent by `rank`; with `is_whole`, its tensors are among the bytes."""
-    tensors: list[Tensor] = []
-    keeps_gradients = keeps_gradients and torch.is_grad_enabled()
-
-    def take(tensor: Tensor) -> Any:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            return tensor  # sparse ones and subclasses go with the bytes, too
-        tensors.append(tensor if keeps_gradients else tensor.detach())
-        return TensorSlot(tensor, requires_grad=keeps_gradients and tensor.requires_grad, holds_content=is_whole)
-
-    try:
-        skeleton = map_tensors(take, data)
-        return Parcel(pickling.pack(skeleton, "data"), skeleton, tensors)
-    except Exception as error:  # noqa: BLE001 - of whatever __reduce__ or __post_init__ the user's classes have
-        return refuse(
-            RunError(
-                f"Rank {rank} cannot send {type(data).__name__}: {error} Give tensors, numbers, strings and structures "
-                "of them, or what else can be pickled."
-            )
-        )
-
-
-def refuse(error: Exception) -> Parcel:
-    """Return what is sent in place of a structure, for receivers to raise."""
-    return Parcel(pickling.pack(_Failure(str(error))), error=error)
-
-
-def unpack(payload: bytes) -> Any:
-    """Return the skeleton that bytes of a `Parcel` hold.
+    Args:
+        data: the structure.
+        op: the reduction, if it is for one.
 
     Raises:
-        RunError: if the sender could not pack it.
+        ConfigError: for the mean of an integer tensor, and for an integer of more than 64 bits.
     """
-    skeleton = pickling.unpack(payload)
-    if isinstance(skeleton, _Failure):
-        raise RunError(f"Nothing was received; see what the sender says: {skeleton.text}")
-    return skeleton
+
+    def __init__(self, data: Any, op: ReduceOp | None = None) -> None:
+        self._data = data
+        self._op = op
+        leaves = [(name, leaf) for name, leaf in named_leaves(data) if isinstance(leaf, Tensor | numbers.Real)]
+        self._leaves = dict(sorted(leaves, key=lambda item: item[0]))
+        self.names = list(self._leaves)
+        self.tensors = [_to_tensor(name or "data", leaf, op) for name, leaf in self._leaves.items()]
+
+    def replaced(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Any:
+        """Return the structure with other tensors, each of the given shape; a reduced number is a number again."""
+        new: dict[str, Any] = {}
+        for (name, leaf), result, shape in zip(self._leaves.items(), results, shapes, strict=True):
+            tensor = result.reshape(tuple(shape))
+            new[name] = tensor if isinstance(leaf, Tensor) or self._op is None else _to_number(tensor, leaf, self._op)
+        return with_leaves(self._data, [new.get(name, leaf) for name, leaf in named_leaves(self._data)])
 
 
-def slots(skeleton: Any) -> list[TensorSlot]:
-    """Return where tensors belong, in order."""
-    return [leaf for _, leaf in named_leaves(skeleton) if isinstance(leaf, TensorSlot)]
+def _to_tensor(name: str, leaf: Any, op: ReduceOp | None) -> Tensor:
+    if not isinstance(leaf, Tensor):
+        is_exact = isinstance(leaf, numbers.Integral) and op != "mean"
+        if is_exact and not -(2**63) <= leaf < 2**63:
+            raise ConfigError(f"{name}={leaf} must fit into 64 bits; convert it to float first.")
+        return torch.tensor(int(leaf) if is_exact else float(leaf), dtype=torch.int64 if is_exact else torch.float64)
+    if op == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
+        raise ConfigError(f"{name} must be a floating point tensor for op='mean', got {leaf.dtype}; convert it first.")
+    return leaf
 
 
-def fill(skeleton: Any, columns: Sequence[Tensor]) -> Any:
-    """Return the structure with its tensors, which come in any shape, at their places."""
-    new = iter(columns)
-    return map_tensors(
-        lambda tensor: tensor,
-        skeleton,
-        lambda leaf: next(new).reshape(leaf.shape) if isinstance(leaf, TensorSlot) else leaf,
-    )
+def _to_number(tensor: Tensor, leaf: Any, op: ReduceOp) -> Any:
+    number = tensor.item()
+    return bool(number) if isinstance(leaf, bool) and op in ("min", "max") else number

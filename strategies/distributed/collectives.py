@@ -1,8 +1,8 @@
-"""Collectives: all_reduce ... barrier over nested structures; identity on one process."""
+"""Collectives and transfers of nested structures between the ranks of a process group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import ConfigError, EchelonError, RunError, did_you_mean
 from . import tensor_collectives
-from .buckets import Parcel, fill, joined, pack, refuse, slots, unpack
+from .buckets import Reducible, map_joined
 from .debug import Aspect, CollectiveChecks, PostedCall, call_here
-from .point_to_point import Mailbox, Transfer
+from .parcels import Parcel, fill, slots, unpack
+from .point_to_point import Mailbox, PendingTransfer
 from .process_group import ProcessGroup
-from .reducible import Reducible
 from .tensor_collectives import REDUCE_OPS, ReduceOp, Wire
 
 T = TypeVar("T")
@@ -24,15 +24,15 @@ _CHECK_TIMEOUT: Final = timedelta(minutes=2)
 
 
 class Collectives:
-    """torch's collectives over nested structures: mappings, lists, tuples and dataclasses of tensors and numbers.
+    """torch's collectives for nested structures: mappings, lists, tuples and dataclasses of tensors and numbers.
 
-    Inputs are never changed, and results have memory of their own. Small tensors of one type travel together. Tensors
-    on the CPU go by gloo, whatever the backend is. Gradients flow through the sum and the mean of `all_reduce` and
-    `reduce_scatter`, through `all_gather` and `broadcast`; the backward is a collective, too: every rank runs it.
+    Inputs are never changed, and results have memory of their own. Small tensors of the same dtype are sent together.
+    Tensors on the CPU are sent by gloo, whatever the backend is. Sum and mean of `all_reduce` and `reduce_scatter`,
+    `all_gather` and `broadcast` have a gradient; their backward is collective, too: every rank runs it.
 
     Args:
-        group: the joined processes; None is one process, on which everything is the identity.
-        device: where received tensors go that were not on the sender's CPU.
+        group: the joined processes; None for a single process, on which all collectives are the identity.
+        device: where received tensors are put, unless the sender's were on the CPU.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
@@ -50,13 +50,13 @@ class Collectives:
             timeout = group.settings.get("timeout", _CHECK_TIMEOUT)
             self._checks = CollectiveChecks(group.store, self.rank, self.world_size, timeout)
 
-    # --- every rank gives the same structure -------------------------------------------------------------------------
+    # --- every rank passes the same structure -------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
         """Reduce every tensor and number over all ranks. Collective.
 
-        Numbers come back as numbers: integers are exact up to 64 bits, all else is float64, as is every mean. Sum and
-        mean have a gradient. Dictionaries may have their keys in any order; leaves of other types stay.
+        Numbers are returned as numbers: integers are exact up to 64 bits, all others and every mean are float64. Sum
+        and mean have a gradient. Dictionaries may have their keys in any order; leaves of other types are kept.
 
         Raises:
             ConfigError: for another `op`, or for the mean of an integer tensor.
@@ -65,24 +65,24 @@ class Collectives:
             return data
         _check_op(op)
         self._announce(f"all_reduce({op})", data)
-        mine = Reducible(data, op)
-        columns = joined(mine.tensors, lambda flat: tensor_collectives.all_reduce(self._wire_of(flat), flat, op))
-        return mine.replaced(columns, [tensor.shape for tensor in mine.tensors])
+        own = Reducible(data, op)
+        reduced = map_joined(own.tensors, lambda flat: tensor_collectives.all_reduce(self._wire_of(flat), flat, op))
+        return own.replaced(reduced, [tensor.shape for tensor in own.tensors])
 
     def all_gather(self, data: Any) -> Any:
-        """Return every tensor with a new first dimension of size world_size, over the ranks. Collective.
+        """Stack every tensor over the ranks, along a new first dimension of size world_size. Collective.
 
-        A number becomes a tensor of that length. It has a gradient. On one process `data` comes back unchanged.
+        A number becomes a tensor of that length. It has a gradient. A single process returns `data` unchanged.
         """
         if not self._has_group:
             return data
         self._announce("all_gather", data)
-        mine = Reducible(data)
-        columns = joined(mine.tensors, lambda flat: tensor_collectives.all_gather(self._wire_of(flat), flat))
-        return mine.replaced(columns, [(self.world_size, *tensor.shape) for tensor in mine.tensors])
+        own = Reducible(data)
+        gathered = map_joined(own.tensors, lambda flat: tensor_collectives.all_gather(self._wire_of(flat), flat))
+        return own.replaced(gathered, [(self.world_size, *tensor.shape) for tensor in own.tensors])
 
     def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
-        """Reduce every tensor over all ranks and return this rank's part of the first dimension. Collective.
+        """Reduce every tensor over all ranks and return this rank's slice of the first dimension. Collective.
 
         Sum and mean have a gradient.
 
@@ -93,46 +93,46 @@ class Collectives:
             return data
         _check_op(op)
         self._announce(f"reduce_scatter({op})", data)
-        mine = Reducible(data, op)
-        shapes = [self._part_shape(name, tensor) for name, tensor in zip(mine.names, mine.tensors, strict=True)]
-        columns = joined(
-            mine.tensors,
+        own = Reducible(data, op)
+        shapes = [self._slice_shape(name, tensor) for name, tensor in zip(own.names, own.tensors, strict=True)]
+        slices = map_joined(
+            own.tensors,
             lambda flat: tensor_collectives.reduce_scatter(self._wire_of(flat), flat, op),
-            num_lines=self.world_size,
+            num_rows=self.world_size,
         )
-        return mine.replaced(columns, shapes)
+        return own.replaced(slices, shapes)
 
-    def _part_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+    def _slice_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         if tensor.ndim == 0 or tensor.shape[0] % self.world_size:
             raise ConfigError(
-                f"reduce_scatter cuts the first dimension into {self.world_size} parts, one for each rank; "
-                f"{name or 'data'} has shape {list(tensor.shape)}. Pad it to a multiple, or use all_reduce."
+                f"The first dimension of {name or 'data'} must be divisible by world_size={self.world_size} for "
+                f"reduce_scatter, got shape {list(tensor.shape)}; pad it to a multiple, or use all_reduce."
             )
         return tensor.shape[0] // self.world_size, *tensor.shape[1:]
 
-    # --- one rank gives, or takes ------------------------------------------------------------------------------------
+    # --- one rank sends, or receives --------------------------------------------------------------------------------
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data, of any kind, on every rank; others may pass None. Collective.
 
-        Tensors come to the device on which the caller is, or stay on the CPU. It has a gradient.
+        Tensors arrive on the receiver's device, those from the CPU on the CPU. It has a gradient.
 
         Raises:
-            RunError: on every rank, if `src` cannot pickle what is no tensor.
+            RunError: on every rank, if `src` cannot pickle its data.
         """
         self._check_rank("src", src)
         if not self._has_group:
             return data
         self._announce(f"broadcast(src={src})", data, compared=("name",))
-        parcel = pack(data if self.rank == src else None, self.rank, keeps_gradients=True)
+        parcel = Parcel.pack(data if self.rank == src else None, self.rank, keeps_gradients=True)
         payload = self._broadcast_bytes(parcel.payload, src)
-        parcel.check()
+        parcel.raise_if_refused()
         skeleton = parcel.skeleton if self.rank == src else unpack(payload)
         tensors = parcel.tensors if self.rank == src else [slot.empty(self._device) for slot in slots(skeleton)]
-        columns = joined(
+        sent = map_joined(
             tensors, lambda flat: tensor_collectives.broadcast(self._wire_of(flat), flat, src), by_gradient=True
         )
-        return fill(skeleton, columns)
+        return fill(skeleton, sent)
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank. Collective.
@@ -146,18 +146,18 @@ class Collectives:
                 result = (function(), None)
             except EchelonError as error:
                 result = (None, error)
-        value, problem = self.broadcast(result)
-        if problem is not None:
-            raise problem
+        value, failure = self.broadcast(result)
+        if failure is not None:
+            raise failure
         return value  # type: ignore[no-any-return]
 
     def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
-        """Return, on each rank, its element of the list that rank `src` gives; others may pass None. Collective.
+        """Return, on each rank, its element of the list that rank `src` passes; others may pass None. Collective.
 
         The elements may be of any kind and differ in structure. It has no gradient.
 
         Raises:
-            ConfigError: on `src`, if `data` has not one element for each rank; `RunError` on the others.
+            ConfigError: on `src`, if `data` does not have one element for each rank; `RunError` on the others.
             RunError: on every rank, if an element cannot be pickled.
         """
         self._check_rank("src", src)
@@ -169,26 +169,25 @@ class Collectives:
         others = [rank for rank in range(self.world_size) if rank != src]
         try:
             elements = self._elements(data, src)
-            parcels = [pack(elements[rank], self.rank) for rank in others]
+            parcels = [Parcel.pack(elements[rank], self.rank) for rank in others]
             for parcel in parcels:
-                parcel.check()
+                parcel.raise_if_refused()
         except EchelonError as error:
-            self._send_all(dict.fromkeys(others, refuse(error)))
+            self._send_all(others, [Parcel.refuse(error)] * len(others))
             raise
-        self._send_all(dict(zip(others, parcels, strict=True)))
+        self._send_all(others, parcels)
         return elements[src]
 
     def _elements(self, data: Sequence[Any] | None, src: int) -> Sequence[Any]:
         if isinstance(data, Sequence) and len(data) == self.world_size:
             return data
         raise ConfigError(
-            f"scatter got {type(data).__name__}"
-            + (f" of length {len(data)}" if isinstance(data, Sequence) else "")
-            + f" on src={src}; give it a list with one element for each of {self.world_size} ranks."
+            f"scatter(src={src}) must get a list with one element for each of {self.world_size} ranks, got "
+            f"{type(data).__name__}{f' of length {len(data)}' if isinstance(data, Sequence) else ''}; pass one there."
         )
 
-    def _send_all(self, parcels: Mapping[int, Parcel]) -> None:
-        for transfer in [self._mailbox.send(parcel, rank) for rank, parcel in parcels.items()]:
+    def _send_all(self, ranks: Sequence[int], parcels: Sequence[Parcel]) -> None:
+        for transfer in [self._mailbox.send(parcel, rank) for rank, parcel in zip(ranks, parcels, strict=True)]:
             transfer.wait()
 
     def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
@@ -201,17 +200,17 @@ class Collectives:
             return [data]
         self._announce(f"gather(dst={dst})", data, compared=("name",))
         if self.rank != dst:
-            parcel = pack(data, self.rank)
-            self._send_all({dst: parcel})
-            parcel.check()
+            parcel = Parcel.pack(data, self.rank)
+            self._mailbox.send(parcel, dst).wait()
+            parcel.raise_if_refused()
             return None
         return [data if rank == dst else self._mailbox.receive(rank) for rank in range(self.world_size)]
 
     def all_gather_object(self, data: Any) -> list[Any]:
-        """Return the list of all ranks' objects, of any kind, in order. Collective.
+        """Return the list of all ranks' data, of any kind, in order. Collective.
 
         Raises:
-            RunError: on every rank, if one cannot pickle its object.
+            RunError: on every rank, if one cannot pickle its data.
         """
         if not self._has_group:
             return [data]
@@ -219,14 +218,14 @@ class Collectives:
 
         self._announce("all_gather_object", None)
         payloads: list[Any] = [None] * self.world_size
-        parcel = pack(data, self.rank, is_whole=True)
+        parcel = Parcel.pack(data, self.rank, is_whole=True)
         dist.all_gather_object(payloads, parcel.payload, group=self._cpu_group)
-        parcel.check()
+        parcel.raise_if_refused()
         skeletons = [unpack(payload) for payload in payloads]
         return [fill(skeleton, [slot.read(self._device) for slot in slots(skeleton)]) for skeleton in skeletons]
 
     def barrier(self) -> None:
-        """Wait until every rank is here. Collective."""
+        """Wait until every rank has called this. Collective."""
         if not self._has_group:
             return
         import torch.distributed as dist
@@ -237,7 +236,7 @@ class Collectives:
     # --- two ranks ---------------------------------------------------------------------------------------------------
 
     def send(self, data: Any, dst: int) -> None:
-        """Send data of any kind to rank `dst`, and wait until it is there. It has no gradient."""
+        """Send data of any kind to rank `dst`, and wait until it is sent. It has no gradient."""
         self.isend(data, dst).wait()
 
     def recv(self, src: int) -> Any:
@@ -247,15 +246,15 @@ class Collectives:
             posted.check()
         return self._mailbox.receive(src)
 
-    def isend(self, data: Any, dst: int) -> Transfer:
-        """Begin to send data of any kind to rank `dst`; it may be changed at once. ``wait()`` waits for the end."""
+    def isend(self, data: Any, dst: int) -> PendingTransfer:
+        """Begin to send data of any kind to rank `dst`; it may be changed at once. ``wait()`` ends the transfer."""
         posted = self._announce_transfer("send", data, self.rank, dst)
-        parcel = pack(data, self.rank)
+        parcel = Parcel.pack(data, self.rank)
         transfer = self._mailbox.send(parcel, dst)
-        parcel.check()
+        parcel.raise_if_refused()
         return _checked(posted, transfer)
 
-    def irecv(self, src: int) -> Transfer:
+    def irecv(self, src: int) -> PendingTransfer:
         """Begin to receive what rank `src` sends next; ``wait()`` returns it."""
         posted = self._announce_transfer("recv", None, src, self.rank)
         return _checked(posted, self._mailbox.begin_receive(src))
@@ -274,7 +273,7 @@ class Collectives:
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"{name}={rank!r} is no rank; choose one from 0 to {self.world_size - 1}.")
+            raise ConfigError(f"{name}={rank!r} must be a rank from 0 to {self.world_size - 1}; choose one of them.")
 
     def _announce(self, name: str, data: Any, compared: Sequence[Aspect] = ("name", "shapes", "where")) -> None:
         if self._checks is not None:
@@ -287,19 +286,21 @@ class Collectives:
         if not self._has_group:
             raise RunError(
                 f"{name}(src={src}, dst={dst}) needs a second rank, but this run has one process; "
-                "call it where strategy.world_size > 1."
+                "call it only where strategy.world_size > 1."
             )
         self._check_rank("src", src)
         self._check_rank("dst", dst)
         if src == dst:
-            raise ConfigError(f"{name} from rank {src} to itself is not possible; name another rank.")
+            raise ConfigError(f"{name} must name another rank, got this rank, {src}; choose one of the others.")
         if self._checks is None:
             return None
         return self._checks.post(call_here(f"{name}(src={src}, dst={dst})", data, ()), f"{src}-{dst}", (src, dst))
 
 
 class _CheckedTransfer:
-    def __init__(self, posted: PostedCall, transfer: Transfer) -> None:
+    """Transfer that is compared with the call of the other rank before it is waited for."""
+
+    def __init__(self, posted: PostedCall, transfer: PendingTransfer) -> None:
         self._posted: PostedCall | None = posted
         self._transfer = transfer
 
@@ -310,10 +311,10 @@ class _CheckedTransfer:
         return self._transfer.wait()
 
 
-def _checked(posted: PostedCall | None, transfer: Transfer) -> Transfer:
+def _checked(posted: PostedCall | None, transfer: PendingTransfer) -> PendingTransfer:
     return transfer if posted is None else _CheckedTransfer(posted, transfer)
 
 
 def _check_op(op: str) -> None:
     if op not in REDUCE_OPS:
-        raise ConfigError(f"op={op!r} is no reduction.{did_you_mean(str(op), REDUCE_OPS)}")
+        raise ConfigError(f"op={op!r} is not a reduction.{did_you_mean(str(op), REDUCE_OPS)}")

@@ -1,12 +1,10 @@
-"""The debug mode of collectives: ranks that do not call the same one get an error with a table instead of a hang."""
+"""Debug mode of collectives: ranks that make different calls get an error with a table instead of a hang."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,30 +15,31 @@ from torch import Tensor
 
 from ..errors import CollectiveError
 from .nested import named_leaves
+from .noticeboard import Messages, Noticeboard
 
-_HERE: Final = Path(__file__).parent
+_STRATEGIES: Final = Path(__file__).parents[1]
+_PACKAGE: Final = _STRATEGIES.parent
 _TORCH: Final = Path(torch.__file__).parent
-_SHOWN: Final = 160  # characters of a long list of shapes
-_AGREED: Final = "agreed"
+_LONGEST_SHAPES: Final = 160  # characters
 
 Aspect = Literal["name", "shapes", "where"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call of a collective, as the other ranks get to see it."""
+    """Description of one rank's call of a collective, which the other ranks compare with theirs."""
 
     name: str
-    """The operation with what all ranks have to give alike, such as ``broadcast(src=0)``."""
+    """The operation with the arguments that must be the same on all ranks, such as ``broadcast(src=0)``."""
     shapes: str
     """The structure, with the type and the shape of every leaf."""
     where: str
     compared: Sequence[Aspect]
-    """What has to be the same on all ranks."""
+    """The fields that must be the same on all ranks."""
 
 
 def call_here(name: str, data: Any, compared: Sequence[Aspect]) -> Call:
-    """Return this rank's call; the line it comes from is compared only where it is the user's."""
+    """Return a description of this rank's call; its line is compared only if it is in the user's code."""
     where, is_users = _caller()
     return Call(name, _shapes(data), where, [aspect for aspect in compared if aspect != "where" or is_users])
 
@@ -48,90 +47,79 @@ def call_here(name: str, data: Any, compared: Sequence[Aspect]) -> Call:
 class CollectiveChecks:
     """Compares calls across ranks before they run, through the store: the process group itself would hang.
 
-    Every rank writes its call under one key, waits for those of the others, and votes; the first vote is everyone's, so
-    that no rank enters a collective that another has given up. Keys are deleted when the last rank has read them.
+    Every rank posts its call, waits for those of the others, and votes; the first vote counts for all, so that no rank
+    enters a collective that another has given up. The last rank that has read the messages removes them.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
-        generation = store.add(f"calls/generation/{rank}", 1)  # keys of an earlier run that failed are not ours
-        self._store = store
-        self._prefix = f"calls/{generation}"
+        run = Noticeboard(store, "calls").count(f"runs/{rank}")  # an earlier run that failed has left its messages
+        self._board = Noticeboard(store, f"calls/{run}")
         self._rank = rank
-        self._everyone = list(range(world_size))
-        self._timeout = timeout
+        self._all_ranks = list(range(world_size))
+        self._timeout = timeout.total_seconds()
         self._num_posted: Counter[str] = Counter()
 
     def check(self, call: Call) -> None:
-        """Return when every rank is here with the same call.
+        """Return when every rank has made the same call.
 
         Raises:
-            CollectiveError: on every rank that came, if one called something else or did not come in time.
+            CollectiveError: on every rank that came, if one made another call or did not come in time.
         """
-        self.post(call, "all", self._everyone).check()
+        self.post(call, "all", self._all_ranks).check()
 
     def post(self, call: Call, channel: str, ranks: Sequence[int]) -> PostedCall:
-        """Tell the others of a call that is checked later.
+        """Post a call for the other ranks; it is compared with theirs by `PostedCall.check`.
 
         Args:
-            call: what this rank is about to do.
-            channel: names a sequence of calls that these ranks share; the n-th on one meets the n-th on the others.
-            ranks: who takes part.
+            call: the call that this rank is about to make.
+            channel: name of the sequence of calls between `ranks`; the n-th call on one rank meets the n-th on others.
+            ranks: the ranks that take part.
         """
         self._num_posted[channel] += 1
-        text = json.dumps(asdict(call))
         number = self._num_posted[channel]
-        base = f"{self._prefix}/{channel}/{number}"
-        self._store.set(f"{self._prefix}/last/{self._rank}", text)
-        self._store.set(f"{base}/{self._rank}", text)
+        base = f"{channel}/{number}"
+        self._board.post(f"last/{self._rank}", asdict(call))
+        self._board.post(f"{base}/{self._rank}", asdict(call))
         return PostedCall(self, base, number, ranks)
 
     def compare(self, base: str, number: int, ranks: Sequence[int]) -> None:
         """Wait for all `ranks`, and vote; see `check`."""
-        keys = {rank: f"{base}/{rank}" for rank in ranks}
-        with suppress(RuntimeError):  # torch's DistStoreError is one; a store that is gone raises again below
-            self._store.wait(list(keys.values()), self._timeout)
-        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-        calls = {rank: self._read(key) for rank, key in keys.items() if rank not in missing}
-        verdict = self._store.compare_set(f"{base}/verdict", "", self._verdict(calls, missing, number)).decode()
-        if self._store.add(f"{base}/readers", 1) == len(ranks):
-            for key in (*keys.values(), f"{base}/verdict", f"{base}/readers"):
-                self._store.delete_key(key)
-        if verdict != _AGREED:
-            raise CollectiveError(verdict)
+        keys, verdict = [f"{base}/{rank}" for rank in ranks], f"{base}/verdict"
+        messages = self._board.wait_for(keys, self._timeout)
+        calls = {rank: Call(**messages[key]) for rank, key in zip(ranks, keys, strict=True) if key in messages}
+        missing = [rank for rank in ranks if rank not in calls]
+        problem = self._board.post_first(verdict, self._problem(calls, missing, number))
+        self._board.remove_once_read(len(ranks), *keys, verdict)
+        if problem is not None:
+            raise CollectiveError(problem)
 
-    def _read(self, key: str) -> Call:
-        return Call(**json.loads(self._store.get(key)))
-
-    def _verdict(self, calls: dict[int, Call], missing: list[int], number: int) -> str:
+    def _problem(self, calls: dict[int, Call], missing: list[int], number: int) -> str | None:
         different = _differences(list(calls.values()))
         if not missing and not different:
-            return _AGREED
+            return None
         shown = {rank: _cells(call) for rank, call in calls.items()} | {rank: self._last_call(rank) for rank in missing}
         rows = [["rank", "call", "shapes", "where"], *([str(rank), *shown[rank]] for rank in sorted(shown))]
         if missing:
-            late = ", ".join(map(str, missing))
-            what = f"rank {late} did not come within {self._timeout.total_seconds():g} s"
-            remedy = (
-                "Every rank has to make the same calls in the same order: look for a branch that depends on the rank"
-            )
+            reason = f"rank {', '.join(map(str, missing))} did not come within {self._timeout:g} s"
+            remedy = "Make the same calls in the same order on all ranks: look for a branch that depends on the rank"
         else:
-            what = f"the ranks differ in {' and '.join(different)}"
+            reason = f"the ranks differ in {' and '.join(different)}"
             remedy = (
-                "Make the same call on every rank, or, where shapes differ by design, use gather or all_gather_object"
+                "Make the same call on all ranks, or use gather or all_gather_object where shapes differ on purpose"
             )
-        return f"Collective {number} cannot run: {what}.\n{_table(rows)}\n{remedy}."
+        return f"Collective {number} cannot run: {reason}.\n{_table(rows)}\n{remedy}."
 
     def _last_call(self, rank: int) -> list[str]:
-        key = f"{self._prefix}/last/{rank}"
-        if not self._store.check([key]):
+        last: Messages | None = self._board.read(f"last/{rank}")
+        if last is None:
             return ["(not here; no call yet)", "", ""]
-        name, *others = _cells(self._read(key))
+        name, *others = _cells(Call(**last))
         return [f"(not here; last: {name})", *others]
 
 
 @dataclass(frozen=True)
 class PostedCall:
-    """A call that the other ranks may know of already."""
+    """Call that was posted for the other ranks and is not compared yet."""
 
     checks: CollectiveChecks
     base: str
@@ -139,7 +127,7 @@ class PostedCall:
     ranks: Sequence[int]
 
     def check(self) -> None:
-        """Wait for the others, as `CollectiveChecks.check` does."""
+        """Wait for the other ranks, and compare their calls with this one; see `CollectiveChecks.check`."""
         self.checks.compare(self.base, self.number, self.ranks)
 
 
@@ -153,7 +141,7 @@ def _differences(calls: Sequence[Call]) -> list[str]:
 
 
 def _cells(call: Call) -> list[str]:
-    shapes = call.shapes if len(call.shapes) <= _SHOWN else call.shapes[: _SHOWN - 4] + " ..."
+    shapes = call.shapes if len(call.shapes) <= _LONGEST_SHAPES else call.shapes[: _LONGEST_SHAPES - 4] + " ..."
     return [call.name, shapes, call.where]
 
 
@@ -165,7 +153,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _shapes(data: Any) -> str:
-    """Return the leaves of a structure, each with its type and shape; in an order that ranks share."""
+    """Return the leaves of a structure, each with its type and shape, in the same order on all ranks."""
     return ", ".join(sorted(f"{name} {_describe(leaf)}".lstrip() for name, leaf in named_leaves(data)))
 
 
@@ -178,13 +166,13 @@ def _describe(leaf: Any) -> str:
 
 
 def _caller() -> tuple[str, bool]:
-    """Return file and line of whoever called into this folder, and whether it is code of the user's."""
+    """Return file and line of the call into strategies/, and whether they are in the user's code."""
     frame = inspect.currentframe()
     assert frame is not None  # CPython has frames
-    while frame.f_back is not None and _is_below(frame.f_code.co_filename, _HERE, _TORCH):
+    while frame.f_back is not None and _is_below(frame.f_code.co_filename, _STRATEGIES, _TORCH):
         frame = frame.f_back
     file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno}", not _is_below(file, _HERE.parent / "trainer", _HERE.parent / "callbacks")
+    return f"{file}:{frame.f_lineno}", not _is_below(file, _PACKAGE / "trainer", _PACKAGE / "callbacks")
 
 
 def _is_below(file: str, *folders: Path) -> bool:

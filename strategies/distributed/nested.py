@@ -1,4 +1,4 @@
-"""Walking nested structures of tensors: the shape in which batches, outputs and collectives come."""
+"""Functions that walk nested structures of tensors, such as batches and outputs."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable
     if isinstance(data, list):
         return [map_tensors(function, value, other) for value in data]
     if isinstance(data, tuple):
-        parts = [map_tensors(function, value, other) for value in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        values = [map_tensors(function, value, other) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         fields = [field.name for field in dataclasses.fields(data) if field.init]
         return dataclasses.replace(data, **{name: map_tensors(function, getattr(data, name), other) for name in fields})
     return other(data)
 
 
-def rebuild_mapping(original: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the kind of `original` that holds `parts`; a plain dict where its kind takes none."""
+def rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the type of `original` with `items`; a dict if its constructor takes no mapping."""
     if type(original) is dict:
-        return parts
+        return items
     try:
-        return type(original)(parts)  # type: ignore[call-arg]
-    except TypeError:  # a mapping whose constructor wants something else: a plain dict serves
-        return parts
+        return type(original)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
 
 
 def iterate_tensors(data: Any) -> Iterator[Tensor]:
@@ -82,9 +82,9 @@ def with_leaves(data: Any, leaves: Iterable[Any]) -> Any:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move a nested structure to `device`; without blocking, from pinned memory.
+    """Move a nested structure to `device`; from pinned memory without blocking.
 
-    A leaf that is no tensor but has a ``.to(device)`` (a PyG batch, say) is asked to move itself.
+    A leaf that is not a tensor but has a ``.to(device)``, such as a PyG batch, is moved by it.
     """
 
     def move_other(leaf: Any) -> Any:

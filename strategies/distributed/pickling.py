@@ -1,20 +1,21 @@
-"""What travels between the caller and its worker processes: by value, so that ``__main__`` need not be importable."""
+"""Pickling by value between the caller and its workers, so that ``__main__`` need not be importable."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import pickle
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from ..errors import ConfigError
 
-_DEPTH = 8  # levels of attributes and items below a part that are searched for what cannot travel
+_MAX_DEPTH = 8  # levels of attributes and items that are searched for an object that cannot be pickled
 
 
 def pack(
@@ -26,13 +27,13 @@ def pack(
     """Return `value` as bytes, with everything that it refers to and that is defined in ``__main__``.
 
     Args:
-        value: what is to travel.
-        name: what errors call it.
-        parts: what it holds, by name; to say which attribute of which part cannot travel.
-        modules: gets the names of the modules that have to be imported where it arrives.
+        value: the value to pickle.
+        name: its name in errors.
+        parts: objects that it holds, by name; errors name the attribute that cannot be pickled by them.
+        modules: receives the names of the modules that have to be imported to unpickle it.
 
     Raises:
-        ConfigError: for what cannot be pickled.
+        ConfigError: if it cannot be pickled.
     """
     try:
         with _by_value(_home(value)):
@@ -40,7 +41,7 @@ def pack(
     except Exception as error:
         path, culprit = find_culprit({**(parts or {}), name: value}) or (name, value)
         raise ConfigError(
-            f"{path} ({type(culprit).__name__}) cannot travel between processes: {error}; "
+            f"{path} ({type(culprit).__name__}) cannot be sent to other processes: {error}; "
             "create it in setup(), which runs in each process."
         ) from error
 
@@ -62,22 +63,18 @@ def _packed(value: Any, modules: set[str]) -> bytes:
 
 
 def installed(modules: Iterable[str]) -> list[str]:
-    """Return those of modules, and of what the user's own among them have imported, that are of installed packages."""
-    own = [name for name in modules if not _is_installed(name)]
-    inside = (value for name in own for value in vars(sys.modules.get(name, object)).values())
-    imported = {one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) for one in inside}
+    """Return the modules of installed packages among `modules` and among what the other ones have imported."""
+    users = [name for name in modules if not _is_installed(name)]
+    values = [value for name in users for value in vars(sys.modules.get(name, object)).values()]
+    imported = {
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) for value in values
+    }
     return sorted(name for name in {*modules, *imported} if isinstance(name, str) and _is_installed(name))
 
 
 def _is_installed(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and file.startswith(_places())
-
-
-@functools.cache
-def _places() -> tuple[str, ...]:
-    """Return where packages are installed."""
-    return sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _home(value: Any) -> str | None:
@@ -90,7 +87,7 @@ def _home(value: Any) -> str | None:
 
 @contextlib.contextmanager
 def _by_value(name: str | None) -> Iterator[None]:
-    """Have a module travel by value that only this process can import: loaded from a file, as pytest may do."""
+    """Pickle a module by value if only this process can import it: one loaded from a file, as pytest may do."""
     import cloudpickle
 
     module = sys.modules.get(name or "")
@@ -113,83 +110,74 @@ def _is_importable(name: str) -> bool:
 
 
 def unpack(data: bytes) -> Any:
-    """Return what `pack` was given; a class that this process defined itself stays what it is."""
-    return _Unpickler(io.BytesIO(data)).load()
+    """Return the value that `pack` was given; a class that this process defines itself is not replaced by a copy."""
+    return _LocalClassUnpickler(io.BytesIO(data)).load()
 
 
-class _Unpickler(pickle.Unpickler):
-    """Keeps the classes of this process, whose methods cloudpickle would replace by copies."""
+class _LocalClassUnpickler(pickle.Unpickler):
+    """Unpickler that keeps the classes of this process; cloudpickle would replace their methods by copies."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        return functools.partial(_fill_class, found) if name == "_class_setstate" else found
+        value = super().find_class(module, name)
+        return functools.partial(_set_class_state, value) if name == "_class_setstate" else value
 
 
-def _fill_class(fill: Callable[[type, Any], type], one: type, state: tuple[dict[str, Any], Any]) -> type:
-    # a named tuple that arrives is born with some of its methods
-    is_filled = not hasattr(one, "_fields") and any(isinstance(vars(one).get(name), FunctionType) for name in state[0])
-    return one if is_filled else fill(one, state)
+def _set_class_state(original: Callable[[type, Any], type], cls: type, state: tuple[dict[str, Any], Any]) -> type:
+    # a class that was just unpickled has no methods yet; a named tuple has some from its creation
+    is_local = not hasattr(cls, "_fields") and any(isinstance(vars(cls).get(name), FunctionType) for name in state[0])
+    return cls if is_local else original(cls, state)
 
 
 def find_culprit(roots: Mapping[str, object]) -> tuple[str, object] | None:
-    """Return the path and the value of the deepest part that cannot be pickled; None if all can."""
+    """Return the path and the value of the innermost object that cannot be pickled; None if all can."""
     seen: set[int] = set()
-    found = (_search(name, value, _DEPTH, seen) for name, value in roots.items())
-    return next(filter(None, found), None)
+    culprits = (_search(name, value, _MAX_DEPTH, seen) for name, value in roots.items())
+    return next(filter(None, culprits), None)
 
 
 def _search(path: str, value: object, depth: int, seen: set[int]) -> tuple[str, object] | None:
-    if id(value) in seen or _travels(value):
+    if id(value) in seen or _is_picklable(value):
         return None
     seen.add(id(value))
-    inside = _inside(path, value) if depth else ()
-    found = (_search(inner_path, inner, depth - 1, seen) for inner_path, inner in inside)
-    return next(filter(None, found), (path, value))
+    children = _children(path, value) if depth else ()
+    culprits = (_search(child_path, child, depth - 1, seen) for child_path, child in children)
+    return next(filter(None, culprits), (path, value))
 
 
-def _travels(value: object) -> bool:
+def _is_picklable(value: object) -> bool:
     import cloudpickle
 
     try:
         cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001 - whatever a __reduce__ raises
+    except Exception:  # noqa: BLE001 - a __reduce__ may raise anything
         return False
     return True
 
 
-def _inside(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield what an object holds, each with the path by which the user would reach it."""
+def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that `value` holds, each with the path by which the user would reach it."""
     if isinstance(value, Mapping):
-        yield from ((f"{path}[{key!r}]", inner) for key, inner in value.items())
+        yield from ((f"{path}[{key!r}]", child) for key, child in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"{path}[{index}]", inner) for index, inner in enumerate(value))
+        yield from ((f"{path}[{index}]", child) for index, child in enumerate(value))
     elif isinstance(value, MethodType):
         yield path, value.__self__
     elif isinstance(value, functools.partial):
-        yield from ((f"{path}.args[{index}]", inner) for index, inner in enumerate(value.args))
-        yield from ((f"{path}.keywords[{key!r}]", inner) for key, inner in value.keywords.items())
+        yield from ((f"{path}.args[{index}]", child) for index, child in enumerate(value.args))
+        yield from ((f"{path}.keywords[{key!r}]", child) for key, child in value.keywords.items())
         yield f"{path}.func", value.func
     elif isinstance(value, FunctionType):
-        closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        yield from ((name, cell.cell_contents) for name, cell in closed if _is_filled(cell))
-        used = (name for name in value.__code__.co_names if name in value.__globals__)
-        yield from ((name, value.__globals__[name]) for name in used)
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            variables = inspect.getclosurevars(value)
+            yield from {**variables.globals, **variables.nonlocals}.items()
     elif not isinstance(value, ModuleType):
         yield from _attributes(path, value)
 
 
 def _attributes(path: str, value: object) -> Iterator[tuple[str, object]]:
-    for name, inner in getattr(value, "__dict__", {}).items():
+    for name, child in getattr(value, "__dict__", {}).items():
         # nn.Module keeps these apart and shows them as attributes of its own
         if name in ("_modules", "_parameters", "_buffers"):
-            yield from ((f"{path}.{key}", one) for key, one in inner.items())
+            yield from ((f"{path}.{key}", inner) for key, inner in child.items())
         else:
-            yield f"{path}.{name}", inner
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - the only way to ask
-    except ValueError:
-        return False
-    return True
+            yield f"{path}.{name}", child

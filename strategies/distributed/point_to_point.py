@@ -1,4 +1,4 @@
-"""Nested structures from one rank to another."""
+"""Transfers of nested structures from one rank to another."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from .buckets import Parcel, fill, join, joined, slots, unpack
+from .buckets import join, map_joined
+from .parcels import Parcel, fill, slots, unpack
 from .tensor_collectives import as_bytes
 
-# Messages between the same two ranks are told apart by torch's tags; the user's own sends begin at 0
+# torch's tags distinguish the transfers between two ranks; those of the user's own sends begin at 0
 _FIRST_TAG: Final = 1 << 20
 _NUM_TAGS: Final = 1 << 20
 
 
-class Transfer(Protocol):
-    """What `isend` and `irecv` return."""
+class PendingTransfer(Protocol):
+    """Transfer that `isend` or `irecv` has begun."""
 
     def wait(self) -> Any:
-        """Wait for the end of the transfer, and return what was received."""
+        """Wait for the end of the transfer, and return the received data."""
 
 
 class Mailbox:
-    """Sends and receives whole structures: their size first, then their bytes, then their tensors."""
+    """Sends and receives structures: first the number of bytes, then the bytes, then the tensors."""
 
     def __init__(self, cpu_group: Any, device: torch.device) -> None:
         self._cpu_group = cpu_group
@@ -34,8 +35,8 @@ class Mailbox:
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
 
-    def send(self, parcel: Parcel, dst: int) -> Transfer:
-        """Begin to send."""
+    def send(self, parcel: Parcel, dst: int) -> PendingTransfer:
+        """Begin to send a parcel to rank `dst`."""
         import torch.distributed as dist
 
         tag = _tag(self._num_sent, dst)
@@ -49,8 +50,8 @@ class Mailbox:
         """Wait for the next structure from `src`."""
         return self._finish(src, *self._receive(src, _tag(self._num_received, src)))
 
-    def begin_receive(self, src: int) -> Transfer:
-        """Begin to receive, in a thread: how much comes is known only when its first part is here."""
+    def begin_receive(self, src: int) -> PendingTransfer:
+        """Begin to receive, in a thread: the number of bytes has to arrive before the next receive can be posted."""
         tag = _tag(self._num_received, src)
         return _Receiving(lambda: self._receive(src, tag), lambda received: self._finish(src, *received))
 
@@ -58,16 +59,16 @@ class Mailbox:
         size = self._fetch(torch.empty(1, dtype=torch.int64), src, tag)
         payload = self._fetch(torch.empty(int(size), dtype=torch.uint8), src, tag)
         skeleton = unpack(payload.numpy().tobytes())
-        return skeleton, self._columns(skeleton, src, tag, on_cpu=True), tag
+        return skeleton, self._receive_tensors(skeleton, src, tag, on_cpu=True), tag
 
-    def _finish(self, src: int, skeleton: Any, cpu_columns: list[Tensor], tag: int) -> Any:
-        """Receive what is on the GPU, too, in the caller's thread: nccl wants all of a process's calls in one."""
-        cpu, other = iter(cpu_columns), iter(self._columns(skeleton, src, tag, on_cpu=False))
-        return fill(skeleton, [next(cpu if slot.is_cpu else other) for slot in slots(skeleton)])
+    def _finish(self, src: int, skeleton: Any, on_cpu: list[Tensor], tag: int) -> Any:
+        """Receive the tensors on the GPU in the caller's thread: nccl needs all calls of a process in one thread."""
+        cpu, gpu = iter(on_cpu), iter(self._receive_tensors(skeleton, src, tag, on_cpu=False))
+        return fill(skeleton, [next(cpu if slot.is_cpu else gpu) for slot in slots(skeleton)])
 
-    def _columns(self, skeleton: Any, src: int, tag: int, *, on_cpu: bool) -> list[Tensor]:
+    def _receive_tensors(self, skeleton: Any, src: int, tag: int, *, on_cpu: bool) -> list[Tensor]:
         empty = [slot.empty(self._device) for slot in slots(skeleton) if slot.is_cpu is on_cpu]
-        return joined(empty, lambda flat: self._fetch(flat, src, tag))
+        return map_joined(empty, lambda flat: self._fetch(flat, src, tag))
 
     def _fetch(self, flat: Tensor, src: int, tag: int) -> Tensor:
         import torch.distributed as dist
@@ -87,7 +88,7 @@ def _tag(counter: Counter[int], peer: int) -> int:
 class _Sending:
     def __init__(self, works: list[Any], flats: list[Tensor]) -> None:
         self._works = works
-        self._flats = flats  # torch does not keep what it sends
+        self._flats = flats  # torch does not keep the tensors that it sends
 
     def wait(self) -> None:
         for work in self._works:
@@ -107,7 +108,7 @@ class _Receiving:
     def _run(self) -> None:
         try:
             self._received = self._receive()
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+        except BaseException as error:  # noqa: BLE001 - raised by wait()
             self._error = error
 
     def wait(self) -> Any:

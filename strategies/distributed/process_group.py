@@ -1,4 +1,4 @@
-"""The processes of a run as one group: who takes part, how they meet, and how they talk."""
+"""Process group of a run: its settings, its store, and the meeting of its processes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..cluster.tcp_store import host_store
 from ..errors import ConfigError, ProcessError, did_you_mean
 
 START_TIMEOUT: Final = timedelta(minutes=5)
-"""How long processes wait for each other at the start, unless told otherwise."""
-# torch's own default for gloo; a rank may be busy for long: with a checkpoint, a download, a first compilation
+"""How long processes wait for each other at the start, by default."""
+# torch's default for gloo; a checkpoint, a download or a first compilation may keep a rank busy for long
 _TIMEOUT: Final = timedelta(minutes=30)
 
 
 class ProcessSettings(TypedDict, total=False):
-    """What every strategy with several processes takes, by keyword."""
+    """Keyword arguments of every strategy with several processes."""
 
     process_group_backend: str | None
     """``"nccl"``, ``"gloo"`` or ``"mpi"``; by default nccl on CUDA and gloo on CPU, as torch's documentation says."""
     timeout: timedelta
-    """How long a collective waits for a rank that is alive but does not come. A rank that died is noticed at once."""
+    """How long a collective waits for a rank that is alive; a rank that died is noticed at once."""
     start_timeout: timedelta
     """How long the processes wait for each other at the start."""
     check_collectives: bool
-    """Compare every collective of `Strategy` across ranks before it runs: slow, and an error instead of a hang."""
+    """Compare every collective of `Strategy` across ranks before it runs: slow, but an error instead of a hang."""
 
 
 def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bool) -> None:
-    """Check what can be known to be wrong before any process starts; the backend only where one is needed.
+    """Check the settings before any process starts; the backend only if one is needed.
 
     Raises:
         ConfigError: for an unknown setting, or a backend that this build of torch, or the device, cannot use.
@@ -42,14 +42,16 @@ def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bo
     known = ProcessSettings.__annotations__
     for name in settings:
         if name not in known:
-            raise ConfigError(f"{name!r} is no setting of a strategy with processes.{did_you_mean(name, known)}")
+            raise ConfigError(f"{name!r} is not a setting of a strategy with processes.{did_you_mean(name, known)}")
     for name, value in (("timeout", settings.get("timeout")), ("start_timeout", settings.get("start_timeout"))):
         if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-            raise ConfigError(f"{name}={value!r} is not possible; give a timedelta above zero.")
+            raise ConfigError(
+                f"{name} must be a timedelta above zero, got {value!r}; give timedelta(minutes=5), for example."
+            )
     if not is_needed:
         return
     if device_type == "mps":
-        raise ConfigError("accelerator='mps' has one device and no backend for several; use accelerator='cpu'.")
+        raise ConfigError("accelerator='mps' has one device and no backend for several processes; use 'cpu'.")
     _backend(settings, device_type)
 
 
@@ -62,20 +64,20 @@ def _backend(settings: ProcessSettings, device_type: str) -> str:
         raise ConfigError(f"process_group_backend={name!r} is not known.{did_you_mean(name, ('nccl', 'gloo', 'mpi'))}")
     if not getattr(dist, f"is_{name}_available")():
         raise ConfigError(
-            f"process_group_backend={name!r}, but this build of torch ({torch.__version__}) was made without it; "
+            f"process_group_backend={name!r}, but this build of torch ({torch.__version__}) was built without it; "
             f"use {default!r}" + (", which mpirun can start as well." if name == "mpi" else ".")
         )
     if name == "nccl" and device_type != "cuda":
-        raise ConfigError(f"process_group_backend='nccl' needs GPUs, found accelerator={device_type!r}; use 'gloo'.")
+        raise ConfigError(f"process_group_backend='nccl' needs GPUs, got accelerator={device_type!r}; use 'gloo'.")
     return name
 
 
 class ProcessGroup:
-    """The process group of this process. What is in it stays joined until the process ends.
+    """torch's process group with gloo for tensors on the CPU beside it; it exists until the process ends.
 
     Args:
-        environment: who and where this process is.
-        device: where its tensors are.
+        environment: rank and addresses of this process.
+        device: the device of its tensors.
         settings: see `ProcessSettings`.
     """
 
@@ -91,7 +93,7 @@ class ProcessGroup:
     def join(self) -> None:
         """Meet the other processes. Collective: every rank calls it.
 
-        A group that is there already is used: that of an earlier run, of Ray, or of the user.
+        An existing group is used: that of an earlier run, of Ray, or of the user.
 
         Raises:
             ProcessError: naming the ranks that did not come within the start timeout.
@@ -107,7 +109,7 @@ class ProcessGroup:
             self._meet()
         self.store: Any = PrefixStore("echelon", dist.distributed_c10d._get_default_store())
         is_cpu = dist.get_backend() == "gloo"
-        # collectives of CPU tensors and of objects, and whatever must not make the GPU wait
+        # for CPU tensors and objects, and for all that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self._timeout)
 
     @property
@@ -121,7 +123,7 @@ class ProcessGroup:
             raise ConfigError(
                 f"torch.distributed is initialised already, with rank {dist.get_rank()} of {dist.get_world_size()}, "
                 f"but this process was started as rank {self.rank} of {self.world_size}; leave init_process_group to "
-                "the trainer, or make both agree."
+                "the trainer, or pass it the same numbers."
             )
 
     def _meet(self) -> None:
@@ -132,13 +134,13 @@ class ProcessGroup:
         store.set(f"echelon/start/{self.rank}", socket.gethostname())
         keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
         try:
-            store.wait(keys, limit)
+            store.wait(keys, limit)  # not a Noticeboard: thousands of ranks would poll it
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise ProcessError(
                 f"Only {self.world_size - len(missing)} of {self.world_size} processes came within "
-                f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, or "
-                "look at why they ended; a longer wait is start_timeout of the strategy."
+                f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, look at "
+                "their output to see why they ended, or wait longer with start_timeout of the strategy."
             ) from error
         if self.environment.num_nodes > 1:
             set_defaults(variables_towards(self.environment.main_address))
@@ -154,7 +156,7 @@ class ProcessGroup:
         is_one_machine = environment.num_nodes == 1
         address = LOOPBACK if is_one_machine else environment.main_address
         try:
-            if environment.launcher == "torchrun":  # its agent may host the store, or rank 0; torch knows which
+            if environment.launcher == "torchrun":  # torch knows whether its agent or rank 0 hosts the store
                 return next(rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
             if self.rank == 0 and is_one_machine:
                 return host_store(address, port or 0, limit)
@@ -162,8 +164,8 @@ class ProcessGroup:
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             raise ProcessError(
                 f"Rank {self.rank} cannot {'open' if self.rank == 0 else 'reach'} the store of the run at "
-                f"{address}:{port} ({error}); see that rank 0 runs there, and choose by MASTER_PORT a port that is "
-                "free and behind no firewall."
+                f"{address}:{port} ({error}); check that rank 0 runs there, and set MASTER_PORT to a free port that no "
+                "firewall blocks."
             ) from error
 
 

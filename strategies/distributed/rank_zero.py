@@ -1,21 +1,19 @@
-"""What only rank 0 does, or does first."""
+"""Blocks and functions that only rank 0 runs, or runs first."""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
-from ..cluster.environment import Environment
+from ..cluster.launchers import detect_environment
 from ..errors import ProcessError, RunError
+from .noticeboard import Noticeboard
 
 P = ParamSpec("P")
 T = TypeVar("T")
 D = TypeVar("D")
-
-_PAUSE: Final = 0.05  # seconds between two looks at whether the first rank is through
 
 
 @overload
@@ -27,39 +25,39 @@ def rank_zero_only(*, default: D) -> Callable[[Callable[P, T]], Callable[P, T | 
 
 
 def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any = None) -> Any:
-    """Decorate a function that only rank 0 calls; the others get `default`. No rank waits for another.
+    """Decorate a function that only rank 0 runs; it returns `default` on the others. No rank waits for another.
 
-    It works before the processes have joined a group, too: the rank is then what the launcher's variables say.
+    It works before the processes have joined a group, too: the launcher's variables give the rank then.
     """
     if function is None:
         return functools.partial(rank_zero_only, default=default)
 
     @functools.wraps(function)
-    def only_there(*args: Any, **kwargs: Any) -> Any:
+    def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if _rank() == 0 else default
 
-    return only_there
+    return on_rank_zero
 
 
 @contextmanager
 def rank_zero_first(*, local: bool = False) -> Iterator[None]:
-    """Let rank 0 run the block first, for a download say, and the others when it is through. Collective.
+    """Run the block on rank 0 first, such as a download, and on the others when rank 0 is done. Collective.
 
     Args:
-        local: let the first rank of each node go first, for what every node needs on its own disk.
+        local: whether the first rank of each node goes first, for files that every node needs on its own disk.
 
     Raises:
-        ProcessError: on the others, if the block failed on the first, which raises what it raised.
+        ProcessError: on the others, if the block failed on the first rank, which raises the original error.
         RunError: with several processes that have not joined a group.
     """
     import torch.distributed as dist
 
-    environment = Environment.detect()
+    environment = detect_environment()
     if not (dist.is_available() and dist.is_initialized()):
         if environment.world_size > 1:
             raise RunError(
                 f"rank_zero_first among {environment.world_size} processes needs their process group, which they have "
-                "not joined yet; use it in setup() or later, or call torch.distributed.init_process_group before."
+                "not joined yet; use it in setup() or later, or call torch.distributed.init_process_group first."
             )
         yield
         return
@@ -67,13 +65,39 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
     if local:
         if environment.world_size != size:
             raise RunError(
-                f"rank_zero_first(local=True) cannot tell which ranks share a node: the launcher's variables speak of "
-                f"{environment.world_size} processes, the process group has {size}; use local=False."
+                f"rank_zero_first(local=True) cannot tell which ranks share a node: the launcher started "
+                f"{environment.world_size} processes, but the process group has {size}; use local=False."
             )
         rank, size, name = environment.local_rank, environment.local_world_size, f"node {environment.node_rank}"
-    turn = _Turn(dist.distributed_c10d._get_default_store(), f"rank_zero_first/{name}", rank, size)
-    with turn.lead() if rank == 0 else turn.follow():
+    board = Noticeboard(dist.distributed_c10d._get_default_store(), f"rank_zero_first/{name}")
+    outcome = f"outcome/{board.count(f'uses/{rank}')}"
+    with _first(board, outcome, size) if rank == 0 else _after_first(board, outcome, size):
         yield
+
+
+@contextmanager
+def _first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
+    error = None
+    try:
+        yield
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+        raise
+    finally:
+        board.post(outcome, error)
+        board.remove_once_read(size, outcome)
+
+
+@contextmanager
+def _after_first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
+    # through the store: a collective would end at its timeout
+    error = board.wait_for([outcome])[outcome]
+    board.remove_once_read(size, outcome)
+    if error is not None:
+        raise ProcessError(
+            f"This rank cannot go on, because the first one failed in rank_zero_first; see its output: {error}"
+        )
+    yield
 
 
 def _rank() -> int:
@@ -81,42 +105,4 @@ def _rank() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return Environment.detect().rank
-
-
-class _Turn:
-    """One use of `rank_zero_first`: through the store, since a collective would end at its timeout."""
-
-    def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
-        number = store.add(f"{prefix}/uses/{rank}", 1)
-        self._store = store
-        self._size = size
-        self._outcome, self._readers = f"{prefix}/{number}/outcome", f"{prefix}/{number}/readers"
-
-    @contextmanager
-    def lead(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._store.set(self._outcome, f"{type(error).__name__}: {error}")
-            raise
-        else:
-            self._store.set(self._outcome, "")
-        finally:
-            self._leave()
-
-    @contextmanager
-    def follow(self) -> Iterator[None]:
-        while not self._store.check([self._outcome]):  # not wait(), which hears no signal, and has a timeout
-            time.sleep(_PAUSE)
-        error = self._store.get(self._outcome).decode()
-        self._leave()
-        if error:
-            raise ProcessError(f"The first rank failed in rank_zero_first, so that this one cannot go on: {error}")
-        yield
-
-    def _leave(self) -> None:
-        """Delete the keys when everybody has read them."""
-        if self._store.add(self._readers, 1) == self._size:
-            self._store.delete_key(self._outcome)
-            self._store.delete_key(self._readers)
+    return detect_environment().rank

@@ -1,4 +1,4 @@
-"""The collectives on one flat tensor, with their gradients."""
+"""Collectives on one flat tensor, with their gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ REDUCE_OPS: Final = ("sum", "mean", "min", "max")
 
 @dataclass(frozen=True)
 class Wire:
-    """What a collective runs on: torch's process group, and whoever wants to hear of it before it runs."""
+    """torch's process group, and a function that is called before a backward runs a collective on it."""
 
     process_group: Any
     world_size: int
     rank: int
     announce: Callable[[str, Tensor], None]
-    """Called by backward with the operation and the gradient; forward is announced by whoever calls it."""
+    """Called by backward with the operation and the gradient; the caller announces the forward."""
 
 
 # torch.distributed.nn.functional.all_gather gives wrong gradients on gloo (torch 2.14), and torch's functional
-# collectives know none of a broadcast. All of these operations are linear, so that their gradients are few lines.
+# collectives have no gradient of broadcast. All of these operations are linear, so that their gradients are short.
 
 
 def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
@@ -47,15 +47,15 @@ def all_gather(wire: Wire, flat: Tensor) -> Tensor:
 
 
 def reduce_scatter(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
-    """Return this rank's part of the reduction of every rank's `flat`; sum and mean have a gradient."""
+    """Return this rank's slice of the reduction of every rank's `flat`; sum and mean have a gradient."""
     if op in ("min", "max"):
         return all_reduce(wire, flat, op).chunk(wire.world_size)[wire.rank].clone()
-    part: Tensor = _Linear.apply(wire, flat, "reduce_scatter") if _has_gradient(flat) else _reduce_scatter(wire, flat)
-    return part / wire.world_size if op == "mean" else part
+    own: Tensor = _Linear.apply(wire, flat, "reduce_scatter") if _has_gradient(flat) else _reduce_scatter(wire, flat)
+    return own / wire.world_size if op == "mean" else own
 
 
 def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
-    """Return rank `src`'s `flat`; others pass a tensor like it, which requires a gradient where src's does."""
+    """Return rank `src`'s `flat`; others pass a tensor of the same shape, dtype and requires_grad."""
     import torch.distributed as dist
 
     if _has_gradient(flat):
@@ -65,7 +65,7 @@ def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return what only moves in a form that every backend knows: gloo has no int16 and no float8."""
+    """Return a view as bytes, to move tensors of dtypes that gloo does not support, such as int16 and float8."""
     return flat.detach().view(torch.uint8)
 
 
@@ -85,7 +85,7 @@ def _all_gather(wire: Wire, flat: Tensor) -> Tensor:
     import torch.distributed as dist
 
     gathered = flat.new_empty(wire.world_size * flat.numel())
-    # until torch 2.13 is the oldest that is supported: the name before
+    # its name before torch 2.13
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     run(as_bytes(gathered), as_bytes(flat), group=wire.process_group)
     return gathered
@@ -94,15 +94,15 @@ def _all_gather(wire: Wire, flat: Tensor) -> Tensor:
 def _reduce_scatter(wire: Wire, flat: Tensor) -> Tensor:
     import torch.distributed as dist
 
-    part = flat.new_empty(flat.numel() // wire.world_size)
-    # until torch 2.13 is the oldest that is supported: the name before
+    own = flat.new_empty(flat.numel() // wire.world_size)
+    # its name before torch 2.13
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(part, flat.detach(), group=wire.process_group)
-    return part
+    run(own, flat.detach(), group=wire.process_group)
+    return own
 
 
 class _Linear(torch.autograd.Function):
-    """A collective of the table below: its gradient goes through its transpose."""
+    """Collective of the table below, whose backward is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, wire: Wire, flat: Tensor, name: _Name) -> Tensor:
@@ -123,14 +123,14 @@ _RUN: Final[dict[_Name, Callable[[Wire, Tensor], Tensor]]] = {
     "reduce_scatter": _reduce_scatter,
 }
 _TRANSPOSES: Final[dict[_Name, _Name]] = {
-    "all_reduce": "all_reduce",  # every rank's output has every rank's input in it
+    "all_reduce": "all_reduce",  # every rank's output depends on every rank's input
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
 }
 
 
 class _Broadcast(torch.autograd.Function):
-    """Every rank's output is src's input: src's gradient is the sum of all ranks' gradients."""
+    """Broadcast, whose backward sums the gradients of all ranks on rank `src`."""
 
     @staticmethod
     def forward(ctx: Any, wire: Wire, flat: Tensor, src: int) -> Tensor:

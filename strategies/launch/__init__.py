@@ -1,1 +1,1 @@
-"""Starting, watching and ending the processes of a run. Imports cluster and distributed."""
+"""Launch, supervision and end of the processes of a run. Imports cluster and distributed."""

@@ -1,4 +1,4 @@
-"""How workers failed: which of several failures is the cause, and how it is raised in the caller."""
+"""Failures of workers: the cause among several, and the error that is raised in the caller."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ import torch.distributed as dist
 from ..distributed.pickling import pack, unpack
 from ..errors import ProcessError
 
-# How the loss of a peer, which is no cause but a consequence, is told by those that still live.
-_OF_A_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
-
+# Errors about a lost peer: consequences of another failure, raised by the processes that still live.
+_LOST_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 INTERRUPTED: Final = 128 + signal.SIGTERM
-"""The exit code of a run that was asked to end, and did."""
+"""Exit code of a run that was asked to end, and ended in order."""
 
 
-class RankTraceback(Exception):  # noqa: N818 - no error of its own but the place of one
-    """The traceback of an exception where it was raised, in a worker; the ``__cause__`` of that exception here."""
+class RankTraceback(Exception):  # noqa: N818 - not an error of its own but the place of one
+    """Traceback of an exception in the worker that raised it; the ``__cause__`` of that exception in the caller."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -32,25 +31,25 @@ class RankTraceback(Exception):  # noqa: N818 - no error of its own but the plac
 
 @dataclass(frozen=True)
 class Failure:
-    """What the function raised in one worker."""
+    """Exception that the function raised in one worker."""
 
     error: bytes | None
-    """The exception, packed; None if it cannot be."""
+    """The exception, pickled; None if it cannot be pickled."""
     text: str
     traceback: str
     time: float
     blames_a_peer: bool
     is_exit: bool
     exit_code: int | None
-    """That of a SystemExit, where it is a number."""
+    """The code of a SystemExit, if it is a number."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Take down an exception of this process."""
+        """Return a description of an exception of this process."""
         try:
             packed = pack(error)
             unpack(packed)
-        except Exception:  # noqa: BLE001 - whatever the exception's own class raises
+        except Exception:  # noqa: BLE001 - the exception's own class may raise anything
             packed = None
         return cls(
             error=packed,
@@ -64,22 +63,22 @@ class Failure:
 
 
 def blames_a_peer(error: BaseException) -> bool:
-    """Return whether an exception, or what it was raised from, is about another process that is gone."""
+    """Return whether an exception, or one that it was raised from, is about another process that is gone."""
     chain = [error]
     while (link := chain[-1].__cause__) is not None and link not in chain:
         chain.append(link)
-    return any(map(_is_of_a_peer, chain))
+    return any(map(_is_about_a_peer, chain))
 
 
-def _is_of_a_peer(error: BaseException) -> bool:
+def _is_about_a_peer(error: BaseException) -> bool:
     if isinstance(error, dist.DistError | ConnectionError | ProcessError):
         return True
-    return isinstance(error, RuntimeError) and bool(_OF_A_PEER.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
 
 
 @dataclass(frozen=True)
-class End:
-    """The end of one worker that did not leave a result."""
+class WorkerExit:
+    """Exit of a worker that left no result."""
 
     rank: int
     world_size: int
@@ -89,68 +88,68 @@ class End:
 
     @classmethod
     def read(cls, folder: Path, rank: int, world_size: int, pid: int, exit_code: int) -> Self:
-        """Return the end of a worker with what it has left in the folder of the run."""
+        """Return the exit of a worker, with the failure that it left in the folder of the run."""
         file = folder / f"{rank}.failure"
         failure = unpack(file.read_bytes()) if file.exists() else None
         return cls(rank, world_size, pid, exit_code, failure)
 
     @property
     def was_told_to_end(self) -> bool:
-        """Whether a signal that this worker was sent explains its end."""
+        """Whether a signal sent to this worker explains its exit."""
         if self.failure is None:
             return self.exit_code in (-signal.SIGTERM, -signal.SIGKILL)
         return self.failure.is_exit
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether this worker has brought its run to an end because a signal asked a rank for that."""
+        """Whether this worker ended its run in order because a rank received a signal."""
         return self.failure is not None and self.failure.exit_code == INTERRUPTED
 
     @property
     def blames_a_peer(self) -> bool:
-        """Whether this end is the consequence of another, as far as can be told from what was raised."""
+        """Whether this exit is the consequence of another, judging by the exception that was raised."""
         return self.failure is not None and self.failure.blames_a_peer
 
     @property
     def likelihood(self) -> tuple[int, float]:
-        """How likely this end is a consequence of another, rather than the cause; and when it came."""
+        """Sort key, smallest for the likely cause: how likely this exit is a consequence of another, then its time."""
         if self.failure is None:
             return (1 if self.exit_code >= 0 else 2), 0.0
         return (3 if self.failure.blames_a_peer else 1 if self.failure.is_exit else 0), self.failure.time
 
     def describe(self) -> str:
-        """Say who ended, and how."""
-        who = f"Rank {self.rank} of {self.world_size} (process {self.pid})"
+        """Return which rank exited, and how."""
+        rank = f"Rank {self.rank} of {self.world_size} (process {self.pid})"
         if self.failure is not None:
-            return f"{who} failed with {self.failure.text}"
+            return f"{rank} failed with {self.failure.text}"
         if self.exit_code >= 0:
-            return f"{who} ended with exit code {self.exit_code} before the function had returned"
+            return f"{rank} ended with exit code {self.exit_code} before the function had returned"
         try:
             name = signal.Signals(-self.exit_code).name
         except ValueError:
             name = f"signal {-self.exit_code}"
-        return f"{who} was killed by {name}"
+        return f"{rank} was killed by {name}"
 
     def to_error(self) -> BaseException:
-        """Return what to raise in the caller: the worker's own exception, if it could travel."""
+        """Return the error to raise in the caller: the worker's own exception, if it could be pickled."""
         failure = self.failure
         if failure is None:
             hint = {
-                -signal.SIGKILL: "If the kernel's out-of-memory killer did it (see dmesg), use less memory a process.",
-                0: "Return from the function instead of os._exit(), and look at what the process has written.",
-            }.get(self.exit_code, "Look at what the process has written; faulthandler.enable() shows where it was.")
+                -signal.SIGKILL: "Use less memory per process if it was the out-of-memory killer (see dmesg).",
+                0: "Return from the function instead of calling os._exit(), and look at the output of the process.",
+            }.get(self.exit_code, "Look at the output of the process; faulthandler.enable() shows where it was.")
             return ProcessError(f"{self.describe()}; the other workers were stopped. {hint}")
-        error = _unpacked(failure)
+        error = _unpickled(failure)
         if error is None:
-            reason = "Return from the function instead" if failure.is_exit else "See the traceback above"
-            error = ProcessError(f"{self.describe()}; the other workers were stopped. {reason}.")
+            remedy = "Return from the function instead" if failure.is_exit else "See the traceback above"
+            error = ProcessError(f"{self.describe()}; the other workers were stopped. {remedy}.")
         else:
             error.add_note(f"Raised on rank {self.rank} of {self.world_size} (process {self.pid}).")
         error.__cause__ = RankTraceback(failure.traceback)
         return error
 
 
-def _unpacked(failure: Failure) -> BaseException | None:
+def _unpickled(failure: Failure) -> BaseException | None:
     if failure.error is None or failure.is_exit:
         return None
     try:

@@ -1,7 +1,7 @@
-"""What the fork server imports last, and nobody else: here, being imported has an effect.
+"""Module that only the fork server imports, for its effect on the signals of workers.
 
-``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and with it the news
-of how the workers did; so it is started with these signals blocked, and its children, which inherit that, unblock them.
+``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and nobody could report
+the exit codes of workers; so it is started with these signals blocked. Its children inherit that and unblock them here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting processes when nobody else has, as a function call: its results and its errors come back to the caller."""
+"""Launch of worker processes as a function call: results and errors come back to the caller."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from ..cluster.environment import LOOPBACK, Environment
 from ..distributed.pickling import installed, pack, unpack
 from ..errors import ProcessError
-from .worker import SHOW_STACKS, Job, Settings
+from .worker import SHOW_STACKS, CallerState, WorkerTask
 
 if TYPE_CHECKING:
     from .agent import Agent
 
 T = TypeVar("T")
-MakeAgent: TypeAlias = "Callable[[Job], Agent]"
+MakeAgent: TypeAlias = "Callable[[WorkerTask], Agent]"
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_STACKS: Final = 2.0  # seconds for which workers are given to write where they stand
+_STACKS_TIMEOUT: Final = 2.0  # seconds in which workers write their stacks
 
 
-def fixed_agents(num_processes: int, environment: Environment, start_timeout: timedelta) -> MakeAgent:
-    """Return what makes the agents of a run of so many processes on each of the nodes that are known."""
+def static_agents(num_processes: int, environment: Environment, start_timeout: timedelta) -> MakeAgent:
+    """Return a factory of agents for `num_processes` on each of the nodes of `environment`."""
 
-    def make(job: Job) -> Agent:
-        from .static_agent import FixedAgent
+    def make(task: WorkerTask) -> Agent:
+        from .static_agent import StaticAgent
         from .static_rendezvous import Rendezvous
 
-        return FixedAgent(job, num_processes, Rendezvous(environment, start_timeout))
+        return StaticAgent(task, num_processes, Rendezvous(environment, start_timeout))
 
     return make
 
@@ -49,20 +49,20 @@ def launch(
     parts: Mapping[str, object] | None = None,
     on_result: Callable[[T], None] | None = None,
 ) -> T:
-    """Run `function` in new processes of this node and return what the first of them returned.
+    """Run `function` in new processes of this node and return the result of the first of them.
 
-    A signal to the caller (SIGINT, SIGTERM, SIGUSR1) reaches the workers as SIGTERM, so that they may come to an end
-    in order; a second one kills them.
+    A signal to the caller (SIGINT, SIGTERM, SIGUSR1) reaches the workers as SIGTERM, so that they can end in order; a
+    second one kills them.
 
     Args:
-        function: what to run; it, all that it refers to, and its result travel by value.
-        make_agent: makes the agent that starts and watches them.
+        function: the function to run; it, all that it refers to, and its result are sent by value.
+        make_agent: makes the agent that starts and watches the workers.
         is_local: whether all processes of the run are on this machine.
-        parts: what `function` holds, by name; to say which attribute of which part cannot travel.
-        on_result: is given the result, before it is returned or the caller's signal is raised.
+        parts: objects that `function` holds, by name; errors name the attribute that cannot be pickled by them.
+        on_result: called with the result, before it is returned or the caller's signal is raised.
 
     Raises:
-        ConfigError: for what cannot travel.
+        ConfigError: if `function` or its result cannot be pickled.
         ProcessError: if a process was killed or left early, or a node did not come.
         KeyboardInterrupt: if the caller received SIGINT, once the workers have ended.
         SystemExit: with 143, likewise, after SIGTERM or SIGUSR1.
@@ -70,11 +70,11 @@ def launch(
     """
     with _folder() as folder:
         modules = _fill(folder, function, parts)
-        job = Job(folder, is_local=is_local, keeps_all_results=False, modules=modules)
-        with _Signals() as signals:
-            agent = _run(job, make_agent, signals)
+        task = WorkerTask(folder, is_local=is_local, keeps_all_results=False, modules=modules)
+        with _SignalForwarding() as signals:
+            agent = _run(task, make_agent, signals)
         _raise_failure(agent, signals)
-        result: T = _result(job, agent.ranks[0])
+        result: T = _result(task, agent.ranks[0])
     if on_result is not None:
         on_result(result)
     signals.raise_if_received()
@@ -91,18 +91,18 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float)
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
     with _folder() as folder:
         modules = _fill(folder, function, None)
-        job = Job(folder, is_local=True, keeps_all_results=True, shows_stacks=True, modules=modules)
-        with _Signals() as signals:
-            make_agent = fixed_agents(num_processes, environment, timedelta(seconds=timeout))
-            agent = _run(job, make_agent, signals, timeout)
+        task = WorkerTask(folder, is_local=True, keeps_all_results=True, shows_stacks=True, modules=modules)
+        with _SignalForwarding() as signals:
+            make_agent = static_agents(num_processes, environment, timedelta(seconds=timeout))
+            agent = _run(task, make_agent, signals, timeout)
         _raise_failure(agent, signals)
         signals.raise_if_received()
-        return [_result(job, rank) for rank in agent.ranks]
+        return [_result(task, rank) for rank in agent.ranks]
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a folder that only this user can open; what lies in it is unpickled."""
+    """Make a folder that only this user can open, since its files are unpickled."""
     folder = Path(tempfile.mkdtemp(prefix="echelon-"))
     try:
         yield folder
@@ -111,26 +111,26 @@ def _folder() -> Iterator[Path]:
 
 
 def _fill(folder: Path, function: Callable[[], Any], parts: Mapping[str, object] | None) -> tuple[str, ...]:
-    """Write what travels; return the modules that workers will import with it."""
+    """Write the files that workers read; return the installed modules that they will import."""
     modules: set[str] = set()
     (folder / "function").write_bytes(pack(function, "function", parts, modules))
-    (folder / "settings").write_bytes(pack(Settings.of_this_process(), "settings"))
+    (folder / "settings").write_bytes(pack(CallerState.of_this_process(), "settings"))
     return tuple(installed(modules))
 
 
-def _result(job: Job, rank: int) -> Any:
-    return unpack((job.folder / f"{rank}.result").read_bytes())
+def _result(task: WorkerTask, rank: int) -> Any:
+    return unpack((task.folder / f"{rank}.result").read_bytes())
 
 
-class _Signals:
-    """Passes the caller's signals on to the workers; in the main thread only, elsewhere Python cannot."""
+class _SignalForwarding:
+    """Forwards the caller's signals to the workers; only in the main thread, as Python can handle them nowhere else."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.agent: Agent | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> _SignalForwarding:
         if threading.current_thread() is threading.main_thread():
             handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
             self._before = {number: signal.signal(number, self._handle) for number in handled}
@@ -152,10 +152,10 @@ class _Signals:
             raise SystemExit(143)
 
 
-def _run(job: Job, make_agent: MakeAgent, signals: _Signals, timeout: float | None = None) -> Agent:
-    """Run the workers to their end, whatever it is."""
-    agent = signals.agent = make_agent(job)
-    signals.raise_if_received()  # one that came before there was an agent to pass it on: that imports a good deal
+def _run(task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, timeout: float | None = None) -> Agent:
+    """Run the workers until all have exited, with or without a result."""
+    agent = signals.agent = make_agent(task)
+    signals.raise_if_received()  # one that came while make_agent() was still importing its modules
     errors: list[BaseException] = []
 
     def watch() -> None:
@@ -166,14 +166,14 @@ def _run(job: Job, make_agent: MakeAgent, signals: _Signals, timeout: float | No
         finally:
             agent.has_started.set()
 
-    # In the main thread elastic would install signal handlers, for good.
+    # In the main thread elastic would install signal handlers, and leave them there.
     thread = threading.Thread(target=watch, name="echelon-agent", daemon=True)
     thread.start()
     try:
         agent.has_started.wait()  # the fork server has to import torch first
         thread.join(timeout)
         if thread.is_alive():
-            raise _too_late(job, agent, timeout)
+            raise _timeout_error(task, agent, timeout)
     finally:
         if thread.is_alive():
             agent.send(signal.SIGKILL)
@@ -185,25 +185,25 @@ def _run(job: Job, make_agent: MakeAgent, signals: _Signals, timeout: float | No
     return agent
 
 
-def _too_late(job: Job, agent: Agent, timeout: float | None) -> ProcessError:
-    """Return the error that says where the ranks stand that have not finished."""
+def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> ProcessError:
+    """Return the error with the stacks of the ranks that have not finished."""
     ranks = agent.running
     agent.send(SHOW_STACKS)
-    files = {rank: job.folder / f"{rank}.stacks" for rank in ranks}
-    end = time.monotonic() + _STACKS
+    files = {rank: task.folder / f"{rank}.stacks" for rank in ranks}
+    end = time.monotonic() + _STACKS_TIMEOUT
     while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
         time.sleep(0.05)
     stacks = [f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items()]
     return ProcessError(
         f"Rank {', '.join(map(str, ranks))} had not finished after timeout={timeout:g} s, and all were killed; raise "
-        "the limit, or see where they stood:\n" + "\n".join(stacks)
+        "the limit, or see from their stacks where they stood:\n" + "\n".join(stacks)
     )
 
 
-def _raise_failure(agent: Agent, signals: _Signals) -> None:
+def _raise_failure(agent: Agent, signals: _SignalForwarding) -> None:
     if not agent.failed and agent.failure_elsewhere is None:
         return
-    cause = min(agent.failed, key=lambda end: end.likelihood, default=None)
+    cause = min(agent.failed, key=lambda worker: worker.likelihood, default=None)
     if signals.received is not None and (cause is None or cause.was_told_to_end):
         signals.raise_if_received()
     if agent.failure_elsewhere is not None and (cause is None or cause.blames_a_peer):

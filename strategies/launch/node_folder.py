@@ -1,4 +1,4 @@
-"""NodeFolder: files in shared memory that outlive the workers of a node, and go with its agent."""
+"""Folder in shared memory that outlives the workers of a node, and ends with its agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import ProcessError
 
 _PREFIX: Final = "echelon-node-"
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_LEAST: Final = 1 << 20  # bytes that must be free for a folder to be of any use
+_MIN_FREE: Final = 1 << 20  # bytes that must be free for a folder to be useful
 _REMEDY: Final = (
     "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with "
     "medium: Memory at /dev/shm), or make room there"
@@ -24,10 +24,10 @@ _REMEDY: Final = (
 
 
 class NodeFolder:
-    """A folder that only this user can open, held by the agent of a node.
+    """Folder that only this user can open, locked by the agent of a node. Usable as a context manager.
 
-    The owner holds a lock on it, which the kernel releases with its death, whatever the process ids of containers that
-    share the memory say: so the next owner knows which folders are nobody's. Usable as a context manager.
+    The kernel releases the lock when the owner dies, so that the next owner can tell which folders are abandoned.
+    Process ids would not do: containers that share the memory have their own.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -36,28 +36,28 @@ class NodeFolder:
 
     @classmethod
     def create(cls, parent: Path | None = None) -> Self:
-        """Make a folder, in memory where there is any, and remove those of this user whose owners are dead.
+        """Make a folder, in shared memory if possible, and remove those of this user whose owners are dead.
 
         Raises:
             ProcessError: if there is no room or no permission.
         """
-        parent = _place() if parent is None else parent
+        parent = _default_parent() if parent is None else parent
         try:
             _sweep(parent)
-            if (free := free_bytes(parent)) < _LEAST:
+            if (free := free_bytes(parent)) < _MIN_FREE:
                 raise OSError(errno.ENOSPC, f"{free} bytes are free")
-            # Hidden until it is locked, as the sweep of another owner would take it for nobody's.
+            # Hidden until it is locked: the sweep of another owner would remove it.
             hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=parent))
             lock = _open(hidden)
-            with contextlib.suppress(OSError):  # a file system without locks: there nothing is swept either
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path = hidden.rename(parent / hidden.name[1:])
         except OSError as error:
-            raise _refused(parent, error) from error
+            raise _unusable(parent, error) from error
         return cls(path, lock)
 
     def remove(self) -> None:
-        """Delete the folder and all that is in it; a second time does nothing."""
+        """Delete the folder with its content; a second call does nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -71,34 +71,34 @@ class NodeFolder:
 
 
 def check_owner(folder: Path) -> None:
-    """Check that a folder is this user's, and closed to all others: what lies in it is trusted.
+    """Check that a folder belongs to this user and is closed to all others, since its content is trusted.
 
     Raises:
         ProcessError: if it is not, or does not exist.
     """
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
-        raise _refused(folder, error) from error
-    if not _is_private(found):
+        raise _unusable(folder, error) from error
+    if not _is_private(status):
         raise ProcessError(
-            f"{folder} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}, and this process to "
-            f"user {os.geteuid()}; what is in it is not trusted. Remove it, and let the agent make its own."
+            f"{folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, but must belong to "
+            f"user {os.geteuid()} alone, or its content is not trusted. Remove it, and let the agent make its own."
         )
 
 
 def free_bytes(folder: Path) -> int:
     """Return how many bytes can still be written to a folder."""
-    found = os.statvfs(folder)
-    if found.f_blocks == 0:  # a tmpfs without a limit
+    status = os.statvfs(folder)
+    if status.f_blocks == 0:  # a tmpfs without a limit
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def allocate(file: Path, size: int) -> None:
-    """Make a file of `size` zero bytes, in place of one of that name, whose memory is there for certain.
+    """Make a file of `size` zero bytes, in place of an existing one, and reserve its memory.
 
-    Without that, a write to a mapping of the file kills the process (SIGBUS) when memory runs out.
+    Without the reservation, a write to a mapping of the file kills the process (SIGBUS) when memory runs out.
 
     Raises:
         ProcessError: if there is no room or no permission.
@@ -117,27 +117,27 @@ def allocate(file: Path, size: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _refused(file, error, size) from error
+        raise _unusable(file, error, size) from error
 
 
-def _place() -> Path:
-    is_there = _SHARED_MEMORY.is_mount() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
-    return _SHARED_MEMORY if is_there else Path(tempfile.gettempdir())
+def _default_parent() -> Path:
+    is_usable = _SHARED_MEMORY.is_mount() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
+    return _SHARED_MEMORY if is_usable else Path(tempfile.gettempdir())
 
 
-def _refused(path: Path, error: OSError, size: int | None = None) -> ProcessError:
-    what = str(path) if size is None else f"{path} of {size} bytes"
+def _unusable(path: Path, error: OSError, size: int | None = None) -> ProcessError:
+    place = str(path) if size is None else f"{path} of {size} bytes"
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         free = free_bytes(path if path.is_dir() else path.parent)
-        return ProcessError(f"There is no room for the node's files in {what}, {free} bytes are free: {_REMEDY}.")
+        return ProcessError(f"There is no room for the node's files in {place}, {free} bytes are free: {_REMEDY}.")
     return ProcessError(
-        f"{what} cannot be used for the node's files: {error}. Let user {os.geteuid()} write there, or set TMPDIR to a "
-        "folder where it can."
+        f"{place} cannot be used for the node's files: {error}. Let user {os.geteuid()} write there, or set TMPDIR to "
+        "a folder where it can."
     )
 
 
-def _is_private(found: os.stat_result) -> bool:
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+def _is_private(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _open(folder: Path) -> int:
@@ -145,9 +145,9 @@ def _open(folder: Path) -> int:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of this user that no process holds."""
+    """Remove the folders of this user that no process has locked."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone by now, another user's, or held
+        with contextlib.suppress(OSError):  # gone by now, of another user, or locked
             lock = _open(folder)
             try:
                 if _is_private(os.fstat(lock)):

@@ -1,4 +1,4 @@
-"""What the kernel tells of another process of this user; elsewhere than on Linux only whether it is there."""
+"""Status of another process, as the kernel reports it; on systems other than Linux only whether it exists."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-_LEAST: Final = 0.1  # seconds of a processor
-_SHARE: Final = 0.01  # of one processor; the threads of an idle worker that wake up now and then take less
+_MIN_TIME: Final = 0.1  # seconds of processor time
+_MIN_LOAD: Final = 0.01  # of one processor; the threads of an idle worker that wake up now and then use less
 
 
 class Process(NamedTuple):
-    """The state of a process, and the processor time that it has used, in seconds."""
+    """State of a process, and the processor time that it has used, in seconds."""
 
     state: Literal["runs", "stopped", "ended", "unknown"]
-    """Stopped is one that a signal has stopped, not a debugger."""
+    """"stopped" means by a signal, not by a debugger."""
     used: float = 0.0
 
 
 def look_at(pid: int) -> Process:
-    """Return what a process does."""
+    """Return whether a process runs, and how much processor time it has used."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
@@ -30,7 +30,7 @@ def look_at(pid: int) -> Process:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return Process("ended")
-    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain any character
     used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return Process({"T": "stopped", "Z": "ended", "X": "ended"}.get(fields[0], "runs"), used)  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Return the lines of /proc/PID/status by their names; nothing of a process that is gone."""
+    """Return the lines of /proc/PID/status by name; an empty dictionary for a process that is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -55,14 +55,14 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 class Activity:
-    """Since when a process has been as good as idle, told from the processor time that it uses."""
+    """Time since which a process has been almost idle, judged by the processor time that it uses."""
 
     def __init__(self, now: float, used: float) -> None:
         self.newest = now
-        """When it was last seen to do something."""
+        """The last time at which it was seen to work."""
         self._used = used
 
     def note(self, now: float, used: float) -> None:
-        """Take in how much it has used by now."""
-        if used - self._used >= max(_LEAST, _SHARE * (now - self.newest)):
+        """Record how much processor time it has used by now."""
+        if used - self._used >= max(_MIN_TIME, _MIN_LOAD * (now - self.newest)):
             self.newest, self._used = now, used

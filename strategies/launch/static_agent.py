@@ -1,30 +1,31 @@
-"""The agent of a run whose nodes are known beforehand: one failure ends it everywhere."""
+"""Agent of a run whose nodes are known beforehand: one failure ends the run on every node."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import time
-from collections.abc import Callable
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
-from . import worker
+from ..distributed.noticeboard import Noticeboard
 from .agent import Agent
-from .failures import End
+from .failures import WorkerExit
 from .static_rendezvous import Rendezvous
+from .worker import WorkerTask
 
-_SETTLE = 0.25  # seconds in which a peer whose loss was felt is seen to be dead
-_LINGER = 5.0  # seconds for which node 0 keeps the store, so that other nodes hear how the run ended
-_LOOK = 1.0  # seconds after which the agent looks at other nodes; the end of a worker of this one it sees at once
+_CONSEQUENCES = 0.25  # seconds after a failure in which it is seen whether a peer of the failed worker is dead
+_LINGER = 5.0  # seconds for which node 0 keeps the store, so that other nodes learn how the run ended
+_INTERVAL = 1.0  # seconds between two looks at other nodes; the exit of a worker of this node is seen at once
+_FAILURE = "failure"
 
 
-class FixedAgent(Agent):
+class StaticAgent(Agent):
     """Ends all workers as soon as one has failed, here or on another node."""
 
-    def __init__(self, job: worker.Job, num_processes: int, nodes: Rendezvous) -> None:
-        super().__init__(job, num_processes, nodes)
+    def __init__(self, task: WorkerTask, num_processes: int, nodes: Rendezvous) -> None:
+        super().__init__(task, num_processes, nodes)
         self.nodes = nodes
+        self._others = [node for node in range(nodes.num_nodes) if node != nodes.node_rank]
 
     def cancel(self) -> None:
         self.nodes.cancel()
@@ -33,13 +34,13 @@ class FixedAgent(Agent):
         self._store = self._worker_group.store = self.nodes.store = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._wait_for_an_end(_LOOK)
+        self._wait_for_an_end(_INTERVAL)
         if self._ended_without_result():
-            self._wait(_SETTLE)
+            self._wait(_CONSEQUENCES)
             self.failed = self._ended_without_result()
-            self._settle_with_other_nodes(min(self.failed, key=lambda end: end.likelihood))
+            self._exchange_failures(min(self.failed, key=lambda worker: worker.likelihood))
         elif self._running:
-            self.failure_elsewhere = self._heard()
+            self.failure_elsewhere = self._read_failure()
         if self.failed or self.failure_elsewhere is not None:
             self._stop()
             return RunResult(state=WorkerState.FAILED)
@@ -47,54 +48,55 @@ class FixedAgent(Agent):
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
 
-    # --- several nodes: what one tells the others through the store ---
+    # --- several nodes: the agents' messages over the store ---
 
-    def _settle_with_other_nodes(self, cause: End) -> None:
-        """Learn from another node what made this one fail, or tell them that it has failed."""
-        if self.nodes.num_nodes == 1:
+    @property
+    def _board(self) -> Noticeboard:
+        return Noticeboard(self.nodes.store, "agents")
+
+    def _exchange_failures(self, cause: WorkerExit) -> None:
+        """Post the failure of this node for the others, unless it is the consequence of one that another has posted."""
+        if not self._others:
             return
         if cause.blames_a_peer:
-            _wait_until(lambda: self._heard() is not None)
-            self.failure_elsewhere = self._heard()
+            with contextlib.suppress(RuntimeError):  # node 0 is gone, which _read_failure() reports
+                self._board.wait_for([_FAILURE], _LINGER)
+            self.failure_elsewhere = self._read_failure()
         if self.failure_elsewhere is not None:
             return
-        with contextlib.suppress(RuntimeError):  # node 0 is gone: nobody is left to be told
-            self.nodes.store.set("failure", cause.describe())
+        with contextlib.suppress(RuntimeError):  # node 0 is gone, and nobody can read it
+            self._board.post(_FAILURE, cause.describe())
             if self.nodes.node_rank == 0:
-                others = [f"heard/{node}" for node in range(1, self.nodes.num_nodes)]
-                _wait_until(lambda: bool(self.nodes.store.check(others)))
+                self._board.wait_for([f"read/{node}" for node in self._others], _LINGER)
 
-    def _heard(self) -> str | None:
-        """Return the failure of which another node has told, if any."""
-        if self.nodes.num_nodes == 1:
+    def _read_failure(self) -> str | None:
+        """Return the failure that another node has posted, if any, and confirm that it was read."""
+        if not self._others:
             return None
         try:
-            if not self.nodes.store.check(["failure"]):
-                return None
-            self.nodes.store.set(f"heard/{self.nodes.node_rank}", "")
-            return str(self.nodes.store.get("failure").decode())
+            failure: str | None = self._board.read(_FAILURE)
+            if failure is not None:
+                self._board.post(f"read/{self.nodes.node_rank}")
         except RuntimeError:
-            return f"Node 0 ({self.nodes.address}) ended without a word"
+            return f"Node 0 ({self.nodes.address}) ended without a message"
+        return failure
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes; node 0, which has the store, leaves last. Elastic's own knows no failures."""
-        if self.nodes.num_nodes == 1:
+        """Wait for the other nodes; node 0, which hosts the store, leaves last. Elastic's barrier ignores failures."""
+        if not self._others:
             return
         with contextlib.suppress(RuntimeError):
             if self.nodes.node_rank == 0:
                 self.nodes.close()
-            self.nodes.store.add("done", 1)
-            while self.nodes.store.add("done", 0) < self.nodes.num_nodes and self.failure_elsewhere is None:
-                if self._signal is signal.SIGKILL:
-                    return
-                self.failure_elsewhere = self._heard()
-                time.sleep(0.1)
-            self.nodes.store.add("left", 1)
+            self._board.post(f"done/{self.nodes.node_rank}")
+            self._board.wait_for([f"done/{node}" for node in self._others], until=lambda _: self._is_cut_short())
+            if self._signal is signal.SIGKILL:
+                return
+            self._board.post(f"left/{self.nodes.node_rank}")
             if self.nodes.node_rank == 0:
-                _wait_until(lambda: self.nodes.store.add("left", 0) == self.nodes.num_nodes)
+                self._board.wait_for([f"left/{node}" for node in self._others], _LINGER)
 
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + _LINGER
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
+    def _is_cut_short(self) -> bool:
+        if self.failure_elsewhere is None:
+            self.failure_elsewhere = self._read_failure()
+        return self.failure_elsewhere is not None or self._signal is signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Where the agents of a run's nodes meet: a store on the first node, on loopback when there is no other."""
+"""Rendezvous of a known number of nodes over a store that the first one hosts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from ..cluster.environment import LOOPBACK, Environment
 from ..cluster.tcp_store import host_store
+from ..distributed.noticeboard import Noticeboard
 from ..errors import ProcessError
 
-_TRY = timedelta(seconds=3)  # after which a node that waits asks again: it may have reached the store of an earlier run
-
-_PAUSE = 0.05  # seconds between two looks at the store
+_ATTEMPT = 3.0  # seconds after which a waiting node connects again: it may have reached the store of an earlier run
+_PAUSE = 0.05  # seconds between two attempts
 _PREFIX, _OVER = "echelon/nodes", "over"
 
 
 class Rendezvous(RendezvousHandler):
-    """A meeting of a fixed number of nodes, whose workers then use the same store."""
+    """Rendezvous of the agents of a run, whose workers then use the same store; on loopback if there is one node."""
 
     def __init__(self, environment: Environment, limit: timedelta) -> None:
         self.node_rank, self.num_nodes = environment.node_rank, environment.num_nodes
@@ -30,7 +30,7 @@ class Rendezvous(RendezvousHandler):
         self.limit = limit
         self._is_cancelled = False
         self.store: Any = None
-        """What the agents tell each other by, from the meeting on."""
+        """The store that all agents share once they have met."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other nodes.
@@ -38,35 +38,33 @@ class Rendezvous(RendezvousHandler):
         Raises:
             ProcessError: naming the nodes that did not come in time, or the port that is taken.
         """
-        store = self._receive() if self.node_rank == 0 else self._visit()
-        self.store = PrefixStore(_PREFIX, store)
+        self.store = self._host() if self.node_rank == 0 else self._join()
         info = RendezvousStoreInfo(self.address, self.port)
         return RendezvousInfo(self.store, self.node_rank, self.num_nodes, info)
 
     def close(self) -> None:
-        """Have nodes that come from now on, for the next run of the same program, wait for a store of their own."""
-        self.store.set(_OVER, "")
+        """Make nodes that come from now on, for the next run of the same program, wait for that run's store."""
+        _board(self.store).post(_OVER)
 
     def cancel(self) -> None:
         """End the wait for other nodes; from any thread."""
         self._is_cancelled = True
 
-    def _receive(self) -> Any:
-        """Open the store, and answer every other node."""
-        end = time.monotonic() + self.limit.total_seconds()
-        store = self._open()
-        keys = [_hello(node) for node in range(1, self.num_nodes)]
-        while not store.check(keys):
-            if time.monotonic() > end or self._is_cancelled:
-                raise self._missing([node for node, key in enumerate(keys, 1) if not store.check([key])])
-            time.sleep(_PAUSE)
-        for key in keys:
-            store.set(_answer(store.get(key).decode()), "")
+    def _host(self) -> Any:
+        """Open the store, and confirm to every other node that it has reached the store of this run."""
+        store = PrefixStore(_PREFIX, self._open())
+        board = _board(store)
+        keys = {_arrival(node): node for node in range(1, self.num_nodes)}
+        ids = board.wait_for(list(keys), self.limit.total_seconds(), until=lambda _: self._is_cancelled)
+        if len(ids) < len(keys):
+            raise self._missing([node for key, node in keys.items() if key not in ids])
+        for attempt in ids.values():
+            board.post(_confirmation(attempt))
         return store
 
     def _open(self) -> Any:
         try:
-            # on one machine any port: that of the round before is still taken when workers start again
+            # any port on one machine: the port of the run before is still taken when workers start again
             store = host_store(self.address, self.port if self.num_nodes > 1 else 0)
         except OSError as error:
             raise ProcessError(
@@ -76,33 +74,31 @@ class Rendezvous(RendezvousHandler):
         self.port = store.port
         return store
 
-    def _visit(self) -> Any:
-        """Come to the store of node 0, until it answers."""
+    def _join(self) -> Any:
+        """Connect to the store of node 0 until it confirms that it belongs to this run."""
         end = time.monotonic() + self.limit.total_seconds()
         missing = [0]
         while (left := end - time.monotonic()) > 0 and not self._is_cancelled:
+            limit = timedelta(seconds=min(left, _ATTEMPT))
             try:
-                store = TCPStore(self.address, self.port, is_master=False, timeout=min(timedelta(seconds=left), _TRY))
-                if self._is_answered(store):
+                connection = TCPStore(self.address, self.port, is_master=False, timeout=limit)
+                store = PrefixStore(_PREFIX, connection)
+                board = _board(store)
+                if self._is_confirmed(board):
                     return store
-                missing = [node for node in range(1, self.num_nodes) if not store.check([_hello(node)])]
+                missing = [node for node in range(1, self.num_nodes) if not board.has(_arrival(node))]
             except RuntimeError:  # not there yet, or just gone
                 pass
             time.sleep(_PAUSE)
         raise self._missing(missing or [0])
 
-    def _is_answered(self, store: Any) -> bool:
-        """Call at a store, which may still be that of an earlier run of the same program."""
-        if PrefixStore(_PREFIX, store).check([_OVER]):
+    def _is_confirmed(self, board: Noticeboard) -> bool:
+        """Return whether node 0 confirms an arrival; the store may be that of an earlier run of the same program."""
+        if board.has(_OVER):
             return False
-        name = uuid.uuid4().hex
-        store.set(_hello(self.node_rank), name)
-        end = time.monotonic() + _TRY.total_seconds()
-        while not store.check([_answer(name)]):
-            if time.monotonic() > end or self._is_cancelled:
-                return False
-            time.sleep(_PAUSE)
-        return True
+        attempt = uuid.uuid4().hex
+        board.post(_arrival(self.node_rank), attempt)
+        return bool(board.wait_for([_confirmation(attempt)], _ATTEMPT, until=lambda _: self._is_cancelled))
 
     def _missing(self, nodes: list[int]) -> ProcessError:
         return ProcessError(
@@ -117,22 +113,22 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers join the store made here, where rank 0 would else open a port on every interface."""
+        """Whether workers join the store made here; otherwise rank 0 would open a port on every interface."""
         return True
 
     def is_closed(self) -> bool:
-        """Return False: whoever holds it may meet again."""
+        """Return False: the same nodes may meet again."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing; nobody else could come."""
+        """Do nothing: no other node could come."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: the number of nodes is fixed."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return an id that nobody has to tell from others."""
+        """Return the same id for every run: each has a store of its own."""
         return "echelon"
 
     def shutdown(self) -> bool:
@@ -140,9 +136,13 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _hello(node: int) -> str:
-    return f"echelon/hello/{node}"
+def _board(store: Any) -> Noticeboard:
+    return Noticeboard(store, "rendezvous")
 
 
-def _answer(name: str) -> str:
-    return f"echelon/answer/{name}"
+def _arrival(node: int) -> str:
+    return f"arrival/{node}"
+
+
+def _confirmation(attempt: str) -> str:
+    return f"confirmation/{attempt}"

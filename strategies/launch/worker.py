@@ -1,4 +1,4 @@
-"""One worker process: it becomes like its caller, runs the function, and leaves what came of it in a file."""
+"""Worker process: it takes over its caller's settings, runs the function, and leaves the result in a file."""
 
 from __future__ import annotations
 
@@ -26,62 +26,62 @@ from ..distributed.pickling import pack, unpack
 from .failures import Failure
 
 SHOW_STACKS: Final = signal.SIGUSR2
-"""Has a worker whose job says so write where each of its threads stands."""
+"""Makes a worker with `WorkerTask.shows_stacks` write the stack of each of its threads."""
 
 NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-"""Signals that may be sent to the whole process group of a run."""
+"""Signals that a terminal or a scheduler may send to the whole process group of a run."""
 
-# What torch.distributed.elastic tells each worker; a caller that is a worker itself has variables of the same names.
-_OF_A_WORKER: Final = re.compile(
+# Variables that torch.distributed.elastic sets for each worker; a caller that is a worker itself has them, too.
+_WORKER_VARIABLES: Final = re.compile(
     "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     f"|TORCH_NCCL_ASYNC_ERROR_HANDLING|{NODE_FOLDER}"
 )
 
 
-class Stream:
-    """A descriptor of the caller that each worker gets a duplicate of; the fork server's own may be of another time."""
+class InheritedStream:
+    """Descriptor of the caller of which each worker gets a duplicate; the fork server's own may be out of date."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.number),)
+        return _from_duplicate, (reduction.DupFd(self.number),)
 
 
-def _received(duplicate: Any) -> Stream:
-    return Stream(duplicate.detach())
+def _from_duplicate(duplicate: Any) -> InheritedStream:
+    return InheritedStream(duplicate.detach())
 
 
-def _own_streams() -> dict[int, Stream]:
+def _own_streams() -> dict[int, InheritedStream]:
     streams = {}
     for number in (1, 2):
         with contextlib.suppress(OSError):  # closed, as a daemon's may be
             os.fstat(number)
-            streams[number] = Stream(number)
+            streams[number] = InheritedStream(number)
     return streams
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a worker is told at its start; the function itself lies in the folder."""
+class WorkerTask:
+    """Task of the workers of a run; the function itself is a file in the folder."""
 
     folder: Path
     is_local: bool
     """Whether all processes are on this machine."""
     keeps_all_results: bool
-    """Whether every worker's result is wanted, or only the first one's."""
+    """Whether to keep every worker's result, or only that of the node's first one."""
     shows_stacks: bool = False
     modules: tuple[str, ...] = ()
-    """What the function imports, of installed packages."""
+    """Modules of installed packages that the function imports."""
     node_folder: Path | None = None
-    """What outlives the worker, where workers are started again."""
-    streams: dict[int, Stream] = field(default_factory=_own_streams)
-    """Where the caller writes, for standard output and standard error."""
+    """Folder that outlives the workers, if they are started again after a failure."""
+    streams: dict[int, InheritedStream] = field(default_factory=_own_streams)
+    """Standard output and standard error of the caller."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What of the caller's process has to be the same in its workers."""
+class CallerState:
+    """State of the caller's process that its workers take over."""
 
     environ: dict[str, str]
     default_dtype: torch.dtype
@@ -90,7 +90,7 @@ class Settings:
     warns_only: bool
     warning_filters: list[Any]
     start_method: str | None
-    """Of multiprocessing, for the workers of a DataLoader; None where nobody has chosen."""
+    """Start method of multiprocessing, for the workers of a DataLoader; None if the caller has chosen none."""
     sharing_strategy: str
     python_random: Any
     numpy_random: Any
@@ -98,7 +98,7 @@ class Settings:
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Return those of the caller."""
+        """Return the state of the caller."""
         return cls(
             environ=dict(os.environ),
             default_dtype=torch.get_default_dtype(),
@@ -116,20 +116,20 @@ class Settings:
     def apply(self, *, is_local: bool) -> None:
         """Make this process like the caller's."""
         variables = loopback_variables() if is_local else {}
-        variables |= {name: value for name, value in self.environ.items() if not _OF_A_WORKER.fullmatch(name)}
-        # What is here and not in the caller comes from the time when the fork server was started.
+        variables |= {name: value for name, value in self.environ.items() if not _WORKER_VARIABLES.fullmatch(name)}
+        # A variable that the caller does not have was set when the fork server was started.
         for name in set(os.environ) - set(variables):
-            if not _OF_A_WORKER.fullmatch(name):
+            if not _WORKER_VARIABLES.fullmatch(name):
                 del os.environ[name]
         os.environ.update(variables)
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
-        torch.set_num_threads(threads_of_each(int(os.environ["LOCAL_WORLD_SIZE"])))
-        warnings.resetwarnings()  # it also tells the module that its filters have changed
+        torch.set_num_threads(threads_per_process(int(os.environ["LOCAL_WORLD_SIZE"])))
+        warnings.resetwarnings()  # it also clears the module's cache of filters
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
-        # that of this process is the fork server's, whose children know no class of the user's program; those of a
-        # fork do, where nobody has chosen
+        # This process has the fork server's start method, whose children cannot import classes of the user's program.
+        # Forked children have them; so fork is the default.
         is_linux = sys.platform == "linux"
         multiprocessing.set_start_method(self.start_method or ("fork" if is_linux else None), force=True)
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
@@ -139,30 +139,30 @@ class Settings:
         torch.set_rng_state(self.torch_random)
 
 
-def run(job: Job) -> None:
-    """Run the function of `job` in this process, and leave its result or its failure in the folder."""
+def run_worker(task: WorkerTask) -> None:
+    """Run the function of `task` in this process, and leave its result or its failure in the folder."""
     _end_with_the_caller()
-    # A terminal's Ctrl-C reaches every process of the group; what it means for the workers is the caller's to say.
+    # A terminal's Ctrl-C reaches every process of the group; the caller decides what it means for the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number, stream in job.streams.items():
+    for number, stream in task.streams.items():
         os.dup2(stream.number, number)
         if stream.number > 2:
             os.close(stream.number)
     rank = os.environ["RANK"]
     try:
-        stacks = (job.folder / f"{rank}.stacks").open("w") if job.shows_stacks else None
+        stacks = (task.folder / f"{rank}.stacks").open("w") if task.shows_stacks else None
         if stacks is not None:
             faulthandler.register(SHOW_STACKS, stacks)
-        unpack((job.folder / "settings").read_bytes()).apply(is_local=job.is_local)
-        if job.node_folder is not None:
-            os.environ[NODE_FOLDER] = str(job.node_folder)
-        result = unpack((job.folder / "function").read_bytes())()
-        is_kept = job.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
-        _write(job.folder / f"{rank}.result", pack(result if is_kept else None, "result"))
-    except BaseException as error:  # noqa: BLE001 - a sys.exit() of the function would else pass for success
-        _write(job.folder / f"{rank}.failure", pack(Failure.of(error)))
+        unpack((task.folder / "settings").read_bytes()).apply(is_local=task.is_local)
+        if task.node_folder is not None:
+            os.environ[NODE_FOLDER] = str(task.node_folder)
+        result = unpack((task.folder / "function").read_bytes())()
+        is_kept = task.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
+        _write(task.folder / f"{rank}.result", pack(result if is_kept else None, "result"))
+    except BaseException as error:  # noqa: BLE001 - a sys.exit() of the function would pass for success
+        _write(task.folder / f"{rank}.failure", pack(Failure.of(error)))
         _leave_at_once()
-    # Returning would make elastic wait until all have returned; an exit without a code it lets pass.
+    # Returning would make elastic wait until all workers have returned; it accepts an exit without a code.
     sys.exit()
 
 
@@ -173,7 +173,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _leave_at_once() -> None:
-    """End without unwinding: threads and process groups of a failed function may wait for peers for ever."""
+    """Exit without unwinding: threads and process groups of a failed function may wait for peers for ever."""
     for child in multiprocessing.active_children():
         child.terminate()
     sys.stdout.flush()
@@ -182,13 +182,13 @@ def _leave_at_once() -> None:
 
 
 def _end_with_the_caller() -> None:
-    """Have the kernel kill this process as soon as the caller is gone, even by SIGKILL."""
+    """Make the kernel kill this process as soon as the caller is gone, even if SIGKILL ended it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # the fork server may be killed alone
     if hasattr(fcntl, "F_SETSIG"):  # Linux
-        # While a child lives, so does the fork server, its parent, also without the caller. But this is a pipe whose
-        # other end the caller, and nobody else, holds open.
+        # The fork server, the parent of this process, outlives the caller as long as it has a child. But only the
+        # caller holds the other end of this pipe open.
         pipe = parent.sentinel
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -197,9 +197,9 @@ def _end_with_the_caller() -> None:
         os._exit(1)
 
 
-def threads_of_each(num_processes: int) -> int:
-    """Return how many threads a process gets where so many share the cores that this one may use."""
-    if (said := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        return max(1, int(said))
+def threads_per_process(num_processes: int) -> int:
+    """Return the number of threads for each of `num_processes` that share the cores which this one may use."""
+    if (setting := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(1, int(setting))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_processes)

@@ -18,8 +18,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 
 from ..errors import ProcessError
 from ..launch.agent import Agent, preload
-from ..launch.failures import End
-from ..launch.worker import Job
+from ..launch.failures import WorkerExit
+from ..launch.worker import WorkerTask
 from .elastic_rendezvous import ManyNodes, OneNode
 from .hang_detection import Hang, Limits, Standing, Watch, clocks
 from .restart_policy import GiveUp, RestartPolicy
@@ -60,7 +60,7 @@ class ElasticAgent(Agent):
 
     def __init__(
         self,
-        job: Job,
+        job: WorkerTask,
         num_processes: int,
         meet: Callable[[], OneNode | ManyNodes],
         folder: Path,
@@ -149,7 +149,7 @@ class ElasticAgent(Agent):
             return self._end_round(self._changed("A node has left"))
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _end_round(self, end: RoundEnd, ends: list[End] | None = None) -> RunResult:
+    def _end_round(self, end: RoundEnd, ends: list[WorkerExit] | None = None) -> RunResult:
         """End what is left of a round, and decide what comes next."""
         # those that are asked to end may be saving, and all of them agree; others could only wait for lost peers
         self._stop({"preempted": self._grace, "membership": _LEFT}.get(end.kind, 0.0))
@@ -171,7 +171,7 @@ class ElasticAgent(Agent):
             _log.log(level, "Round %d ended: %s. The workers start again.", end.round, end.cause)
         return RunResult(state=WorkerState.FAILED)
 
-    def _judge(self, ends: list[End]) -> RoundEnd:
+    def _judge(self, ends: list[WorkerExit]) -> RoundEnd:
         """Return what the ends of workers say of the round."""
         cause = min(ends, key=lambda end: end.likelihood)
         if self._signal is not None or any(end.was_interrupted for end in ends):

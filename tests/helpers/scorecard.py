@@ -123,6 +123,22 @@ def base_names(one: ast.ClassDef) -> list[str]:
 # --- what it says ---
 
 
+def riddle_openings(sources: Iterable[Source]) -> list[str]:
+    """A module docstring opens with the thing that the module holds, not with a question word."""
+    word = re.compile(r"(What|How|Which|Where|When|Whether|Who|Whom|Whose|Why)\b", re.IGNORECASE)
+    openings = ((source.path, (ast.get_docstring(source.tree) or "").partition("\n")[0]) for source in sources)
+    return [f"{path} opens with {line!r}" for path, line in openings if word.match(line)]
+
+
+def repeated_class_names(sources: Iterable[Source]) -> list[str]:
+    """Every class of the package has a name of its own, private ones and inner ones included."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for one in source.classes:
+            places.setdefault(one.name, []).append(source.at(one))
+    return [f"class {name} stands at {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+
+
 def unsaid_files(sources: Iterable[Source]) -> list[str]:
     """The first line of a file is a docstring that says in one sentence what its idea is."""
     first = re.compile(r'"""[A-Z`].*[^.]\.("""|$)')

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.cluster.environment import Environment, reconcile
+from echelon.strategies.cluster.environment import reconcile
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.launch.launcher import fixed_agents, launch
+from echelon.strategies.launch.launcher import launch, static_agents
 
 LISTENING = "0A"
 
@@ -28,7 +29,7 @@ def listening(*pids):
 
 
 def main():
-    environment = reconcile(Environment.detect(), None, None)
+    environment = reconcile(detect_environment(), None, None)
     limit = timedelta(seconds=40)
     ProcessGroup(environment, torch.device("cpu"), start_timeout=limit, timeout=limit).join()
     total = torch.tensor(10.0**environment.rank, dtype=torch.float64)
@@ -42,8 +43,8 @@ def main():
 
 def launch_members():
     """Start two of them on this node, which has been told its rank by NODE_RANK."""
-    environment = reconcile(Environment.detect(), 2, 2)
-    launch(main, fixed_agents(2, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
+    environment = reconcile(detect_environment(), 2, 2)
+    launch(main, static_agents(2, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
 
 
 if __name__ == "__main__":

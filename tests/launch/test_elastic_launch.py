@@ -14,7 +14,7 @@ import torch
 from launched_fit import fit
 from two_nodes import INTERFACE, MARK, kill_marked, run_together, two_nodes
 
-from echelon.strategies.launch.failures import End, Failure
+from echelon.strategies.launch.failures import Failure, WorkerExit
 from echelon.trainer.cli.launch_elastic import code_of_end
 from echelon.trainer.cli.main import main
 
@@ -99,7 +99,7 @@ def test_processes_that_fail_start_again_until_that_is_of_no_use(folder):
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(exit_code, error, code):
-    assert code_of_end(End(1, 2, 4711, exit_code, None if error is None else Failure.of(error))) == code
+    assert code_of_end(WorkerExit(1, 2, 4711, exit_code, None if error is None else Failure.of(error))) == code
 
 
 def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):

@@ -47,7 +47,7 @@ def test_mpirun():
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", PYTHON, MEMBER]
     found = members((words, {}))
     assert places(found) == [(0, 0, 0, 11.0), (1, 1, 0, 11.0)]
-    assert {seen["launcher"] for seen in found} == {"mpi"}
+    assert {seen["launcher"] for seen in found} == {"mpirun"}
     assert len({seen["main_port"] for seen in found}) == 1
 
 
@@ -117,4 +117,4 @@ def test_a_pod_for_each_process(nodes):
 
     found = members(*((node.command(PYTHON, MEMBER), pod(rank)) for rank, node in enumerate(nodes)))
     assert places(found) == [(0, 0, 0, 11.0), (1, 0, 1, 11.0)]
-    assert {seen["launcher"] for seen in found} == {"kubeflow"}
+    assert {seen["launcher"] for seen in found} == {"Kubeflow"}

@@ -71,11 +71,11 @@ def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"process_group_backend": "nccl"}, "process_group_backend='nccl' needs GPUs, found accelerator='cpu'"),
+        ({"process_group_backend": "nccl"}, "process_group_backend='nccl' needs GPUs, got accelerator='cpu'"),
         ({"process_group_backend": "mpi"}, "process_group_backend='mpi', but this build of torch .* use 'gloo'"),
         ({"process_group_backend": "glo"}, "Did you mean 'gloo'"),
-        ({"timeout": 30}, "timeout=30 is not possible; give a timedelta"),
-        ({"timout": None}, "'timout' is no setting of a strategy with processes. Did you mean 'timeout'"),
+        ({"timeout": 30}, "timeout must be a timedelta above zero, got 30; give timedelta"),
+        ({"timout": None}, "'timout' is not a setting of a strategy with processes. Did you mean 'timeout'"),
         ({"static_graph": True, "find_unused_parameters": True}, "exclude each other"),
         ({"comm_hook": "fp8"}, "comm_hook='fp8' is not known; choose one of fp16, bf16, powersgd"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True needs GPUs"),

@@ -148,7 +148,7 @@ def test_predictions_and_results_come_back_in_the_order_of_the_data(fitted):
 def test_what_cannot_travel_is_named(tmp_path):
     module = Late()
     module.lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"module\.lock \(lock\) cannot travel"):
+    with pytest.raises(ConfigError, match=r"module\.lock \(lock\) cannot be sent"):
         trainer_in(tmp_path).fit(module, Data())
 
 

@@ -163,10 +163,10 @@ def _check_nodes(options: argparse.Namespace) -> None:
 def _run_elastic(options: argparse.Namespace) -> int:
     from torch.distributed.run import determine_local_world_size
 
-    from ...strategies.launch.worker import threads_of_each
+    from ...strategies.launch.worker import threads_per_process
 
     num_processes = determine_local_world_size(options.nproc)
-    set_defaults({"OMP_NUM_THREADS": str(threads_of_each(num_processes))})
+    set_defaults({"OMP_NUM_THREADS": str(threads_per_process(num_processes))})
     return run_elastic(
         Program(options.program, tuple(options.arguments), options.module),
         num_processes=num_processes,
@@ -225,14 +225,14 @@ def _run_torchrun(words: list[str], arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import determine_local_world_size, parse_args, run
 
-    from ...strategies.launch.worker import threads_of_each
+    from ...strategies.launch.worker import threads_per_process
 
     rendezvous_handler_registry.register("echelon", _static_rendezvous)
     job = parse_args(words)
     job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
     try:
         # torchrun would give each process one thread, and say so in a banner
-        set_defaults({"OMP_NUM_THREADS": str(threads_of_each(determine_local_world_size(job.nproc_per_node)))})
+        set_defaults({"OMP_NUM_THREADS": str(threads_per_process(determine_local_world_size(job.nproc_per_node)))})
         run(job)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ...strategies.launch.agent import Agent
-    from ...strategies.launch.failures import End
-    from ...strategies.launch.worker import Job
+    from ...strategies.launch.failures import WorkerExit
+    from ...strategies.launch.worker import WorkerTask
 
 START_TIMEOUT: Final = timedelta(minutes=10)  # torchrun's
 
@@ -73,7 +73,7 @@ def run_elastic(
 
     agents: list[Agent] = []
 
-    def make_agent(job: Job) -> Agent:
+    def make_agent(job: WorkerTask) -> Agent:
         meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=START_TIMEOUT)
         policy = RestartPolicy(max_restarts, first_step_limit=None)
         limits = Limits(hang_timeout, has_beats=False)
@@ -105,12 +105,12 @@ def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
     return 0
 
 
-def _describe(cause: End, report: str | None) -> str:
+def _describe(cause: WorkerExit, report: str | None) -> str:
     shown = cause.failure.traceback if cause.failure is not None and not cause.failure.is_exit else ""
     return "\n".join(filter(None, [shown and f"\n{shown}", cause.describe(), report]))
 
 
-def code_of_end(cause: End) -> int:
+def code_of_end(cause: WorkerExit) -> int:
     """Return the exit code that a shell would report for the end of a worker."""
     if cause.failure is None:
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code

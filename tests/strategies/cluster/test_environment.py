@@ -1,10 +1,12 @@
-"""Which processes a run has, read from the variables that launchers document or, where they could be run, set."""
+"""Environment of a process, read from the variables that launchers document or, where they could be run, set."""
 
 import dataclasses
 
 import pytest
 
-from echelon.strategies.cluster.environment import Environment, first_host, reconcile
+from echelon.strategies.cluster.environment import Environment, reconcile
+from echelon.strategies.cluster.launchers import detect_environment
+from echelon.strategies.cluster.slurm import first_host
 from echelon.strategies.errors import ConfigError
 
 TORCHRUN = {
@@ -72,16 +74,16 @@ KUBEFLOW = {
     [
         ({}, Environment("none", 0, 0, 0, 1, 1, 1, "127.0.0.1", None, ("MASTER_ADDR", "NODE_RANK"))),
         (TORCHRUN, Environment("torchrun", 3, 1, 1, 4, 2, 2, "10.0.0.1", 29511)),
-        (SLURM, Environment("slurm", 5, 1, 2, 7, 2, 4, "node003", 19567)),
-        (OPEN_MPI, Environment("mpi", 1, 1, 0, 2, 2, 1, "127.0.0.1", 20611)),
-        (MPICH, Environment("mpi", 1, 1, 0, 2, 2, 1, "127.0.0.1", 29500)),
-        (RAY, Environment("ray", 1, 1, 0, 2, 2, 1, "192.0.2.2", 33069)),
-        (KUBEFLOW, Environment("kubeflow", 1, 0, 1, 3, 1, 3, "job-master-0", 23456)),
+        (SLURM, Environment("srun", 5, 1, 2, 7, 2, 4, "node003", 19567)),
+        (OPEN_MPI, Environment("mpirun", 1, 1, 0, 2, 2, 1, "127.0.0.1", 20611)),
+        (MPICH, Environment("mpirun", 1, 1, 0, 2, 2, 1, "127.0.0.1", 29500)),
+        (RAY, Environment("Ray Train", 1, 1, 0, 2, 2, 1, "192.0.2.2", 33069)),
+        (KUBEFLOW, Environment("Kubeflow", 1, 0, 1, 3, 1, 3, "job-master-0", 23456)),
     ],
     ids=["none", "torchrun", "slurm", "open-mpi", "mpich", "ray", "kubeflow"],
 )
 def test_each_launcher_is_known_by_its_variables(environ, expected):
-    found = Environment.detect(environ)
+    found = detect_environment(environ)
     assert found == expected
     assert found.is_external == bool(environ)
 
@@ -90,12 +92,12 @@ def test_each_launcher_is_known_by_its_variables(environ, expected):
     ("environ", "launcher", "rank"),
     [
         ({**SLURM, **KUBEFLOW, **TORCHRUN}, "torchrun", 3),
-        ({**SLURM, **RAY}, "ray", 1),
-        ({**SLURM, "SLURM_PROCID": "0", **OPEN_MPI}, "mpi", 1),
-        ({**SLURM, **MPICH}, "mpi", 1),
-        ({**SLURM, "PMI_RANK": "0", "PMI_SIZE": "9"}, "slurm", 5),
-        ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "7"}, "slurm", 5),
-        ({**KUBEFLOW, **OPEN_MPI}, "mpi", 1),
+        ({**SLURM, **RAY}, "Ray Train", 1),
+        ({**SLURM, "SLURM_PROCID": "0", **OPEN_MPI}, "mpirun", 1),
+        ({**SLURM, **MPICH}, "mpirun", 1),
+        ({**SLURM, "PMI_RANK": "0", "PMI_SIZE": "9"}, "srun", 5),
+        ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "7"}, "srun", 5),
+        ({**KUBEFLOW, **OPEN_MPI}, "mpirun", 1),
         ({**KUBEFLOW, **TORCHRUN}, "torchrun", 3),
     ],
     ids=[
@@ -110,7 +112,7 @@ def test_each_launcher_is_known_by_its_variables(environ, expected):
     ],
 )
 def test_the_innermost_launcher_counts(environ, launcher, rank):
-    found = Environment.detect(environ)
+    found = detect_environment(environ)
     assert (found.launcher, found.rank) == (launcher, rank)
 
 
@@ -135,11 +137,11 @@ ONE_TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLU
     ids=["salloc", "sbatch", "interactive step", "srun bash", "named so", "srun --pty", "srun -n 7 --pty bash"],
 )
 def test_a_shell_on_a_slurm_cluster_is_no_launcher(environ):
-    assert Environment.detect(environ).launcher == "none"
+    assert detect_environment(environ).launcher == "none"
 
 
 def test_tasks_that_srun_starts_from_the_shell_of_salloc_belong_together():
-    assert Environment.detect({**SLURM, "SLURM_JOB_NAME": "interactive"}).world_size == 7
+    assert detect_environment({**SLURM, "SLURM_JOB_NAME": "interactive"}).world_size == 7
 
 
 @pytest.mark.parametrize(
@@ -160,45 +162,45 @@ def test_the_first_host_of_a_node_list(nodes, first):
 
 def test_slurm_without_counts_by_node_divides_its_tasks():
     environ = without(SLURM, "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
-    found = Environment.detect({**environ, "SLURM_NTASKS": "8", "SLURM_NNODES": "4"})
+    found = detect_environment({**environ, "SLURM_NTASKS": "8", "SLURM_NNODES": "4"})
     assert (found.world_size, found.local_world_size, found.num_nodes) == (8, 2, 4)
-    found = Environment.detect({**environ, "SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "2"})
+    found = detect_environment({**environ, "SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "2"})
     assert (found.world_size, found.local_world_size, found.num_nodes) == (6, 2, 3)
 
 
 def test_slurm_on_one_node_meets_on_loopback_and_two_steps_do_not_meet():
     one_node = {**SLURM, "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "7"}
-    first, second = Environment.detect(one_node), Environment.detect({**one_node, "SLURM_STEP_ID": "1"})
+    first, second = detect_environment(one_node), detect_environment({**one_node, "SLURM_STEP_ID": "1"})
     assert first.main_address == "127.0.0.1"
     assert first.main_port != second.main_port
 
 
 @pytest.mark.parametrize("environ", [SLURM, OPEN_MPI, MPICH], ids=["slurm", "open-mpi", "mpich"])
 def test_the_users_meeting_point_wins(environ):
-    found = Environment.detect({**environ, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "4000"})
+    found = detect_environment({**environ, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "4000"})
     assert (found.main_address, found.main_port) == ("10.1.1.1", 4000)
 
 
 def test_jobs_of_mpirun_that_run_at_once_have_ports_of_their_own():
-    ports = {Environment.detect({**OPEN_MPI, "PMIX_NAMESPACE": f"{job << 16 | 1}"}).main_port for job in range(50)}
+    ports = {detect_environment({**OPEN_MPI, "PMIX_NAMESPACE": f"{job << 16 | 1}"}).main_port for job in range(50)}
     assert len(ports) == 50
     assert all(15000 <= port < 25000 for port in ports)
 
 
 def test_mpirun_on_two_nodes():
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
-    found = Environment.detect(environ)
+    found = detect_environment(environ)
     assert (found.rank, found.local_rank, found.node_rank, found.num_nodes) == (3, 1, 1, 2)
 
 
 def test_variables_set_by_hand_need_no_torchrun():
-    found = Environment.detect(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE"))
-    assert found == Environment.detect(TORCHRUN)
+    found = detect_environment(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE"))
+    assert found == detect_environment(TORCHRUN)
 
 
 def test_ray_may_place_different_numbers_of_workers():
     environ = {**RAY, "RANK": "5", "LOCAL_RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "2"}
-    assert Environment.detect(environ).num_nodes == 3
+    assert detect_environment(environ).num_nodes == 3
 
 
 @pytest.mark.parametrize(
@@ -221,43 +223,43 @@ def test_ray_may_place_different_numbers_of_workers():
 )
 def test_contradictory_and_incomplete_variables_are_errors(environ, message):
     with pytest.raises(ConfigError, match=message):
-        Environment.detect(environ)
+        detect_environment(environ)
 
 
 def test_a_world_of_one_by_hand_is_one_process():
     environ = {**without(KUBEFLOW, "KUBERNETES_PORT"), "RANK": "0", "WORLD_SIZE": "1"}
-    assert not Environment.detect(environ).is_external
+    assert not detect_environment(environ).is_external
 
 
 # --- what the user asks for -------------------------------------------------------------------------------------------
 
 
 def test_nobody_else_starts_the_processes_that_were_asked_for():
-    found = reconcile(Environment.detect({}), 4, None)
+    found = reconcile(detect_environment({}), 4, None)
     assert (found.rank, found.world_size, found.local_world_size, found.num_nodes) == (0, 4, 4, 1)
-    assert reconcile(Environment.detect({}), None, None).world_size == 1
+    assert reconcile(detect_environment({}), None, None).world_size == 1
 
 
 STATIC = {"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1"}
 
 
 def test_nodes_that_are_started_one_by_one():
-    found = reconcile(Environment.detect(STATIC), 3, 2)
+    found = reconcile(detect_environment(STATIC), 3, 2)
     assert found == Environment("none", 3, 0, 1, 6, 3, 2, "10.0.0.1", 29500)
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7", "GROUP_RANK": "0"}
-    found = reconcile(Environment.detect(environ), 3, 2)
+    found = reconcile(detect_environment(environ), 3, 2)
     assert (found.rank, found.main_port) == (0, 7)
 
 
 def test_a_run_on_one_machine_meets_on_loopback_at_any_port():
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
-    found = reconcile(Environment.detect(environ), 2, 1)
+    found = reconcile(detect_environment(environ), 2, 1)
     assert (found.main_address, found.main_port) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, KUBEFLOW, RAY], ids=["torchrun", "kubeflow", "ray"])
 def test_numbers_that_the_user_leaves_open_are_the_launchers(environ):
-    found = Environment.detect(environ)
+    found = detect_environment(environ)
     assert reconcile(found, None, None) is found
     assert reconcile(found, found.local_world_size, found.num_nodes) is found
 
@@ -278,7 +280,7 @@ def test_numbers_that_the_user_leaves_open_are_the_launchers(environ):
 )
 def test_contradictions_name_both_numbers(environ, devices, nodes, message):
     with pytest.raises(ConfigError, match=message):
-        reconcile(Environment.detect(environ), devices, nodes)
+        reconcile(detect_environment(environ), devices, nodes)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +293,9 @@ def test_contradictions_name_both_numbers(environ, devices, nodes, message):
     ],
 )
 def test_one_line_describes_the_processes(environ, line):
-    assert Environment.detect(environ).describe() == line
+    assert detect_environment(environ).describe() == line
 
 
 def test_an_environment_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Environment.detect({}).rank = 1
+        detect_environment({}).rank = 1

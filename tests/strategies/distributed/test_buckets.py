@@ -1,8 +1,8 @@
-"""How a nested structure is joined into few tensors, and taken apart again."""
+"""Joining the tensors of a nested structure into buckets, and splitting them again."""
 
 import torch
 
-from echelon.strategies.distributed.buckets import join, joined
+from echelon.strategies.distributed.buckets import join, map_joined
 from echelon.strategies.distributed.nested import named_leaves, with_leaves
 
 
@@ -13,16 +13,16 @@ def test_small_tensors_of_one_type_go_as_one_and_large_ones_alone():
     buckets = list(join(tensors))
     assert [len(bucket.indices) for bucket in buckets] == [100, 2, 1, 1]
     assert buckets[1].flat.tolist() == [0, 3, 1, 4, 2, 5, 7]
-    assert all(bucket.flat.data_ptr() != large.data_ptr() for bucket in buckets)  # `run` may overwrite them
+    assert all(bucket.flat.data_ptr() != large.data_ptr() for bucket in buckets)  # a function may overwrite them
 
-    doubled = joined(tensors, lambda flat: flat.mul_(2))
+    doubled = map_joined(tensors, lambda flat: flat.mul_(2))
     for result, tensor in zip(doubled, tensors, strict=True):
         assert torch.equal(result.reshape(tensor.shape), 2 * tensor)
         assert result.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def test_parts_of_the_first_dimension_lie_together():
-    [bucket] = join([torch.arange(4), torch.arange(10, 18).reshape(4, 2)], num_lines=2)
+    [bucket] = join([torch.arange(4), torch.arange(10, 18).reshape(4, 2)], num_rows=2)
     assert bucket.flat.tolist() == [0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17]
 
 

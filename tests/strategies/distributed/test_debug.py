@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies import DDPStrategy
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import CollectiveError
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def checked_collectives(seconds):
-    group = ProcessGroup(Environment.detect(), CPU, check_collectives=True, timeout=timedelta(seconds=seconds))
+    group = ProcessGroup(detect_environment(), CPU, check_collectives=True, timeout=timedelta(seconds=seconds))
     group.join()
     return group, Collectives(group, CPU)
 
@@ -100,6 +101,19 @@ def test_a_disagreement_is_an_error_with_a_table_on_every_rank():
     assert "all_gather" in order and "barrier" in order
     assert "differ in the line that calls" in place
     assert "float32[2] +grad" in gradient
+
+
+def disagree_through_the_strategy():
+    strategy = DDPStrategy()
+    _, strategy.collectives = checked_collectives(20)
+    with pytest.raises(CollectiveError) as caught:
+        strategy.all_reduce(torch.ones(1 + strategy.collectives.rank))
+    return str(caught.value)
+
+
+def test_the_line_that_calls_the_strategy_is_shown():
+    for error in run_ranks(disagree_through_the_strategy, 2):
+        assert error.count(os.path.basename(__file__)) == 2 and "strategy.py" not in error
 
 
 def stay_away():

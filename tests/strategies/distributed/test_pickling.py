@@ -1,4 +1,4 @@
-"""What travels between processes, and what is said of that which cannot."""
+"""Pickling between processes, and the error for what cannot be pickled."""
 
 import functools
 import importlib.util
@@ -30,6 +30,10 @@ class Net(nn.Module):
 LOCK = threading.Lock()
 
 
+def enclosed(lock):
+    return lambda: lock
+
+
 @pytest.mark.parametrize(
     ("root", "path"),
     [
@@ -38,6 +42,7 @@ LOCK = threading.Lock()
         (functools.partial(print, 1, key=LOCK), "it.keywords['key']"),
         (Holder(lock=LOCK).method, "it.lock"),
         (lambda: LOCK, "LOCK"),
+        (enclosed(LOCK), "lock"),
         (LOCK, "it"),
     ],
 )
@@ -64,7 +69,7 @@ def test_what_travels_has_no_culprit():
 
 def test_the_error_names_the_part_and_what_to_do():
     with pytest.raises(
-        ConfigError, match=r"module\.lock \(lock\) cannot travel between processes: .*; create it in set"
+        ConfigError, match=r"module\.lock \(lock\) cannot be sent to other processes: .*; create it in set"
     ):
         pack(Holder(lock=LOCK).method, parts={"module": Holder(lock=LOCK)})
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.testing import run_ranks
@@ -29,7 +29,7 @@ def unused_port():
 
 
 def join_twice():
-    environment = Environment.detect()
+    environment = detect_environment()
     group = ProcessGroup(environment, CPU)
     group.join()
     again = ProcessGroup(environment, CPU)
@@ -42,7 +42,7 @@ def join_twice():
 
 
 def join_as_three():
-    environment = replace(Environment.detect(), world_size=3)
+    environment = replace(detect_environment(), world_size=3)
     try:
         ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=2)).join()
     except ProcessError as error:
@@ -61,7 +61,7 @@ def test_ranks_that_do_not_come_are_named():
 
 def test_a_store_that_cannot_be_opened_is_named(unused_port):
     environment = replace(
-        Environment.detect({}), launcher="slurm", rank=1, world_size=2, main_port=unused_port, num_nodes=1
+        detect_environment({}), launcher="srun", rank=1, world_size=2, main_port=unused_port, num_nodes=1
     )
     with pytest.raises(ProcessError, match=f"Rank 1 cannot reach the store of the run at 127.0.0.1:{unused_port}"):
         ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=1)).join()
@@ -69,7 +69,7 @@ def test_a_store_that_cannot_be_opened_is_named(unused_port):
 
 def test_a_port_that_is_taken_is_named(taken_port):
     environment = replace(
-        Environment.detect({}), launcher="slurm", rank=0, world_size=2, main_port=taken_port, num_nodes=1
+        detect_environment({}), launcher="srun", rank=0, world_size=2, main_port=taken_port, num_nodes=1
     )
     with pytest.raises(ProcessError, match=f"Rank 0 cannot open the store of the run at 127.0.0.1:{taken_port}"):
         ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=1)).join()

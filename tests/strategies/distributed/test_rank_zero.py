@@ -1,4 +1,4 @@
-"""What only rank 0 does, or does first, on real ranks."""
+"""Blocks and functions that only rank 0 runs, or runs first, on real ranks."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
 from echelon.strategies.errors import ProcessError, RunError
@@ -39,7 +39,7 @@ def use_before_and_after_joining(folder):
     too_early = "among 3 processes needs their process group, which they have not joined yet"
     with pytest.raises(RunError, match=too_early), rank_zero_first():
         pass
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     after = where("after", number=2), where_or_default()
     return before, after, *take_turns(folder, group)
@@ -75,4 +75,4 @@ def test_rank_zero_goes_first_and_alone_decides(tmp_path):
     assert zero[:3] == ((("before", 1), "here"), (("after", 2), "here"), [False] * 3)
     for other in others:
         assert other[:3] == ((None, "elsewhere"), (None, "elsewhere"), [True] * 3)
-        assert other[3].endswith("so that this one cannot go on: OSError: disk full")
+        assert other[3].endswith("failed in rank_zero_first; see its output: OSError: disk full")

@@ -1,6 +1,7 @@
 """Functions run in new processes: results, errors, signals and sockets of real ones."""
 
 import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -19,8 +20,9 @@ import torch.distributed as dist
 
 from echelon.strategies.cluster.environment import Environment
 from echelon.strategies.errors import ConfigError, ProcessError
+from echelon.strategies.launch.agent import PRELOADED
 from echelon.strategies.launch.failures import RankTraceback
-from echelon.strategies.launch.launcher import fixed_agents, launch
+from echelon.strategies.launch.launcher import launch, static_agents
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MINUTE = timedelta(minutes=1)
@@ -28,7 +30,7 @@ MINUTE = timedelta(minutes=1)
 
 def launched(function, num_processes=2, **options):
     alone = Environment("none", 0, 0, 0, num_processes, num_processes, 1, "127.0.0.1", None)
-    return launch(function, fixed_agents(num_processes, alone, MINUTE), is_local=True, **options)
+    return launch(function, static_agents(num_processes, alone, MINUTE), is_local=True, **options)
 
 
 def rank():
@@ -84,7 +86,7 @@ PROGRAM = """
 import torch
 from datetime import timedelta
 from echelon.strategies.cluster.environment import Environment
-from echelon.strategies.launch.launcher import fixed_agents, launch
+from echelon.strategies.launch.launcher import static_agents, launch
 
 class Net(torch.nn.Module):
     scale = 2
@@ -118,7 +120,7 @@ def fail():
 
 def start(function):
     alone = Environment("none", 0, 0, 0, 2, 2, 1, "127.0.0.1", None)
-    return launch(function, fixed_agents(2, alone, timedelta(minutes=1)), is_local=True)
+    return launch(function, static_agents(2, alone, timedelta(minutes=1)), is_local=True)
 
 method, net = Net.doubled, Net()
 for _ in range(2):
@@ -140,6 +142,10 @@ def test_a_plain_program_needs_no_guard_and_its_own_classes_travel(tmp_path, fil
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["caught 3", "began once [50.0, 50.0, 50.0]"]
+
+
+def test_each_module_that_the_fork_server_imports_exists():
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
 def test_workers_write_where_the_caller_writes_now(capfd):
@@ -168,13 +174,13 @@ def test_what_cannot_travel_is_named():
             pass
 
     module = Module()
-    with pytest.raises(ConfigError, match=r"^module\.files\['log'\] \(TextIOWrapper\) cannot travel .*setup\(\)"):
+    with pytest.raises(ConfigError, match=r"^module\.files\['log'\] \(TextIOWrapper\) cannot be sent .*setup\(\)"):
         launched(module.train, parts={"module": module})
     module.files["log"].close()
 
 
 def test_a_result_that_cannot_travel_is_an_error():
-    with pytest.raises(ConfigError, match=r"result\[1\] \(generator\) cannot travel"):
+    with pytest.raises(ConfigError, match=r"result\[1\] \(generator\) cannot be sent"):
         launched(lambda: [1, (i for i in range(3))], 1)
 
 
@@ -301,7 +307,7 @@ def test_a_second_signal_kills(tmp_path):
 def test_a_signal_that_comes_before_there_is_an_agent_is_not_lost(tmp_path):
     def make_agent(job):
         os.kill(os.getpid(), signal.SIGTERM)
-        return fixed_agents(1, Environment("none", 0, 0, 0, 1, 1, 1, "127.0.0.1", None), MINUTE)(job)
+        return static_agents(1, Environment("none", 0, 0, 0, 1, 1, 1, "127.0.0.1", None), MINUTE)(job)
 
     with pytest.raises(SystemExit):
         launch((tmp_path / "has_run").touch, make_agent, is_local=True)
@@ -405,7 +411,7 @@ def test_a_node_that_does_not_come_is_named(node_rank, missing):
     port = free_port()
     environment = of_two_nodes(node_rank, port)
     with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not come to 127.0.0.1:{port} within 0.3 s"):
-        launch(rank, fixed_agents(1, environment, timedelta(seconds=0.3)), is_local=False)
+        launch(rank, static_agents(1, environment, timedelta(seconds=0.3)), is_local=False)
 
 
 def test_a_signal_ends_the_wait_for_other_nodes():
@@ -418,7 +424,7 @@ def test_a_signal_ends_the_wait_for_other_nodes():
     interrupter = threading.Thread(target=interrupt_once_handled)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        launch(rank, fixed_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
+        launch(rank, static_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
     interrupter.join()
 
 
@@ -428,4 +434,4 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ProcessError, match=rf"cannot listen on 127.0.0.1:{port} .*MASTER_PORT to a free port"):
-            launch(rank, fixed_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
+            launch(rank, static_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)

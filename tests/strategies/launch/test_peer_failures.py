@@ -1,29 +1,29 @@
 import torch
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.launch.peer_failures import last_words
+from echelon.strategies.launch.peer_failures import blame_peer
 from echelon.testing import run_ranks
 
 LOST = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4321")
 
 
 def joined():
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     return group
 
 
 def one_fails():
     group = joined()
-    found = last_words(group, ValueError("unwell") if group.rank == 1 else LOST)
+    found = blame_peer(group, ValueError("unwell") if group.rank == 1 else LOST)
     torch.distributed.barrier()
     return None if found is None else str(found)
 
 
 def one_is_silent():
     group = joined()
-    found = None if group.rank == 2 else last_words(group, LOST)
+    found = None if group.rank == 2 else blame_peer(group, LOST)
     torch.distributed.barrier()
     return None if found is None else str(found)
 
@@ -35,8 +35,8 @@ def test_the_rank_that_failed_is_named_by_those_that_lost_it():
     assert "rank 1 failed with ValueError: unwell" in third
 
 
-def test_a_rank_that_left_without_a_word_is_named():
+def test_a_rank_that_left_without_an_error_is_named():
     first, second, third = run_ranks(one_is_silent, 3, timeout=60.0)
-    assert "rank 2 ended without a word" in first
-    assert "rank 2 ended without a word" in second
+    assert "rank 2 ended without an error" in first
+    assert "rank 2 ended without an error" in second
     assert third is None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import CheckpointError
 from echelon.strategies.state.sharded import Sharded
@@ -31,7 +31,7 @@ def dealt(step: int, rank: int) -> dict[str, Any]:
 
 def save_while_reducing(folder: str) -> dict[str, Any]:
     """Save again and again while the default group is in use; then with a full disk on rank 1; then without."""
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     rank, path = group.rank, Path(folder)
     writer = make_writer(group, is_async=True)
@@ -84,7 +84,7 @@ def save_dtensors(folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     flat = init_device_mesh("cpu", (4,))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))

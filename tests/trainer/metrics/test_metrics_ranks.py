@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.strategies.cluster.environment import Environment
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import EchelonError
@@ -29,7 +29,7 @@ DEFAULTS = {
 
 def joined():
     """Join the group of all ranks; return the collectives, which is all of a strategy that metrics ask."""
-    group = ProcessGroup(Environment.detect(), torch.device("cpu"))
+    group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     return Collectives(group, torch.device("cpu"))
 

@@ -1,0 +1,42 @@
+"""Variables of torchrun, which `echelon launch` and the workers of `fit` have, too; or of a user who sets them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .environment import LOOPBACK, Environment
+from .variables import first_number, has_all, number
+
+
+def read_torchrun(environ: Mapping[str, str]) -> Environment | None:
+    """Return the environment of a process that torchrun started; None for others."""
+    if "TORCHELASTIC_RUN_ID" in environ or has_torch_variables(environ):
+        return read_torch_variables(environ, "torchrun")
+    return None
+
+
+def has_torch_variables(environ: Mapping[str, str]) -> bool:
+    """Return whether all variables are set that torch documents for a process of a run."""
+    return has_all(environ, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read_torch_variables(environ: Mapping[str, str], launcher: str) -> Environment:
+    """Return the environment that torch's variables describe."""
+    rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    local_world_size = number(environ, "LOCAL_WORLD_SIZE") or 1
+    node_rank = first_number(environ, "GROUP_RANK", "NODE_RANK")
+    if node_rank is None:
+        node_rank = rank // local_world_size
+    # Ray sets none of these; if its nodes have different numbers of workers, this is a lower bound
+    num_nodes = first_number(environ, "GROUP_WORLD_SIZE") or max(node_rank + 1, -(-world_size // local_world_size))
+    return Environment(
+        launcher=launcher,
+        rank=rank,
+        local_rank=number(environ, "LOCAL_RANK"),
+        node_rank=node_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        num_nodes=num_nodes,
+        main_address=environ.get("MASTER_ADDR") or LOOPBACK,
+        main_port=number(environ, "MASTER_PORT"),
+    )

@@ -1,0 +1,35 @@
+"""Functions that read numbers from the variables of a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import ConfigError
+
+
+def has_all(environ: Mapping[str, str], *names: str) -> bool:
+    """Return whether all of these variables are set, and not empty."""
+    return all(environ.get(name) for name in names)
+
+
+def number(environ: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable.
+
+    Raises:
+        ConfigError: if it is not set, or not a number.
+    """
+    text = environ.get(name, "")
+    if not text.isascii() or not text.isdigit():
+        problem = f"{name}={text!r} is not a number" if text else f"{name} is not set"
+        raise ConfigError(f"{problem}, but other variables of the same launcher are; set it, or unset the others.")
+    return int(text)
+
+
+def first_number(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the number in the first of these variables that is set; None if none is."""
+    return next((number(environ, name) for name in names if environ.get(name)), None)
+
+
+def job_port(job: int) -> int:
+    """Return a port that all processes of a job derive from its id, below those that kernels give to connections."""
+    return 15000 + job % 10000

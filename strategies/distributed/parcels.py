@@ -1,0 +1,119 @@
+"""Parcels that send nested structures of any kind: their tensors, and everything else as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunError
+from . import pickling
+from .nested import map_tensors, named_leaves
+from .tensor_collectives import as_bytes
+
+
+class TensorSlot:
+    """Place of a tensor in a structure; not a dataclass, because those are walked."""
+
+    def __init__(self, tensor: Tensor, *, requires_grad: bool, holds_content: bool) -> None:
+        self.shape, self.dtype, self.is_cpu = tensor.shape, tensor.dtype, tensor.device.type == "cpu"
+        self.requires_grad = requires_grad
+        # torch's own pickling cannot write float8 (2.14), and would put a tensor on the GPU of the sender
+        self._content = as_bytes(tensor.detach().cpu().reshape(-1)).numpy().tobytes() if holds_content else b""
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a tensor to receive into, on `device` unless the sender's was on the CPU."""
+        place = torch.device("cpu") if self.is_cpu else device
+        return torch.empty(self.shape, dtype=self.dtype, device=place, requires_grad=self.requires_grad)
+
+    def read(self, device: torch.device) -> Tensor:
+        """Return the tensor, if the slot holds its content."""
+        tensor = self.empty(device)
+        if self._content:
+            content = torch.frombuffer(bytearray(self._content), dtype=torch.uint8)
+            as_bytes(tensor.reshape(-1)).copy_(content)
+        return tensor
+
+
+class _SendError:
+    """Message in place of a structure that could not be sent."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Nested structure in two parts: a pickled skeleton with slots, and the tensors of these slots.
+
+    A structure that cannot be pickled is an error on every rank: the bytes hold the error then, so that no rank waits
+    in vain.
+    """
+
+    payload: bytes
+    skeleton: Any = None
+    tensors: Sequence[Tensor] = ()
+    error: Exception | None = None
+
+    @classmethod
+    def pack(cls, data: Any, rank: int, *, keeps_gradients: bool = False, is_whole: bool = False) -> Self:
+        """Return a structure ready to be sent by `rank`; with `is_whole`, its tensors are among the bytes."""
+        tensors: list[Tensor] = []
+        keeps_gradients = keeps_gradients and torch.is_grad_enabled()
+
+        def take(tensor: Tensor) -> Any:
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+                return tensor  # sparse tensors and subclasses are pickled, too
+            tensors.append(tensor if keeps_gradients else tensor.detach())
+            return TensorSlot(tensor, requires_grad=keeps_gradients and tensor.requires_grad, holds_content=is_whole)
+
+        try:
+            skeleton = map_tensors(take, data)
+            return cls(pickling.pack(skeleton, "data"), skeleton, tensors)
+        except Exception as error:  # noqa: BLE001 - a user's __reduce__ or __post_init__ may raise anything
+            return cls.refuse(
+                RunError(
+                    f"Rank {rank} cannot send {type(data).__name__}: {error} Give tensors, numbers, strings and "
+                    "structures of them, or other objects that can be pickled."
+                )
+            )
+
+    @classmethod
+    def refuse(cls, error: Exception) -> Self:
+        """Return a parcel that raises an error where it is unpacked."""
+        return cls(pickling.pack(_SendError(str(error))), error=error)
+
+    def raise_if_refused(self) -> None:
+        """Raise the error that kept the structure from being packed; to be called once the bytes are sent."""
+        if self.error is not None:
+            raise self.error
+
+
+def unpack(payload: bytes) -> Any:
+    """Return the skeleton of a parcel from its bytes.
+
+    Raises:
+        RunError: if the sender could not pack the structure.
+    """
+    skeleton = pickling.unpack(payload)
+    if isinstance(skeleton, _SendError):
+        raise RunError(f"Nothing was received; see the error of the sender: {skeleton.text}")
+    return skeleton
+
+
+def slots(skeleton: Any) -> list[TensorSlot]:
+    """Return the slots of a skeleton, in order."""
+    return [leaf for _, leaf in named_leaves(skeleton) if isinstance(leaf, TensorSlot)]
+
+
+def fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the structure with a tensor in each slot, reshaped to the slot's shape."""
+    new = iter(tensors)
+    return map_tensors(
+        lambda tensor: tensor,
+        skeleton,
+        lambda leaf: next(new).reshape(leaf.shape) if isinstance(leaf, TensorSlot) else leaf,
+    )
