@@ -164,7 +164,7 @@ class MemorySnapshots:
         assert self._beside is not None
         ranks = self._beside.collectives
         try:
-            contributions = ranks.gather(contribution)
+            contributions = ranks.gather(contribution) or ()  # none but on rank 0, which assembles them
             index, transfers = ranks.on_first_rank(partial(self._assemble, draft, contributions, describe))
             self._finish(draft, index, transfers)
         except EchelonError:

@@ -9,8 +9,9 @@ import time
 import pytest
 from torch.distributed import HashStore
 
+from echelon.strategies.distributed.noticeboard import Noticeboard
 from echelon.strategies.errors import ConfigError
-from echelon.strategies.resilience.fault_marks import FileMarks, StoreMarks
+from echelon.strategies.resilience.fault_marks import FileMarks, NoticeMarks
 from echelon.strategies.resilience.faults import Chaos, Event, RandomFaults
 
 
@@ -109,7 +110,7 @@ def test_a_name_is_claimed_once(tmp_path, kind):
     store = HashStore()
 
     def marks():  # each worker has its own
-        return FileMarks(tmp_path) if kind == "files" else StoreMarks(store)
+        return FileMarks(tmp_path) if kind == "files" else NoticeMarks(Noticeboard(store, "run"))
 
     assert marks().time_of("random-0") is None
     before = time.time()
@@ -120,12 +121,12 @@ def test_a_name_is_claimed_once(tmp_path, kind):
     assert marks().time_of("random-0") < time.time() + 0.1
     assert marks().claim("event-0")
     if kind == "files":
-        assert sorted(os.listdir(tmp_path)) == ["chaos-event-0", "chaos-random-0"]
+        assert sorted(os.listdir(tmp_path)) == ["fault-event-0", "fault-random-0"]
 
 
 @pytest.mark.parametrize("kind", ["files", "store"])
 def test_of_many_that_claim_at_once_one_gets_it(tmp_path, kind):
-    marks = FileMarks(tmp_path) if kind == "files" else StoreMarks(HashStore())
+    marks = FileMarks(tmp_path) if kind == "files" else NoticeMarks(Noticeboard(HashStore(), "run"))
     names = [f"event-{number}" for number in range(50)]
     won = []
     threads = [
