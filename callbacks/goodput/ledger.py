@@ -94,7 +94,7 @@ class PeriodRecord:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """Return the record that a line holds."""
-        parts = {name: _time(fields[name]) for name in PARTS if name in fields}
+        parts: dict[str, int] = {name: _time(fields[name]) for name in PARTS if name in fields}
         first, last = _count(fields["from"]), _count(fields["to"])
         if last < first:
             raise ValueError(f"from={first} must not be above to={last}; skip this line.")

@@ -1,4 +1,4 @@
-"""IntervalClock: whether a span of time has passed, the same answer on every rank."""
+"""IntervalClock: tells whether an interval has passed, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..run import Run
 
 
 class IntervalClock:
-    """Whether an interval has passed on rank 0, without asking rank 0 at every step."""
+    """Tells whether an interval has passed on rank 0, without a collective at every step."""
 
     def __init__(self, interval: timedelta | None) -> None:
         self._seconds = interval.total_seconds() if interval is not None else math.inf
@@ -21,9 +21,9 @@ class IntervalClock:
         self._began, self._began_at, self._next_look = time.monotonic(), step, step
 
     def is_over(self, trainer: Run) -> bool:
-        """Return what rank 0's clock says; if so, begin anew. Collective where it looks: at the same steps on each.
+        """Return whether the interval has passed on rank 0; if so, begin the next. Collective, at some of the steps.
 
-        It looks again after half of the steps that would fill the rest of the interval at the pace so far.
+        Ranks ask rank 0 again after half of the steps that would fill the rest of the interval at the pace so far.
         """
         step = trainer.global_step
         if step < self._next_look:

@@ -1,4 +1,4 @@
-"""torch's dynamic rendezvous with shorter waits, and with a check of its state before it is unpickled."""
+"""The dynamic rendezvous of torch with shorter waits, and with a check of its state before it is unpickled."""
 
 from __future__ import annotations
 

@@ -180,14 +180,13 @@ class MemorySnapshots:
         self, draft: Draft, contributions: Sequence[Contribution], describe: Describe
     ) -> tuple[SnapshotIndex, list[FileTransfer]]:
         """Return, on rank 0, the index of a snapshot, and the transfers by which each file comes to a second node."""
-        refusal = f"The snapshot of step {draft.step} in memory is not taken"
         for rank, contribution in enumerate(contributions):
             if contribution.error:
-                raise CheckpointError(f"{refusal}: {contribution.error} (On rank {rank}.)")
+                raise _refusal(draft, rank, contribution.error)
         try:
             described = describe([contribution.content for contribution in contributions])
         except Exception as error:
-            raise CheckpointError(f"{refusal}: {error}") from error
+            raise _refusal(draft, 0, error) from error
         first = replace(contributions[0], files={**contributions[0].files, **described})
         files, transfers = _place([first, *contributions[1:]], self.nodes)
         sources = [list(contribution.sources) for contribution in contributions]
@@ -231,6 +230,10 @@ class MemorySnapshots:
             path.unlink(missing_ok=True)
         if self.is_first:
             _keep_only(self.folder, (self._slot, self._other_slot))
+
+
+def _refusal(draft: Draft, rank: int, error: object) -> CheckpointError:
+    return CheckpointError(f"The snapshot of step {draft.step} in memory is not taken; see rank {rank}: {error}")
 
 
 def _place(

@@ -221,7 +221,7 @@ def is_listening(port):
 
 
 def test_no_store():
-    told = r"There is no store at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
+    told = r"There is no store for the rendezvous at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
     with pytest.raises(ProcessError, match=told):
         reach_store("127.0.0.2", 1, timedelta(seconds=0.1))
 
@@ -231,7 +231,10 @@ def test_clocks_that_differ(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     check_clock(store)
     store.set(CLOCK, str(time.time() + 7.0))
-    with pytest.raises(ConfigError, match=r"The clock of this machine is -[67]\.\d s from .* set them by NTP"):
+    with pytest.raises(
+        ConfigError,
+        match=r"The clock of this machine must agree with .*, got a difference of -[67]\.\d s; set the clocks by NTP",
+    ):
         check_clock(store)
 
 
