@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
@@ -45,21 +45,8 @@ class StartRecord:
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the line."""
-        ends = [
-            {"round": end.round, "rank": end.rank, "step": end.step}
-            | {"time": round(end.time, 6), "kind": end.kind, "cause": end.cause}
-            for end in self.ends
-        ]
-        return {
-            "kind": "start",
-            "time": _seconds(self.time),
-            "process_start": _seconds(self.process_start),
-            "round": self.round,
-            "world_size": self.world_size,
-            "step": self.step,
-            "is_resumed": self.is_resumed,
-            "ends": ends,
-        }
+        times = {"time": _seconds(self.time), "process_start": _seconds(self.process_start)}
+        return {"kind": "start", **asdict(self), **times}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -111,7 +98,7 @@ class EndRecord:
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the line."""
-        return {"kind": "end", "time": _seconds(self.time), "status": self.status, "cause": self.cause}
+        return {"kind": "end", **asdict(self), "time": _seconds(self.time)}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
