@@ -31,7 +31,14 @@ _WORD = 2.0  # seconds in which the fork server tells how a worker has ended tha
 _UNKNOWN = 255  # what multiprocessing says of a process whose fork server is gone
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for workers of which another failed
 # torch._dynamo is imported by the first optimizer, and costs a second
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.optim", "cloudpickle", "echelon", f"{__package__}.preloaded")
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "cloudpickle",
+    "echelon",
+    f"{__package__}.forkserver_preload",
+)
 
 
 class Agent(LocalElasticAgent):
