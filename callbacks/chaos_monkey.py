@@ -1,4 +1,4 @@
-"""ChaosMonkey: carries out, in each worker, the faults that a run is to suffer on purpose."""
+"""ChaosMonkey: injects faults into the workers of a run."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torch import nn
 
 from ..strategies.errors import ConfigError
 from ..strategies.resilience.fault_marks import FileMarks, Marks
-from ..strategies.resilience.faults import Action, Chaos, Event, Point
+from ..strategies.resilience.faults import Action, Chaos, FaultEvent, Point
 from .callback import Callback
 from .run import Recoverable, Run
 
-_BETWEEN_LOOKS: Final = 0.5  # seconds, while another rank is due for a random fault
+_BETWEEN_LOOKS: Final = 0.5  # seconds between two looks while another rank is due for a random fault
 
 _log = logging.getLogger(__name__)
 
 
 class ChaosMonkey(Callback):
-    """Kills, stops, slows down or takes away workers as a `Chaos` says, each event once in the run.
+    """Kills, stops or slows down workers, or removes their nodes, as a `Chaos` says: each event once in a run.
 
-    Before it acts, it marks the event, so that the run that is continued passes the point unharmed. The hooks run on
-    every rank. A step costs 0.2 us while nothing is due. Collective once, in `setup`.
+    Each event is marked before it happens, so that the resumed run passes the point unharmed. The hooks run on every
+    rank; only `setup` is collective. A step costs 0.2 us while nothing is due.
 
     Args:
-        chaos: which faults, and when.
-        marks: where the events are marked, which has to outlive the worker; a folder, where all nodes see the same.
-        round: how often the workers have been started again.
-        leave: asks the agent of this node to leave the run, for the action of that name.
-        lose: kills the agent of this node, for the action of that name.
+        chaos: the faults to inject.
+        marks: remembers past events, and must outlive the worker; or a folder for them, which all nodes share.
+        round: number of times that the workers have been started again.
+        leave: tells the agent of this node to leave the run; needed for the action of that name.
+        lose: kills the agent of this node; needed for the action of that name.
 
     Raises:
-        ConfigError: for an action on the node without what carries it out.
+        ConfigError: for the actions ``leave`` and ``lose`` without these functions.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class ChaosMonkey(Callback):
         self._chaos, self._round = chaos, round
         self._marks: Marks = FileMarks(Path(marks)) if isinstance(marks, str | Path) else marks
         self._agent: dict[Action, Callable[[], None] | None] = {"leave": leave, "lose": lose}
-        drawn = () if chaos.at_random is None else chaos.at_random.actions
-        for action in (*(event.action for event in chaos.events), *drawn):
+        random_actions = () if chaos.at_random is None else chaos.at_random.actions
+        for action in (*(event.action for event in chaos.events), *random_actions):
             if action in self._agent and self._agent[action] is None:
                 raise ConfigError(
                     f"chaos={str(chaos)!r} has {action!r}, which needs a node with an agent; use "
@@ -74,7 +74,7 @@ class ChaosMonkey(Callback):
     # --- the points --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Find this worker's place, and begin the round. Collective: every rank calls it."""
+        """Take this worker's rank and node, and begin the round. Collective: every rank calls it."""
         if stage != "fit":
             return
         strategy, pid = trainer.strategy, os.getpid()
@@ -85,7 +85,7 @@ class ChaosMonkey(Callback):
         self._reach("start", self._round)
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Act before a step, at its first micro-batch."""
+        """Inject faults before a step, at its first micro-batch."""
         step = trainer.global_step + 1
         if step == self._step:
             return
@@ -98,12 +98,12 @@ class ChaosMonkey(Callback):
             time.sleep(self._pause)
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Act before a validation."""
+        """Inject faults before a validation."""
         if not trainer.sanity_checking:
             self._count("validation")
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Act when a checkpoint, or a snapshot in memory, begins."""
+        """Inject faults when a checkpoint, or a snapshot in memory, begins."""
         self._count("snapshot" if cast(Recoverable, trainer).is_taking_snapshot else "checkpoint")
 
     def _count(self, point: Point) -> None:
@@ -116,17 +116,17 @@ class ChaosMonkey(Callback):
             if is_here and self._marks.claim(f"event-{index}"):
                 self._begin(event)
 
-    def _is_target(self, event: Event) -> bool:
+    def _is_target(self, event: FaultEvent) -> bool:
         if event.target == "rank":
             return event.index == self._rank
         return event.index == self._node and self._local_rank == 0
 
     def _draw(self) -> None:
-        """Act, if the next random fault is due, and of this rank."""
+        """Inject the next random fault, if it is due on this rank."""
         faults = self._chaos.at_random
         assert faults is not None
         if self._trains_since is None:
-            # a fault that fell due while nobody trained would hit the first step, round after round, for ever
+            # a fault that fell due while nothing trained would hit the first step of every round
             self._drawn_at = self._trains_since = time.time()
         while (before := self._marks.time_of(f"random-{self._num_drawn}")) is not None:
             self._drawn_at, self._num_drawn = max(before, self._trains_since), self._num_drawn + 1
@@ -137,11 +137,11 @@ class ChaosMonkey(Callback):
         if rank != self._rank:
             self._look_at = time.time() + _BETWEEN_LOOKS
         elif self._marks.claim(f"random-{self._num_drawn}"):
-            self._begin(Event(action, "rank", rank, "step", self._step))
+            self._begin(FaultEvent(action, "rank", rank, "step", self._step))
 
     # --- the acts ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, event: Event) -> None:
+    def _begin(self, event: FaultEvent) -> None:
         _log.warning("Chaos: %s, on rank %d (node %d, process %d).", event, self._rank, self._node, os.getpid())
         if event.delay:
             timer = threading.Timer(event.delay, self._act, (event,))
@@ -150,7 +150,7 @@ class ChaosMonkey(Callback):
         else:
             self._act(event)
 
-    def _act(self, event: Event) -> None:
+    def _act(self, event: FaultEvent) -> None:
         match event.action:
             case "kill":
                 self._signal(event, signal.SIGKILL)
@@ -159,7 +159,9 @@ class ChaosMonkey(Callback):
             case "exit":
                 os._exit(event.code)
             case "raise":
-                raise RuntimeError(f"A drill asked for this error: chaos has {str(event)!r}; without it there is none.")
+                raise RuntimeError(
+                    f"This error was injected: chaos has {str(event)!r}; remove that to train without it."
+                )
             case "hang":
                 while True:
                     time.sleep(3600)
@@ -170,8 +172,8 @@ class ChaosMonkey(Callback):
                 assert act is not None
                 act()
 
-    def _signal(self, event: Event, number: signal.Signals) -> None:
-        """Send a signal to this process, and before to the others of its node, if the node is the target."""
+    def _signal(self, event: FaultEvent, number: signal.Signals) -> None:
+        """Send a signal to this process; if its node is the target, to the other workers of the node first."""
         for pid in self._neighbours if event.target == "node" else ():
             try:
                 os.kill(pid, number)

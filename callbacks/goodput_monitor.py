@@ -1,4 +1,4 @@
-"""GoodputMonitor: keeps the ledger of where a run's time goes, over all restarts, in the run's folder."""
+"""GoodputMonitor: records where a run's time goes, over all restarts, in the run's folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
@@ -16,218 +17,205 @@ from typing import Any, Final, cast
 from torch import nn
 
 from ..strategies.errors import ConfigError
+from ..strategies.resilience.rounds import RoundEnd
 from .callback import Callback
-from .goodput.ledger import FILE_NAME, End, Ended, LedgerFile, Period, Record, SeenEnd, Start, micros, read_ledger
-from .goodput.spans import Category, account, clock, goodput_of, made_of
+from .goodput.ledger import (
+    FILE_NAME,
+    PARTS,
+    Category,
+    EndRecord,
+    LedgerFile,
+    LedgerRecord,
+    PeriodRecord,
+    StartRecord,
+    Status,
+    micros,
+    read_ledger,
+)
+from .goodput.spans import account, clock, divide, goodput_of
 from .run import Recoverable, Run
 
-RoundOf = Callable[[], tuple[int, Sequence[SeenEnd]]]
+RoundOf = Callable[[], tuple[int, Sequence[RoundEnd]]]
 
 _ENDS: Final = 8
-"""How many ends of earlier rounds a start tells: several may have ended before they had a line of their own."""
+"""Ends of earlier rounds that a start repeats: several rounds may have ended before they wrote a line."""
 _FITS: Final = itertools.count()
-"""Counts the fits of this process that were monitored: the first one alone has the process's start for its own."""
+"""Counts the monitored fits of this process: only the first one starts with the process."""
 
 
 class GoodputMonitor(Callback):
-    """Writes ``goodput.jsonl`` into the run's folder: what time went into steps that count, and where the rest went.
+    """Writes ``goodput.jsonl`` into the run's folder: how much time goes into steps that count.
 
-    ``echelon goodput RUN`` shows it. Rank 0 writes a line every `every_seconds`, and at checkpoints, long validations
-    and ends; a run that is resumed in the same folder goes on in the same file. The loggers get ``goodput/goodput`` and
-    the shares of all time so far (``goodput/productive``, ``goodput/redone``, ...) every `every_seconds`, and a table
-    at the end. Time is that of the host: work queued on an accelerator counts where it is awaited. A disk that is full
-    ends the ledger, with a warning, and not the run. The hooks run on every rank, and communicate in `on_fit_start`
-    only; a step costs 0.5 us.
+    ``echelon goodput RUN`` shows it. Rank 0 writes a line every `every_seconds`, and at checkpoints, in long
+    validations and at the end; a run that is resumed in the same folder continues the file. Every `every_seconds` the
+    loggers get ``goodput/goodput`` and the fractions of all time so far (``goodput/productive``, ``goodput/redone``,
+    ...), and at the end a table. Time is measured on the host: work queued on an accelerator counts where it is
+    awaited. If the disk is full the ledger ends with a warning, and the run goes on. The hooks run on every rank, and
+    communicate only in `on_fit_start`; a step costs 0.5 us.
 
     Args:
-        every_seconds: how much of the account a kill may lose; 0 writes a line after every step.
-        round_of: returns the number of this round of an elastic run, and how the rounds before it ended.
+        every_seconds: seconds of the account that a kill may lose; 0 writes a line after every step.
+        round_of: returns the number of this round of an elastic run, and the ends of earlier rounds.
 
     Raises:
-        ConfigError: for a negative time; and when `fit` starts, on every rank, if rank 0 cannot write the file.
+        ConfigError: if `every_seconds` is negative; and on every rank, when `fit` starts, if rank 0 cannot write the
+            file.
     """
 
     def __init__(self, every_seconds: float = 5.0, *, round_of: RoundOf | None = None) -> None:
         if not every_seconds >= 0:
-            raise ConfigError(f"GoodputMonitor: every_seconds={every_seconds} is not possible; give 0 or more.")
+            raise ConfigError(f"GoodputMonitor: every_seconds must be >= 0, got {every_seconds}.")
         self._every_seconds = every_seconds
         self._round_of = round_of
         self._file: LedgerFile | None = None
         self._path = Path()
         self._totals: dict[Category, int] = {}
-        """Of the whole ledger; empty until somebody asks, since reading a long one takes a while."""
+        """Time of each category in the whole ledger; empty until the first log, as reading takes a while."""
         self._process_start = 0.0
         self._offset = 0.0
-        self._parts = dict.fromkeys(("data_wait", "validation", "checkpoint", "redone"), 0.0)
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._activity: Category = "productive"
+        self._since = self._saved = 0.0
         self._written_at = 0
         self._due_at = math.inf
         self._is_resumed = self._is_starting = False
         self._first = self._last = 0
-        self._idle_since = self._step_ended_at = self._validating_since = self._waited = 0.0
-        self._has_saved = False
-        self._checkpoint_seconds = 0.0
-        self._status, self._cause = "success", ""
+        self._status: Status = "success"
+        self._cause = ""
 
     # --- begin -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Note when this began, if training will follow."""
+        """Take the time at which the run starts."""
         if stage == "fit":
-            # what an interpreter or a process did before is no start of this run
+            # in a notebook, or from the second fit on, the time before fit() is not start-up
             is_first = next(_FITS) == 0 and not hasattr(sys, "ps1")
             self._offset = time.time() - monotonic()
             self._process_start = _process_start() if is_first else time.time()
             self._is_resumed = False
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Note that this round goes on from somewhere."""
+        """Note that this round resumes from a checkpoint."""
         self._is_resumed = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Open the ledger and begin a round. Collective: all ranks learn whether rank 0 can."""
-        now = monotonic()
+        """Open the ledger and begin a round. Collective: all ranks learn whether rank 0 can write."""
         self._first = self._last = trainer.global_step
         self._is_starting = True
-        self._step_ended_at, self._idle_since, self._validating_since = now, 0.0, 0.0
-        self._parts = dict.fromkeys(self._parts, 0.0)
-        self._has_saved, self._checkpoint_seconds = False, cast(Recoverable, trainer).checkpoint_seconds
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._activity, self._since, self._saved = (
+            "productive",
+            monotonic(),
+            cast(Recoverable, trainer).checkpoint_seconds,
+        )
         self._status, self._cause = "success", ""
-        path = Path(trainer.log_dir) / FILE_NAME
-        fault = trainer.strategy.broadcast(self._open(trainer, path, now) if trainer.is_global_zero else "")
+        trainer.strategy.collectives.on_first_rank(partial(self._open, trainer))
         self._due_at = math.inf if self._file is None else 0.0
-        if fault:
-            raise ConfigError(
-                f"GoodputMonitor cannot write {str(path)!r} ({fault}); give the trainer a logger or default_root_dir "
-                "with a folder that can be written to."
-            )
 
-    def _open(self, trainer: Run, path: Path, now: float) -> str:
-        """Write that a round begins; return what went wrong."""
+    def _open(self, trainer: Run) -> None:
+        """Open the ledger and write the start of a round."""
         number, ends = (0, ()) if self._round_of is None else self._round_of()
-        self._written_at = micros(now + self._offset)
-        file: LedgerFile | None = None
+        self._path, self._totals = Path(trainer.log_dir) / FILE_NAME, {}
+        self._written_at = micros(self._since + self._offset)
+        start = StartRecord(
+            time=self._written_at,
+            process_start=micros(self._process_start),
+            round=number,
+            world_size=trainer.strategy.world_size,
+            step=trainer.global_step,
+            is_resumed=self._is_resumed,
+            ends=tuple(ends[-_ENDS:]),
+        )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = LedgerFile(path)
-            start = Start(
-                time=self._written_at,
-                process_start=micros(self._process_start),
-                round=number,
-                world_size=trainer.strategy.world_size,
-                step=trainer.global_step,
-                is_resumed=self._is_resumed,
-                ends=tuple(Ended.of(end) for end in ends[-_ENDS:]),
-            )
-            file.append(start)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = LedgerFile(self._path)
+            self._file.append(start)
         except OSError as error:
-            if file is not None:
-                file.close()
-            return str(error.strerror)
-        self._file, self._path, self._totals = file, path, {}
-        return ""
+            self._close()
+            raise ConfigError(
+                f"GoodputMonitor cannot write {str(self._path)!r} ({error.strerror}); give the trainer a logger or "
+                "default_root_dir with a folder that can be written to."
+            ) from error
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """End the wait for data that began with the end of a step."""
-        if self._idle_since:
-            waited = monotonic() - self._idle_since
-            self._idle_since = 0.0
-            if self._has_saved:
-                waited -= self._note_saves(trainer)
-            self._waited = waited
-            self._parts["data_wait"] += waited
+        """End the wait for data since the last step."""
+        if self._activity == "data_wait":
+            if trainer.global_step < self._last:
+                self._roll_back(trainer)
+            self._begin("productive", trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Begin to wait, and write a line where one is due."""
-        now = monotonic()
+        """Begin to wait for data, and write a line if it is due."""
         step = trainer.global_step
-        if step < self._last:
-            self._roll_back(trainer, step - 1)
-        self._last = step
-        self._idle_since = self._step_ended_at = now
-        if self._has_saved:  # by a callback that comes before this one
-            self._note_saves(trainer)
-            if self._is_long_enough(now):
-                self._flush(now)
+        self._last = step if step >= self._last else self._last + 1  # a callback before this one has rolled back
+        has_saved = cast(Recoverable, trainer).checkpoint_seconds != self._saved  # a callback before this one has saved
+        self._begin("data_wait", trainer)
+        now = self._since
         if now >= self._due_at:
             is_start = self._is_starting
             self._due_at = now + self._every_seconds
             self._flush(now)
-            if not is_start:  # the first thing that is logged opens files, and imports what does that
+            if not is_start:  # the first log opens files, and imports modules for it
                 self._log(trainer)
-            self._idle_since = monotonic()
+            self._since = monotonic()
+        elif has_saved and self._is_long_enough():
+            self._flush(now)
 
-    def _roll_back(self, trainer: Run, step: int) -> None:
-        """Close what was done before the run went back to `step`; what it waited for then was the checkpoint."""
-        self._parts["data_wait"] -= self._waited
-        waited_since, self._waited = self._waited, 0.0
-        self._flush(self._step_ended_at)
-        self._parts["checkpoint"] += waited_since
-        self._first = step
-        self._totals = {}  # what was productive is not any more
+    def _roll_back(self, trainer: Run) -> None:
+        """Write the steps before a rollback, which happened since the last step; that wait was for a checkpoint."""
+        self._flush(self._since)
+        self._activity = "checkpoint"
+        self._first = self._last = trainer.global_step
+        self._totals = {}  # steps that were productive are lost
 
     # --- checkpoints and validations ---------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Write down the steps that the checkpoint holds, before there is one."""
-        self._has_saved = True
-        if self._idle_since and self._is_long_enough(self._idle_since):
-            self._flush(self._idle_since)
+        """Write the steps that the checkpoint will hold, before it exists."""
+        if self._activity == "data_wait" and self._is_long_enough():
+            self._flush(self._since)
 
-    def _is_long_enough(self, now: float) -> bool:
-        """Whether there is a period to write: snapshots in memory may come more often than is worth a line."""
+    def _is_long_enough(self) -> bool:
+        """Return whether the time up to the last step is worth a line: snapshots in memory may be more frequent."""
         is_open = self._file is not None
-        return is_open and micros(now + self._offset) - self._written_at > micros(self._every_seconds / 10)
+        return is_open and micros(self._since + self._offset) - self._written_at > micros(self._every_seconds / 10)
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin a validation; the sanity check is part of the start-up."""
+        """Begin a validation; the sanity check counts as start-up."""
         if not trainer.sanity_checking:
-            self._validating_since = monotonic()
+            self._begin("validation", trainer)
 
     def on_validation_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write a line where one is due."""
-        now = monotonic()
-        if now >= self._due_at and self._validating_since:
-            self._note_validation(now)
+        """Write a line if it is due."""
+        if self._activity == "validation" and monotonic() >= self._due_at:
+            self._begin("validation", trainer)
             self._last = trainer.global_step
-            self._due_at = now + self._every_seconds
-            self._flush(now)
+            self._due_at = self._since + self._every_seconds
+            self._flush(self._since)
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """End a validation."""
-        if self._validating_since:
-            self._note_validation(monotonic())
-            self._validating_since = 0.0
-
-    def _note_validation(self, now: float) -> None:
-        self._parts["validation"] += now - self._validating_since
-        self._validating_since = now
-
-    def _note_saves(self, trainer: Run) -> float:
-        """Add and return for how long training has waited for checkpoints since the last time."""
-        self._has_saved = False
-        waited = cast(Recoverable, trainer).checkpoint_seconds - self._checkpoint_seconds
-        self._checkpoint_seconds += waited
-        self._parts["checkpoint"] += waited
-        return waited
+        """End a validation, which is part of the step before it."""
+        if self._activity == "validation":
+            self._begin("productive", trainer)
 
     # --- end ---------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Write the last steps."""
-        self._note_saves(trainer)
-        self._idle_since = 0.0
+        """Write the last steps; what follows is the wait for the last checkpoint."""
+        if trainer.global_step < self._last:
+            self._roll_back(trainer)
+        self._begin("checkpoint", trainer)
         self._last = trainer.global_step
-        self._flush(monotonic())
+        self._flush(self._since)
 
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
-        """Write for how long the last checkpoint was awaited, and tell the loggers where all time went."""
-        now = monotonic()
-        self._parts["checkpoint"] = now + self._offset - self._written_at / 1e6
-        self._flush(now)
+        """Write how long the last checkpoint took, and log the account of all time."""
+        self._begin("checkpoint", trainer)
+        self._flush(self._since)
         self._status = "interrupted" if trainer.is_interrupted else "success"
         self._log(trainer)
         if self._file is not None:
@@ -235,51 +223,54 @@ class GoodputMonitor(Callback):
                 logger.log_text("goodput", _markdown(self._totals))
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Write down what was done until then; a step that was not completed was done in vain."""
-        now = monotonic()
+        """Write the steps so far; the time of an incomplete step is lost."""
         self._status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
         self._cause = f"{type(exception).__name__}: {exception}"
         if self._file is None:
             return
-        if self._validating_since:
-            self._note_validation(now)
-            self._validating_since = 0.0
-        elif not self._idle_since and not self._is_starting:
-            self._parts["redone"] += max(0.0, now - self._step_ended_at - self._waited)
-        self._note_saves(trainer)
+        if self._activity == "productive" and not self._is_starting:
+            self._activity = "redone"
+        self._begin("productive", trainer)
         self._last = max(self._last, trainer.global_step)
-        self._flush(now)
+        self._flush(self._since)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Write how the round ended, and close the ledger."""
         if self._file is not None:
-            self._write(End(micros(monotonic() + self._offset), self._status, self._cause))
+            self._write(EndRecord(micros(monotonic() + self._offset), self._status, self._cause))
         self._close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave an open file behind."""
+        """Return the state without the open file."""
         return {**self.__dict__, "_file": None}
 
     # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, activity: Category, trainer: Run) -> None:
+        """Add the time since the last call to the activity that ends now, less the time spent on checkpoints."""
+        now, saved = monotonic(), cast(Recoverable, trainer).checkpoint_seconds
+        if self._activity != "productive":  # the rest of each period
+            self._parts[self._activity] += now - self._since - (saved - self._saved)
+        self._parts["checkpoint"] += saved - self._saved
+        self._activity, self._since, self._saved = activity, now, saved
 
     def _flush(self, now: float) -> None:
         """Write the time since the last line, and the steps completed in it."""
         end = max(self._written_at, micros(now + self._offset))
         duration, self._written_at = end - self._written_at, end
-        parts = {name: max(0, micros(seconds)) for name, seconds in self._parts.items()}
-        self._parts = dict.fromkeys(self._parts, 0.0)
-        if self._is_starting:  # the first step, too: it compiles, and warms up what the others use
-            parts["data_wait"] = 0
+        parts: dict[str, int] = {name: max(0, micros(seconds)) for name, seconds in self._parts.items()}
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        if self._is_starting:  # the first step counts, too: it compiles and warms up
             parts["start_up"] = max(0, duration - sum(parts.values()))
             self._is_starting = self._last == self._first
-        period = Period(end, duration, self._first, self._last, parts)
+        period = PeriodRecord(end, duration, self._first, self._last, parts)
         self._first = self._last
         self._write(period)
         if self._totals:
-            for category, part in made_of(period).items():
+            for category, part in divide(duration, parts).items():
                 self._totals[category] += part
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: LedgerRecord) -> None:
         if self._file is None:
             return
         try:
@@ -287,7 +278,7 @@ class GoodputMonitor(Callback):
         except OSError as error:
             self._close()
             warnings.warn(
-                f"The goodput ledger ends here, it cannot be written any more ({error.strerror}); make room for it.",
+                f"The goodput ledger ends here, as it cannot be written any more ({error.strerror}); free disk space.",
                 stacklevel=2,
             )
 
@@ -298,7 +289,7 @@ class GoodputMonitor(Callback):
         self._due_at = math.inf
 
     def _log(self, trainer: Run) -> None:
-        """Tell the loggers the shares of all time so far, up to the line that was just written."""
+        """Log the fractions of all time up to the line that was just written."""
         if self._file is None:
             return
         if not self._totals:
@@ -315,7 +306,7 @@ def _markdown(totals: Mapping[Category, int]) -> str:
 
 
 def _process_start() -> float:
-    """Return when this process was started, as of ``time.time``, to 10 ms; where nobody tells, now."""
+    """Return when this process was started, as of ``time.time``, to 10 ms; now, if the system does not say."""
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8")
         ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the second is a name in parentheses

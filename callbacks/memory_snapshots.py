@@ -1,4 +1,4 @@
-"""SnapshotInMemory: when a run's state is copied into memory that outlives its processes."""
+"""SnapshotInMemory: copies a run's state, at the right times, into memory that outlives its processes."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from ..strategies.snapshots.snapshots import SnapshotCost
 from .callback import Callback
 from .run import Recoverable, Run
 
-_SHARE: Final = 0.0075
-"""What snapshots may cost of the time of training; below 1%, as what they take of caches is not measured."""
+_COST: Final = 0.0075
+"""Fraction of the training time that snapshots may cost; below 1%, as their effect on caches is not measured."""
 _FIRST: Final = 3
-"""Steps before the first one: it is early, and tells what the others will cost."""
+"""Steps before the first snapshot: it is early, and shows what the others will cost."""
 _REMEMBERED: Final = 64
-"""Steps of which the times are known."""
+"""Number of steps whose times are kept."""
 _COSTS: Final = 4
-"""Earlier snapshots of which the cost is known."""
+"""Number of earlier snapshots whose costs are kept."""
 
 
 class Snapshots(Protocol):
-    """What the snapshots of a run tell of themselves, see `MemorySnapshots`."""
+    """The cost of a run's snapshots, see `MemorySnapshots`."""
 
     cost: SnapshotCost | None
-    """What the newest has cost; None while it is under way."""
+    """The cost of the newest snapshot; None while it is being written."""
 
 
 class SnapshotInMemory(Callback):
-    """Take a snapshot of the run every so many steps, from which it goes on when one of its processes dies.
+    """Takes snapshots of the run, from which it resumes when one of its processes dies.
 
-    By default as often as costs less than 1% of the time of training: the first after three steps, from then on as its
-    cost and the time of a step say. Ranks look at these together, 1, 2, 4, ... steps after each snapshot, so that all
-    have the same interval; what a step takes is the median of the last 64, on the rank where that is least, and what a
-    snapshot costs is what it costs where that is most. A run that is interrupted takes one at its last step.
+    By default they cost less than 1% of the training time: the first comes after three steps, the others at an interval
+    that follows from their cost and the time of a step. Ranks agree on it 1, 2, 4, ... steps after each snapshot, so
+    that all have the same: the time of a step is the median of the last 64, on the fastest rank; the cost of a snapshot
+    is that on the slowest. An interrupted run takes one at its last step.
 
-    In `on_train_step_end` and `on_train_last_step`, on all ranks, which communicate there when they look.
+    Works in `on_train_step_end` and `on_train_last_step`, on all ranks, and communicates there.
 
     Args:
-        snapshots: where they are.
-        every: optimizer steps from one to the next; None for as often as costs less than 1%; 0 for never.
+        snapshots: the snapshots of this round.
+        every: optimizer steps between two snapshots; None keeps their cost below 1%; 0 for none.
 
     Raises:
-        ConfigError: for a number below 0.
+        ConfigError: if `every` is negative.
     """
 
     def __init__(self, snapshots: Snapshots, every: int | None = None) -> None:
         if every is not None and every < 0:
-            raise ConfigError(f"snapshot_every={every} is not possible; give a number of steps, 0 for never, or None.")
+            raise ConfigError(f"snapshot_every must be >= 0 (0 for no snapshots) or None, got {every}.")
         self.every = every
         self._snapshots = snapshots
         self._has_taken = False
@@ -64,7 +64,7 @@ class SnapshotInMemory(Callback):
         self._costs: deque[SnapshotCost] = deque(maxlen=_COSTS)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin to count."""
+        """Begin to count steps."""
         self._taken_at = trainer.global_step
         self._next_look = self._taken_at + (_FIRST if self.every is None else self.every)
         self._last = time.perf_counter()
@@ -74,7 +74,7 @@ class SnapshotInMemory(Callback):
         if self.every == 0:
             return
         step = trainer.global_step
-        if step < self._taken_at:  # the run went back, and must not come to where it was by a snapshot
+        if step < self._taken_at:  # after a rollback, older snapshots must not restore the later state
             self._take(trainer)
             return
         if self.every is None:
@@ -89,7 +89,7 @@ class SnapshotInMemory(Callback):
         self._take(trainer)
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
-        """Take one where training is cut short, so that the run that goes on loses nothing."""
+        """Take a snapshot if training is interrupted, so that the resumed run loses nothing."""
         if self.every != 0 and trainer.is_interrupted and self._taken_at != trainer.global_step:
             self._take(trainer)
 
@@ -99,17 +99,17 @@ class SnapshotInMemory(Callback):
         cast(Recoverable, trainer).take_snapshot()
         self._has_taken, self._taken_at = True, trainer.global_step
         self._next_look = self._taken_at + (self.every or 1)
-        self._last = time.perf_counter()  # what it took is no part of a step
+        self._last = time.perf_counter()  # the time of the snapshot does not belong to a step
 
     def _look(self, trainer: Run) -> int:
-        """Return the step at which the next snapshot is due, as far as all ranks know now."""
+        """Return the step at which the next snapshot is due, by the measurements of all ranks so far."""
         cost = self._snapshots.cost
-        known = [*self._costs, cost or SnapshotCost()]
-        gathering, writing = median(one.gathering for one in known), median(one.writing for one in known)
+        costs = [*self._costs, cost or SnapshotCost()]
+        gathering, writing = median(cost.gathering for cost in costs), median(cost.writing for cost in costs)
         own = [float(cost is None), writing, -gathering, -median(self._times)]
         is_under_way, writing, gathering, seconds = trainer.strategy.all_reduce(own, "max")
         if is_under_way:
             return sys.maxsize
-        # the rank that waited least for the others tells how long it takes to get the state
-        steps: int = math.ceil((writing - gathering) / (_SHARE * -seconds))
+        # the rank that waited least for the others shows how long it takes to collect the state
+        steps: int = math.ceil((writing - gathering) / (_COST * -seconds))
         return self._taken_at + max(1, steps)

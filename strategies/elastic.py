@@ -1,4 +1,4 @@
-"""ElasticStrategy: another strategy, in workers that are started again after faults and when nodes come or leave."""
+"""ElasticStrategy: another strategy, whose workers are started again after faults and when nodes come or leave."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _INNER: Final[Mapping[str, Callable[[], Strategy]]] = {
 
 
 class ForwardingStrategy(Strategy):
-    """Contains a strategy and forwards the whole seam to it; a subclass overrides what is to be otherwise.
+    """Forwards the whole interface of `Strategy` to an inner strategy; subclasses override parts of it.
 
-    What the seam gets in the future is forwarded, too: each member is a property that reads the inner strategy's. That
-    happens in C, and what a step calls is bound once a run, to the inner strategy itself.
+    Each member is a property that returns the inner strategy's, so new members are forwarded too. The property runs in
+    C, and what steps call is bound once per run, to the inner strategy itself.
     """
 
     def __init__(self, inner: Strategy) -> None:
-        # not Strategy's own: what it sets lies in the inner strategy
+        # without super().__init__(), as its fields are the inner strategy's
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that is no part of the seam: the inner strategy's."""
-        if name == "inner":  # a strategy that is just being unpickled has none
+        """Return an attribute of the inner strategy that `Strategy` does not have."""
+        if name == "inner":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -59,31 +59,31 @@ for _name in vars(Strategy):
 
 
 class ElasticStrategy(ForwardingStrategy):
-    """Train as another strategy does, and go on after faults: with the same optimizer steps as an undisturbed run.
+    """Trains with another strategy, survives faults, and takes the same optimizer steps as an undisturbed run.
 
-    Workers are watched by an agent (torch.distributed.elastic), which starts them again when one dies or hangs, and
-    when nodes come or leave. They go on from a snapshot in memory, else from the newest checkpoint. The global batch
-    stays what it was in the first round. Under torchrun, SLURM or MPI, whose agents know nothing of this, it is its
-    inner strategy and no more; start the program itself, or by ``echelon launch``.
+    An agent (torch.distributed.elastic) watches the workers, and starts them again when one dies or hangs, and when
+    nodes come or leave. They resume from a snapshot in memory, or else from the newest checkpoint. The global batch
+    size stays that of the first round. Under torchrun, SLURM or MPI, whose agents do not support this, it behaves as
+    its inner strategy; start the program itself, or use ``echelon launch``.
 
     Args:
-        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, or such a strategy.
-        nodes: how many machines take part, or "MIN:MAX".
-        rdzv: where they meet: "HOST:PORT" of one of them, or of ``echelon rendezvous``. For several nodes.
-        run_id: tells this run from others that meet there.
-        max_restarts: how many failures and hangs a run survives; nodes that come and leave count nothing.
-        snapshot_every: optimizer steps between two snapshots; by default as many as make them cost less than 1% of a
-            step's time; 0 for none.
-        hang_timeout: how long a step may take; by default 20 times the longest recent one, and at least 5 s.
-        grace: how long workers have to end their step when this node is told to leave.
-        last_call: how long nodes that are enough wait for more.
-        chaos: faults that the run is to suffer on purpose, see `Chaos`.
+        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, or an instance of such a strategy.
+        nodes: number of machines, or "MIN:MAX".
+        rdzv: "HOST:PORT" at which several nodes meet: that of one of them, or of ``echelon rendezvous``.
+        run_id: distinguishes this run from others that use the same rendezvous.
+        max_restarts: number of failures and hangs that a run survives; nodes that come and leave do not count.
+        snapshot_every: optimizer steps between two snapshots; by default as many as keep their cost below 1% of the
+            training time; 0 for none.
+        hang_timeout: how long a step may take; by default 20 times the longest recent step, and at least 5 s.
+        grace: how long workers may take to finish their step when this node is told to leave.
+        last_call: how long the least number of nodes waits for more.
+        chaos: faults to inject into the run, see `Chaos`.
     """
 
     name: ClassVar[str] = "elastic"
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
-    # this strategy's own, not the inner one's
+    # fields of this strategy, not of the inner one
     supervisor: Supervisor | None = None
     starts_processes: bool = False
 
@@ -104,17 +104,18 @@ class ElasticStrategy(ForwardingStrategy):
         super().__init__(_inner(inner))
         self.nodes = parse_nodes(nodes)
         self._endpoint, self._run_id, self._last_call = rdzv, run_id, last_call
-        RestartPolicy(max_restarts)  # raises for a number that cannot be
+        RestartPolicy(max_restarts)  # raises if it is invalid
         self._max_restarts = max_restarts
         self._limits = Limits(None if hang_timeout is None else hang_timeout.total_seconds())
         self._grace = grace
         if snapshot_every is not None and snapshot_every < 0:
-            raise ConfigError(f"snapshot_every={snapshot_every} is not possible; give steps, or 0 for no snapshots.")
+            raise ConfigError(f"snapshot_every must be >= 0 (0 for no snapshots), got {snapshot_every}.")
         chaos = chaos if isinstance(chaos, Chaos) else Chaos(chaos or "")
         self._settings = ElasticSettings(snapshot_every, chaos)
         if self.nodes != (1, 1) and rdzv is None:
             raise ConfigError(
-                f"nodes={nodes!r}, but no rdzv; give rdzv='HOST:PORT', of one of the nodes or of `echelon rendezvous`."
+                f"rdzv must be 'HOST:PORT' for nodes={nodes!r}, got None; give the address of one of the nodes, or of "
+                "`echelon rendezvous`."
             )
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
@@ -128,7 +129,7 @@ class ElasticStrategy(ForwardingStrategy):
         on_result: Callable[[T], None] | None = None,
         parts: Mapping[str, object] | None = None,
     ) -> T:
-        """Run `function` in the workers of this node, round after round, and return what the first one returned."""
+        """Run `function` in the workers of this node, in one or more rounds, and return the first worker's result."""
         from .launch.launcher import launch
         from .launch.node_folder import NodeFolder
 
@@ -168,27 +169,25 @@ class ElasticStrategy(ForwardingStrategy):
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes that "MIN:MAX", or one number, means.
+    """Return the least and the largest number of nodes, given "MIN:MAX" or one number.
 
     Raises:
-        ConfigError: for what means none.
+        ConfigError: for anything else.
     """
-    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", str(nodes))
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", str(nodes))
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise ConfigError(f"nodes={nodes!r} is not possible; give a number from 1, or 'MIN:MAX' such as '1:4'.")
+        raise ConfigError(f"nodes must be >= 1 or 'MIN:MAX' such as '1:4', got {nodes!r}.")
     return least, most
 
 
 def _inner(inner: str | Strategy) -> Strategy:
     if isinstance(inner, str):
         if inner not in _INNER:
-            raise ConfigError(
-                f"ElasticStrategy({inner!r}): it contains {', '.join(_INNER)}.{did_you_mean(inner, _INNER)}"
-            )
+            raise ConfigError(f"inner must be one of {', '.join(_INNER)}, got {inner!r}.{did_you_mean(inner, _INNER)}")
         return _INNER[inner]()
     if not inner.uses_processes or inner.name not in _INNER:
         raise ConfigError(
-            f"ElasticStrategy({type(inner).__name__}): it contains {', '.join(_INNER)}, or a strategy of these classes."
+            f"inner must be {', '.join(_INNER)} or a strategy of these classes, got {type(inner).__name__}."
         )
     return inner

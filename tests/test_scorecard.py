@@ -22,7 +22,7 @@ ALLOWED = {
     scorecard.many_parameters: ("write_on_batch_end",),
     scorecard.deep_nesting: ("take_steps",),  # the step, in the order in which it runs
     # between processes of one run, nothing of it being on disk afterwards; and what torch is kept from unpickling
-    scorecard.pickles: ("strategies/distributed/pickling.py", "strategies/resilience/known_state.py"),
+    scorecard.pickles: ("strategies/distributed/pickling.py", "strategies/resilience/torch_rendezvous.py"),
     scorecard.readers_of_the_environment: (
         "strategies/launch/worker.py",
     ),  # it hands on the caller's variables as they are

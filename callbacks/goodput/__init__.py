@@ -1,1 +1,1 @@
-"""Where the time of a run went: spans and their ledger. Imports strategies only."""
+"""Account of a run's time: the ledger in its folder, and what it adds up to. Imports strategies only."""

@@ -1,53 +1,43 @@
-"""Goodput: of all the time that a run took, how much went into steps that count, and what became of the rest."""
+"""Goodput account: how much of a run's time went into steps that count, and where the rest went."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from .ledger import Ended, Ledger, Period, Round
-
-Category = Literal["productive", "validation", "redone", "checkpoint", "data_wait", "start_up", "down"]
-
-CATEGORIES: Final[tuple[Category, ...]] = (
-    "productive",
-    "validation",
-    "redone",
-    "checkpoint",
-    "data_wait",
-    "start_up",
-    "down",
-)
-"""Each moment belongs to one of them. Productive are the steps that count, redone those that were lost."""
-
-_OF_PERIODS: Final[tuple[Category, ...]] = ("start_up", "checkpoint", "validation", "data_wait", "redone")
+from ...strategies.resilience.rounds import RoundEnd
+from .ledger import CATEGORIES, PARTS, Category, Ledger, LedgerRound, micros
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time, in microseconds, and what it is made of; the next one begins where it ends."""
+    """A stretch of time, in microseconds, and its categories; the next one begins where it ends."""
 
     round: int
-    """The index of the round to which it belongs; time in which nobody ran belongs to the round that follows."""
+    """The index of its round; the time before a round in which nothing ran belongs to that round."""
     begin: int
     end: int
-    micros: Mapping[Category, int]
-    kept: int = 0
-    """Steps of this span that count."""
-    lost: int = 0
-    """Steps of this span that a later round had to do again, or has not done yet."""
-    last: int = 0
+    first: int
+    """The `global_step` at its begin."""
+    last: int
     """The `global_step` at its end."""
+    micros: Mapping[Category, int]
+    lost: int = 0
+    """Steps of this span beyond the point to which the run went back later."""
+
+    @property
+    def kept(self) -> int:
+        """Steps of this span that count."""
+        return self.last - self.first - self.lost
 
 
 @dataclass(frozen=True, slots=True)
 class RoundAccount:
-    """What became of the time of one round, the time before it in which nobody ran included."""
+    """The time of one round, including the time before it in which nothing ran."""
 
-    index: int
+    round: int
     began: float
     """When its process was started, as of ``time.time``."""
     world_size: int
@@ -56,9 +46,9 @@ class RoundAccount:
     lost_steps: int
     micros: Mapping[Category, int]
     end: str
-    """How it ended, in a word or a few."""
+    """How it ended, in a few words."""
     cause: str
-    """Why, if it is known."""
+    """Why, if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +61,12 @@ class Goodput:
 
     @property
     def micros(self) -> dict[Category, int]:
-        """How much time each category took."""
+        """The time of each category."""
         return _sum(self.spans)
 
     @property
     def total(self) -> int:
-        """From the start of the first process to the last record."""
+        """The time from the start of the first process to the last record."""
         return self.spans[-1].end - self.spans[0].begin if self.spans else 0
 
     @property
@@ -86,23 +76,26 @@ class Goodput:
 
     @property
     def lost_steps(self) -> int:
-        """Steps that were done in vain."""
+        """Steps that had to be done again."""
         return sum(span.lost for span in self.spans)
 
 
 def goodput_of(micros: Mapping[Category, int]) -> float:
-    """Return the share of productive time, validation included, in all time; 0 of none."""
+    """Return productive and validation time over all time; 0 if there is none."""
     total = sum(micros.values())
     return (micros["productive"] + micros["validation"]) / total if total else 0.0
 
 
 def account(ledger: Ledger, since: int = 0) -> Goodput:
-    """Say of every moment of a ledger what it was, beginning with the round of index `since`.
+    """Assign all time of a ledger to categories, from the round of index `since` on.
 
-    Time goes by the clock of each round's process, which cannot go back. Where the clock of a later round is behind the
-    end of the one before, as on another machine, that round is taken to have begun when the other ended.
+    Time is that of each round's process, whose clock cannot go back. If the clock of a later round is behind the end of
+    the one before, as on another machine, that round is taken to have begun when the other ended.
     """
-    spans = _judged(_timeline(ledger.rounds, since), ledger.rounds)
+    timeline = _Timeline(ledger.rounds)
+    for index in range(since, len(ledger.rounds)):
+        timeline.add_round(index)
+    spans = _with_lost_steps(timeline.spans, ledger.rounds)
     of_rounds: list[list[Span]] = [[] for _ in ledger.rounds]
     for span in spans:
         of_rounds[span.round].append(span)
@@ -110,9 +103,14 @@ def account(ledger: Ledger, since: int = 0) -> Goodput:
     return Goodput(spans, rounds, ledger.num_skipped)
 
 
-def made_of(period: Period) -> dict[Category, int]:
-    """Return what became of the time of a period whose steps all count."""
-    return dict(_shares(period.duration, period.parts, "productive"))
+def divide(duration: int, parts: Mapping[str, int], rest: Category = "productive") -> dict[Category, int]:
+    """Divide a duration into its parts and a rest; parts that exceed it are cut."""
+    shares: Counter[Category] = Counter()
+    for category in PARTS:
+        shares[category] += min(duration, parts.get(category, 0))
+        duration -= shares[category]
+    shares[rest] += duration
+    return dict(shares)
 
 
 def clock(micros: int, *, tenths: bool = False) -> str:
@@ -122,85 +120,70 @@ def clock(micros: int, *, tenths: bool = False) -> str:
     return f"{text}.{count % 10}" if tenths else text
 
 
-# --- what happened when --------------------------------------------------------------------------------------------
+@dataclass
+class _Timeline:
+    """The spans of rounds, one after another, with no step lost yet."""
+
+    rounds: Sequence[LedgerRound]
+    spans: list[Span] = field(default_factory=list)
+
+    def add_round(self, index: int) -> None:
+        """Add all time from the last span to the last record of a round."""
+        of_round, start = self.rounds[index], self.rounds[index].start
+        now = self.spans[-1].end if self.spans else start.process_start
+        # the process was there before the last round ended, or its clock is behind
+        shift = max(0, now - start.process_start) if start.time < now else 0
+        begin = max(now, start.process_start + shift)
+        if self.spans and self.rounds[index - 1].end is None:
+            self._add_failure(index - 1, begin)
+        if not self.spans:
+            self.spans.append(Span(index, begin, begin, start.step, start.step, {}))
+        self._add(index, begin, start.step, start.step, "down")
+        self._add(index, start.time + shift, start.step, start.step, "start_up")
+        for period in of_round.periods:
+            end, done = period.time + shift, self.spans[-1].last
+            if end - period.duration > self.spans[-1].end or period.first > done:  # lines between were damaged
+                self._add(index, end - period.duration, done, max(done, period.first))
+            self._add(index, end, period.first, period.last, parts=period.parts)
+        if of_round.end is not None:
+            self._add(index, of_round.end.time + shift, self.spans[-1].last, self.spans[-1].last)
+
+    def _add(
+        self,
+        index: int,
+        end: int,
+        first: int,
+        last: int,
+        rest: Category = "productive",
+        *,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
+        begin = self.spans[-1].end
+        end = max(begin, end)
+        self.spans.append(Span(index, begin, end, first, last, divide(end - begin, parts or {}, rest)))
+
+    def _add_failure(self, index: int, next_begin: int) -> None:
+        """Add the time after the last record of a round that could not say how it ended.
+
+        If somebody saw it fail, it worked until then, or hung; otherwise nobody knows how long it worked, and the time
+        counts as down.
+        """
+        seen, done = _seen_end(self.rounds, index), self.spans[-1].last
+        resumed = self.rounds[index + 1].start
+        last = max(done, resumed.step if resumed.is_resumed else 0, (seen and seen.step) or 0)
+        rest: Category = "redone"
+        if seen is not None and seen.kind == "hang":
+            rest = "down"
+        elif last > done:
+            rest = "productive"
+        elif not self.rounds[index].periods:
+            rest = "start_up"
+        end = self.spans[-1].end if seen is None else min(micros(seen.time), next_begin)
+        self._add(index, end, done, last, rest)
 
 
-@dataclass(slots=True)
-class _Piece:
-    """A stretch of time of which it is yet to be said whether its steps count."""
-
-    round: int
-    begin: int
-    end: int
-    first: int
-    last: int
-    parts: Mapping[str, int]
-    is_start: bool = False
-    rest: Category = "productive"
-    """What the time is that no part takes."""
-
-
-def _timeline(rounds: Sequence[Round], since: int) -> list[_Piece]:
-    """Lay the rounds one after another; each piece begins where the one before it ends."""
-    pieces: list[_Piece] = []
-    for index in range(since, len(rounds)):
-        start = rounds[index].start
-        cursor = pieces[-1].end if pieces else start.process_start
-        # a process that runs since before the last round ended, or a clock that is behind
-        shift = max(0, cursor - start.process_start) if start.time < cursor else 0
-        begin = max(cursor, start.process_start + shift)
-        if pieces:
-            _add_failure(pieces, rounds, index, begin)
-            _add(pieces, index, begin, start.step, start.step, rest="down")
-        else:
-            pieces.append(_Piece(index, cursor, cursor, start.step, start.step, {}, rest="down"))
-        _add(pieces, index, start.time + shift, start.step, start.step, rest="start_up")
-        pieces[-1].is_start = True
-        for period in rounds[index].periods:
-            _add_period(pieces, index, period, shift)
-        end = rounds[index].end
-        if end is not None:
-            _add(pieces, index, end.time + shift, pieces[-1].last, pieces[-1].last)
-    return pieces
-
-
-def _add(pieces: list[_Piece], round: int, end: int, first: int, last: int, *, rest: Category = "productive") -> None:
-    begin = pieces[-1].end
-    pieces.append(_Piece(round, begin, max(begin, end), first, last, {}, rest=rest))
-
-
-def _add_period(pieces: list[_Piece], round: int, period: Period, shift: int) -> None:
-    """Add a period, and before it what the lines between it and the last one said, if they were damaged."""
-    end, done = period.time + shift, pieces[-1].last
-    if end - period.duration > pieces[-1].end or period.first > done:
-        _add(pieces, round, end - period.duration, done, max(done, period.first))
-    _add(pieces, round, end, period.first, period.last)
-    pieces[-1].parts = period.parts
-
-
-def _add_failure(pieces: list[_Piece], rounds: Sequence[Round], index: int, begin: int) -> None:
-    """Add the end of the round before, of which it could not say anything itself, up to the begin of the next.
-
-    Where somebody saw it fail, it worked until then, or hung; else nobody knows for how long, and it counts as down.
-    """
-    if rounds[index - 1].end is not None:
-        return
-    seen, done = _seen_end(rounds, index - 1), pieces[-1].last
-    resumed_at = rounds[index].start.step if rounds[index].start.is_resumed else 0
-    last = max(done, resumed_at, 0 if seen is None or seen.step is None else seen.step)
-    end = pieces[-1].end if seen is None else min(seen.time, begin)
-    rest: Category = "redone"
-    if seen is not None and seen.kind == "hang":
-        rest = "down"
-    elif last > done:
-        rest = "productive"  # as far as its steps count
-    elif pieces[-1].is_start:
-        rest = "start_up"
-    _add(pieces, index - 1, end, done, last, rest=rest)
-
-
-def _seen_end(rounds: Sequence[Round], index: int) -> Ended | None:
-    """Return how a round ended as later rounds of the same job tell it; another job counts its rounds anew."""
+def _seen_end(rounds: Sequence[LedgerRound], index: int) -> RoundEnd | None:
+    """Return how a round ended according to later rounds of the same job; another job numbers its rounds from 0."""
     number = rounds[index].start.round
     newest = number
     for later in rounds[index + 1 :]:
@@ -213,51 +196,38 @@ def _seen_end(rounds: Sequence[Round], index: int) -> Ended | None:
     return None
 
 
-# --- what counts ---------------------------------------------------------------------------------------------------
-
-
-def _judged(pieces: Sequence[_Piece], rounds: Sequence[Round]) -> list[Span]:
-    """Tell the steps that count from those that were lost: all that lie beyond where something later began."""
+def _with_lost_steps(spans: Sequence[Span], rounds: Sequence[LedgerRound]) -> list[Span]:
+    """Return the spans with the steps marked as lost that lie beyond where the run went on later."""
     limit = math.inf
-    spans: list[Span] = []
-    for piece in reversed(pieces):
-        spans.append(_span(piece, limit))
-        if piece.rest != "down":
-            limit = min(limit, piece.first)
-        if piece.is_start and _is_another_run(rounds, piece.round):
+    judged: list[Span] = []
+    for span in reversed(spans):
+        if judged and judged[-1].round != span.round and _is_another_run(rounds, judged[-1].round):
             limit = math.inf
-    spans.reverse()
-    return [span for span in spans if span.end > span.begin or span.kept or span.lost]
+        judged.append(_with_limit(span, limit))
+        limit = min(limit, span.first)
+    judged.reverse()
+    return [span for span in judged if span.end > span.begin or span.last > span.first]
 
 
-def _is_another_run(rounds: Sequence[Round], index: int) -> bool:
-    """Whether a round begins anew where training was complete: then nothing of that was lost."""
-    start, before = rounds[index].start, rounds[index - 1].end if index else None
-    return not start.is_resumed and before is not None and before.status == "success"
+def _is_another_run(rounds: Sequence[LedgerRound], index: int) -> bool:
+    """Return whether a round begins from scratch after training was complete, so that no earlier step is lost."""
+    before = rounds[index - 1].end
+    return not rounds[index].start.is_resumed and before is not None and before.status == "success"
 
 
-def _span(piece: _Piece, limit: float) -> Span:
-    micros = _shares(piece.end - piece.begin, piece.parts, piece.rest)
-    steps = piece.last - piece.first
-    kept = int(max(0, min(piece.last, limit) - piece.first))
-    work = micros["productive"]
-    lost = work * (steps - kept) // steps if steps else work if piece.first > limit else 0
-    micros["productive"] -= lost
-    micros["redone"] += lost
-    return Span(piece.round, piece.begin, piece.end, micros, kept, steps - kept, piece.last)
+def _with_limit(span: Span, limit: float) -> Span:
+    """Return a span with its steps beyond `limit` marked as lost, and their part of the productive time as redone."""
+    steps = span.last - span.first
+    lost = steps - int(max(0, min(span.last, limit) - span.first))
+    work = span.micros.get("productive", 0)
+    lost_work = work * lost // steps if steps else work if span.first > limit else 0
+    if not lost and not lost_work:
+        return span
+    redone = span.micros.get("redone", 0) + lost_work
+    return replace(span, lost=lost, micros={**span.micros, "productive": work - lost_work, "redone": redone})
 
 
-def _shares(duration: int, parts: Mapping[str, int], rest: Category) -> Counter[Category]:
-    """Divide a time into its parts and a rest; parts that are too long for it are cut."""
-    micros: Counter[Category] = Counter()
-    for category in _OF_PERIODS:
-        micros[category] += min(duration, parts.get(category, 0))
-        duration -= micros[category]
-    micros[rest] += duration
-    return micros
-
-
-def _sum(spans: Sequence[Span]) -> dict[Category, int]:
+def _sum(spans: Iterable[Span]) -> dict[Category, int]:
     totals: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
     for span in spans:
         for category, part in span.micros.items():
@@ -265,25 +235,25 @@ def _sum(spans: Sequence[Span]) -> dict[Category, int]:
     return totals
 
 
-def _of_round(rounds: Sequence[Round], index: int, mine: Sequence[Span]) -> RoundAccount:
+def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span]) -> RoundAccount:
     start, (end, cause) = rounds[index].start, _in_words(rounds, index)
     return RoundAccount(
-        index=index,
+        round=index,
         began=start.process_start / 1_000_000,
         world_size=start.world_size,
         first_step=start.step,
-        last_step=max((span.last for span in mine), default=start.step),
-        lost_steps=sum(span.lost for span in mine),
-        micros=_sum(mine),
+        last_step=max((span.last for span in spans), default=start.step),
+        lost_steps=sum(span.lost for span in spans),
+        micros=_sum(spans),
         end=end,
         cause=cause,
     )
 
 
-def _in_words(rounds: Sequence[Round], index: int) -> tuple[str, str]:
+def _in_words(rounds: Sequence[LedgerRound], index: int) -> tuple[str, str]:
     """Return how a round ended, and why."""
     end, seen = rounds[index].end, _seen_end(rounds, index)
-    # what fails first tears the others along, and they know no more than that
+    # the worker that fails first takes the others down, which know less of the cause than the agent
     if end is not None and (seen is None or end.status != "failed"):
         return "finished" if end.status == "success" else end.status, end.cause
     if seen is not None:

@@ -1,4 +1,4 @@
-"""StepClock: where the time of a rank's optimizer steps goes: compute, waiting for other ranks, waiting for data."""
+"""StepClock: divides the time of a rank's optimizer steps into compute, communication wait and data wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Phase = Literal["none", "data", "other", "forward", "backward"]
 
 
 class StepTimes(NamedTuple):
-    """Seconds of steps, added up, and how many steps they are of."""
+    """Sums of seconds over several steps, and the number of steps."""
 
     compute: float
     communication_wait: float
@@ -20,22 +20,22 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Adds up the parts of steps, on the host's clock; a step that has not been started costs and counts nothing.
+    """Sums the parts of steps, on the host's clock; a step that was not started costs nothing and does not count.
 
-    Where ranks may wait for each other, on a CPU, compute is the processor time of this thread (gloo waits without
-    any) and the rest is waiting. On another device, which the clock waits for at every mark, the two cannot be told
-    apart on one rank: both are booked as communication wait.
+    Where ranks may wait for each other, compute on a CPU is the processor time of this thread (gloo waits without
+    using any), and the rest is waiting. Other devices are synchronized at every mark; there, one rank cannot separate
+    the two, and both count as communication wait.
 
     Args:
         device: of this rank.
-        meets: whether ranks wait for each other in a step at all.
-        meets_in_forward: whether they do so in forward as well.
+        meets: whether ranks wait for each other in a step.
+        meets_in_forward: whether they also do so in forward.
     """
 
     def __init__(self, device: torch.device, *, meets: bool, meets_in_forward: bool) -> None:
         self._device = device
         self.is_exact = device.type == "cpu"
-        """Whether marks cost little, and compute and waiting are told apart."""
+        """Whether marks are cheap, and compute is separated from waiting."""
         self._meets: set[_Phase] = {"forward", "backward"} if meets_in_forward else {"backward"}
         if not meets:
             self._meets.clear()
@@ -45,47 +45,47 @@ class StepClock:
         self._num_steps = 0
 
     def start(self) -> None:
-        """Begin a step: from here to its first micro-batch is waiting for data."""
+        """Begin a step: the time until its first micro-batch is data wait."""
         self._enter("data")
 
     def begin_micro_batch(self) -> None:
-        """Note that a batch is on the device, and its forward begins."""
+        """Mark that a batch is on the device, and its forward begins."""
         if self._phase != "none":
             self._enter("forward")
 
     def begin_backward(self) -> None:
-        """Note that forward has ended; what is left of the step is backward and update."""
+        """Mark the end of forward; the rest of the step is backward and update."""
         if self._phase != "none":
             self._enter("backward")
 
     def interrupt(self) -> None:
-        """Note that something begins that is not part of a step, and ends the one that is running."""
+        """Mark the begin of something outside steps, which ends the current step."""
         if self._phase == "data":
             self._phase = "other"
         elif self._phase != "other":
             self.end()
 
     def end(self) -> None:
-        """Count the step; one that never had a micro-batch is left out."""
+        """End the step, and count it if it had a micro-batch."""
         if self._phase == "forward" or self._phase == "backward":
             self._enter("none")
             self._num_steps += 1
         self._phase = "none"
 
     def take(self) -> StepTimes:
-        """Return what was added up since the last time, and begin anew."""
+        """Return the sums since the last call, and reset them."""
         times = StepTimes(self._compute, self._communication_wait, self._data_wait, self._num_steps)
         self._compute = self._communication_wait = self._data_wait = 0.0
         self._num_steps = 0
         return times
 
     def _enter(self, next_phase: _Phase) -> None:
-        """Book the time since the last mark on the phase that ends now."""
+        """Add the time since the last mark to the phase that ends now."""
         if not self.is_exact:
             torch.accelerator.synchronize(self._device)
         phase, meets = self._phase, self._meets
         wall = perf_counter()
-        # a system call, and the better part of what a mark costs
+        # a system call, which takes most of the time of a mark
         busy = thread_time() if self.is_exact and (phase in meets or next_phase in meets) else 0.0
         elapsed = wall - self._wall
         if phase == "data":

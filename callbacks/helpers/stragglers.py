@@ -1,4 +1,4 @@
-"""Stragglers: which of several ranks is the slow one, and why, by their mean steps."""
+"""Stragglers: finds the slowest of several ranks, and the reason, by their mean step times."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ class Straggler(NamedTuple):
 
     rank: int
     slowdown: float
-    """Its own time, compute and waiting for data, over the median of the others'."""
+    """Its compute and data wait over the median of the others'."""
     cause: Literal["compute", "data_wait"]
-    """Which part is further above the others'."""
+    """The part that exceeds the others' by more."""
 
 
 class Suspicion:
-    """Which rank has been slow for so many reports that it is to be told, once for each reason."""
+    """Decides when to warn of a slow rank: after several reports in a row, and once for each cause."""
 
     def __init__(self, threshold: float, patience: int) -> None:
         self._threshold, self._patience = threshold, patience
         self._rank: int | None = None
         self._causes: deque[str] = deque(maxlen=patience)
-        self._told: tuple[int, str] | None = None
+        self._warned_of: tuple[int, str] | None = None
         self._num_without = 0
         self.num_in_a_row = 0
-        """Reports in which the rank has been the slow one."""
+        """Reports in a row in which the same rank has been the slow one."""
 
-    def is_to_be_told(self, found: Straggler) -> bool:
-        """Take a report's slowest rank into account, and return whether to warn of it now.
+    def should_warn(self, straggler: Straggler) -> bool:
+        """Record the slowest rank of a report, and return whether to warn of it now.
 
-        What has been told is told again after it was over for as many reports as it takes to be told.
+        A warning is repeated only after `patience` reports without a straggler.
         """
-        if found.rank != self._rank or found.slowdown <= self._threshold:
+        if straggler.rank != self._rank or straggler.slowdown <= self._threshold:
             self._causes.clear()
             self.num_in_a_row = 0
-        if found.slowdown <= self._threshold:
+        if straggler.slowdown <= self._threshold:
             self._num_without += 1
-            self._told = self._told if self._num_without < self._patience else None
+            self._warned_of = self._warned_of if self._num_without < self._patience else None
             return False
-        self._rank, self._num_without = found.rank, 0
-        self._causes.append(found.cause)
+        self._rank, self._num_without = straggler.rank, 0
+        self._causes.append(straggler.cause)
         self.num_in_a_row += 1
-        if self.num_in_a_row < self._patience or self._told == (found.rank, found.cause):
+        if self.num_in_a_row < self._patience or self._warned_of == (straggler.rank, straggler.cause):
             return False
-        is_other_rank = self._told is None or self._told[0] != found.rank
+        is_other_rank = self._warned_of is None or self._warned_of[0] != straggler.rank
         if not is_other_rank and len(set(self._causes)) > 1:
             return False
-        self._told = found.rank, found.cause
+        self._warned_of = straggler.rank, straggler.cause
         return True
 
 
 def mean_steps(sums: Sequence[StepTimes]) -> dict[int, StepTimes]:
-    """Return the mean step of each rank, by rank; those that have had none are left out."""
+    """Return the mean step of each rank that has done any, by rank."""
     return {
         rank: StepTimes(compute / num, communication / num, data / num, num)
         for rank, (compute, communication, data, num) in enumerate(sums)
@@ -65,10 +65,11 @@ def mean_steps(sums: Sequence[StepTimes]) -> dict[int, StepTimes]:
     }
 
 
-def share_out(ranks: dict[int, StepTimes]) -> dict[int, StepTimes]:
-    """Tell compute from communication wait, where a rank by itself cannot: who waits least is the one waited for.
+def split_compute(ranks: dict[int, StepTimes]) -> dict[int, StepTimes]:
+    """Separate compute from communication wait on devices where a rank alone cannot.
 
-    What the others have above its time is waiting; so much as it has, all of them compute.
+    The rank with the least time is the one that the others wait for: its time is compute on all ranks, the excess of
+    the others is waiting.
     """
     least = min((times.communication_wait for times in ranks.values()), default=0.0)
     return {
@@ -78,15 +79,15 @@ def share_out(ranks: dict[int, StepTimes]) -> dict[int, StepTimes]:
 
 
 def find_straggler(ranks: dict[int, StepTimes]) -> Straggler | None:
-    """Return the slowest of several ranks; None if there are no others."""
+    """Return the slowest of several ranks; None for one rank."""
     if len(ranks) < 2:
         return None
     own = {rank: times.compute + times.data_wait for rank, times in ranks.items()}
     slowest = max(own, key=lambda rank: own[rank])
-    others = [times for rank, times in ranks.items() if rank != slowest]
+    others = [other for rank, other in ranks.items() if rank != slowest]
     usual = median(own[rank] for rank in own if rank != slowest)
-    mine = ranks[slowest]
-    more_compute = mine.compute - median(times.compute for times in others)
-    more_waiting = mine.data_wait - median(times.data_wait for times in others)
-    cause: Literal["compute", "data_wait"] = "compute" if more_compute >= more_waiting else "data_wait"
+    times = ranks[slowest]
+    excess_compute = times.compute - median(other.compute for other in others)
+    excess_data_wait = times.data_wait - median(other.data_wait for other in others)
+    cause: Literal["compute", "data_wait"] = "compute" if excess_compute >= excess_data_wait else "data_wait"
     return Straggler(slowest, own[slowest] / max(usual, 1e-9), cause)

@@ -1,9 +1,8 @@
-"""The agent of an elastic run: it starts workers again, after failures and when nodes come or leave."""
+"""ElasticAgent: starts the workers of a node again after failures, and when nodes come or leave."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -23,18 +22,17 @@ from ..launch.worker import WorkerTask
 from .elastic_rendezvous import ManyNodes, OneNode
 from .hang_detection import Hang, Limits, Standing, Watch, clocks
 from .restart_policy import GiveUp, RestartPolicy
-from .rounds import Kind, Round, RoundEnd, append_round
-from .shared_store import RUN_FOLDER
+from .rounds import RUN_FOLDER, EndKind, Round, RoundEnd, append_round
 from .stack_dumps import dump_stacks
 
-_LOOK: Final = 0.25  # seconds between two looks at heartbeats and other nodes; the end of a worker is seen at once
-_SETTLE: Final = 0.1  # seconds in which the peers of a failed worker tell of their loss, so that the cause is known
-_LEFT: Final = 2.0  # seconds that workers have to end by themselves when a node has left theirs
+_LOOK: Final = 0.25  # seconds between two looks at heartbeats and other nodes; the exit of a worker is seen at once
+_PEERS: Final = 0.1  # seconds for the peers of a failed worker to report it, which helps to find the cause
+_LEFT: Final = 2.0  # seconds for workers to end by themselves after another node has left
 _GIVEN_UP: Final = "given_up"
-_MANY: Final = 1 << 30  # restarts that elastic allows; the policy decides
+_MANY: Final = 1 << 30  # restarts that torch's agent allows; the policy decides instead
 
 _LATER: Final = ("torch.utils.tensorboard",)
-"""What workers import, if it is installed, when they first log: in each round anew, if the fork server has not."""
+"""Modules, if installed, that workers import at their first log: in every round, unless the fork server has them."""
 
 _log = logging.getLogger("echelon")
 
@@ -42,21 +40,21 @@ _log = logging.getLogger("echelon")
 class ElasticAgent(Agent):
     """Starts workers in rounds, until one round ends well, the policy gives up, or this node is to leave.
 
-    The loop is elastic's own. Workers that end are replaced at once; where others have joined or want to leave, workers
-    are asked to end, and their ranks agree on a last step.
+    The loop is torch.distributed.elastic's. Workers that have died are replaced at once. When nodes come or leave,
+    workers are asked to end, and their ranks agree on a last step.
 
     Args:
-        job: what the workers do.
-        num_processes: how many there are on this node.
-        meet: has this node meet the others; the fork server imports what workers need meanwhile.
+        job: the program of the workers.
+        num_processes: number of workers on this node.
+        meet: returns the rendezvous; meanwhile the fork server imports the modules that workers need.
         folder: the node folder, which outlives the workers.
         policy: decides on restarts.
-        limits: for how long workers may be silent.
-        grace: how many seconds workers have to bring their step to an end when they are asked to.
+        limits: how long workers may be silent.
+        grace: seconds that workers have to finish their step when they are asked to end.
     """
 
     _watch: Watch
-    """Of the workers of this round."""
+    """Watches the workers of this round."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class ElasticAgent(Agent):
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
         self._num_processes, self._limits = num_processes, limits
-        self._round = Round(0, 1, os.getpid(), meeting.shared_at)
+        self._round = Round(0, 1, os.getpid(), meeting.notices_at)
         self._node_rank = 0
         self._delay = 0.0
         self._is_told_to_leave = threading.Event()
@@ -91,7 +89,7 @@ class ElasticAgent(Agent):
     # --- a round ---
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes, agree on the number of the round, and clear away what the last one left."""
+        """Meet the other nodes, agree on the number of the round, and delete the files of the last one."""
         if self._delay:
             _log.warning("The workers start again in %.0f s", self._delay)
             self._is_told_to_leave.wait(self._delay)
@@ -101,13 +99,13 @@ class ElasticAgent(Agent):
             for file in self.folder.glob(pattern):
                 file.unlink()
         self._node_rank = worker_group.group_rank
-        self._round = Round(number, worker_group.group_world_size, os.getpid(), self._meeting.shared_at)
+        self._round = Round(number, worker_group.group_world_size, os.getpid(), self._meeting.notices_at)
         self._round.write(self._node_folder)
         _log.info("Round %d begins: this is node %d of %d", number, self._node_rank, self._round.num_nodes)
         self._watch = Watch(self._node_folder, self._num_processes, self._limits)
 
     def _meet(self, worker_group: WorkerGroup) -> int:
-        """Meet the other nodes and return the number of the round; again, if one of them is lost just then."""
+        """Meet the other nodes and return the number of the round; repeat it if one of them is lost meanwhile."""
         from torch.distributed import DistStoreError
 
         while True:
@@ -116,14 +114,14 @@ class ElasticAgent(Agent):
                 store = worker_group.store
                 assert store is not None
                 if worker_group.group_rank == 0:
-                    store.set("echelon/round", str(self._meeting.shared.add("rounds", 1) - 1))
+                    store.set("echelon/round", str(self._meeting.notices.count("rounds") - 1))
                 return int(store.get("echelon/round"))
-            except DistStoreError as error:  # a node did not tell the others what they need to know
-                _log.info("The nodes meet again, as one did not answer: %s", error)
+            except DistStoreError as error:  # a node has not sent what the others wait for
+                _log.info("The nodes meet again, as one of them did not answer: %s", error)
             except ProcessError as error:
-                with contextlib.suppress(RuntimeError):  # the store is gone, and with it what others said
-                    if self._meeting.shared.check([_GIVEN_UP]):
-                        error.add_note(f"A node has given up:\n{self._meeting.shared.get(_GIVEN_UP).decode()}")
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    if (report := self._meeting.notices.read(_GIVEN_UP)) is not None:
+                        error.add_note(f"A node has given up:\n{report}")
                 raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -135,7 +133,7 @@ class ElasticAgent(Agent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_an_end(_LOOK)
         if self._ended_without_result():
-            self._wait(_SETTLE)
+            self._wait(_PEERS)
             ends = self._ended_without_result()
             return self._end_round(self._judge(ends), ends)
         if not self._running and self._round.is_cut_short(self._node_folder):
@@ -150,8 +148,8 @@ class ElasticAgent(Agent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _end_round(self, end: RoundEnd, ends: list[WorkerExit] | None = None) -> RunResult:
-        """End what is left of a round, and decide what comes next."""
-        # those that are asked to end may be saving, and all of them agree; others could only wait for lost peers
+        """End the remaining workers of a round, and decide what comes next."""
+        # workers that were asked to end may still be saving; after a failure they could only wait for lost peers
         self._stop({"preempted": self._grace, "membership": _LEFT}.get(end.kind, 0.0))
         self.failed = ends or self._ended_without_result()
         append_round(self._node_folder, end)
@@ -163,7 +161,7 @@ class ElasticAgent(Agent):
         elif isinstance(decision, GiveUp):
             self.report = decision.report
             self._remaining_restarts = 0
-            self._meeting.shared.set(_GIVEN_UP, decision.report)
+            self._meeting.notices.post(_GIVEN_UP, decision.report)
             self._meeting.shutdown()
         else:
             self._delay = decision.delay
@@ -172,7 +170,7 @@ class ElasticAgent(Agent):
         return RunResult(state=WorkerState.FAILED)
 
     def _judge(self, ends: list[WorkerExit]) -> RoundEnd:
-        """Return what the ends of workers say of the round."""
+        """Return the end of the round that follows from the ends of its workers."""
         cause = min(ends, key=lambda end: end.likelihood)
         if self._signal is not None or any(end.was_interrupted for end in ends):
             return self._changed("Nodes come or leave", cause.rank)
@@ -180,40 +178,35 @@ class ElasticAgent(Agent):
         return replace(end, is_consequence=cause.blames_a_peer and self._round.num_nodes > 1)
 
     def _changed(self, cause: str, rank: int | None = None) -> RoundEnd:
-        """Return what ends a round that no worker has failed in: this node's leave, or what others do."""
+        """Return the end of a round without a failure: this node is to leave, or others come or leave."""
         if self._signal is not None:
             return self._ended("preempted", f"This node was told to leave ({self._signal.name})", rank)
         return self._ended("membership", cause, rank)
 
     def _hung(self, hang: Hang) -> RoundEnd:
-        """Write down where all workers stand, and return what is to be said of them."""
-        place = self._keep(dump_stacks(self._running, self.folder))
-        return self._ended("hang", f"{hang.describe()}; where each rank stood: {place}", hang.ranks[0])
+        """Write the stacks of all workers, and return the end of the round."""
+        folder = self._keep(dump_stacks(self._running, self.folder))
+        return self._ended("hang", f"{hang.describe()}; where each rank stood: {folder}", hang.ranks[0])
 
-    def _ended(self, kind: Kind, cause: str, rank: int | None = None) -> RoundEnd:
+    def _ended(self, kind: EndKind, cause: str, rank: int | None = None) -> RoundEnd:
         rank = self.ranks[0] if rank is None else rank
         return RoundEnd(self._round.number, time.time(), kind, cause, rank, self._watch.records()[rank].step)
 
     def _look(self) -> Hang | None:
-        """Return which workers hang, unless those of another node are behind them, where it is that agent's to say."""
+        """Return which workers hang; if those of another node are behind them, it is up to that node's agent."""
         now, suspended = clocks()
         return self._watch.look(now, suspended, self._elsewhere(now) if self._round.num_nodes > 1 else ())
 
     def _elsewhere(self, now: float) -> list[Standing]:
-        """Tell the other agents where this node's rearmost workers stand, and return where theirs do."""
+        """Tell the other agents where this node's rearmost workers stand, and return where theirs stand."""
         keys = [f"standing/{self._round.number}/{node}" for node in range(self._round.num_nodes)]
-        shared, mine, own = self._meeting.shared, self._watch.standing(now), keys.pop(self._node_rank)
-        if mine is None:
-            shared.delete_key(own)
-        else:
-            shared.set(own, json.dumps(astuple(mine)))
-        return [Standing(*json.loads(shared.get(key))) for key in keys if shared.check([key])]
+        notices, standing = self._meeting.notices, self._watch.standing(now)
+        notices.post(keys.pop(self._node_rank), standing and astuple(standing))
+        return [Standing(*fields) for fields in map(notices.read, keys) if fields is not None]
 
     def _keep(self, stacks: Mapping[int, str]) -> Path:
-        """Write where ranks stood to the run's folder, or to the node folder if there is none yet; return where."""
-        shared = self._meeting.shared
-        is_known = shared.check([RUN_FOLDER])
-        folder = (Path(json.loads(shared.get(RUN_FOLDER))) if is_known else self._node_folder) / "stacks"
+        """Write stacks to the run's folder, or to the node folder if there is none yet, and return the folder."""
+        folder = Path(self._meeting.notices.read(RUN_FOLDER) or self._node_folder) / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"round_{self._round.number}_rank_{rank}.txt").write_text(text)
@@ -227,19 +220,19 @@ class ElasticAgent(Agent):
             _log.info("Nodes come: the workers of round %d are asked to end", self._round.number)
             self._stop(self._grace)
             if not (self._ended_without_result() or self._round.is_cut_short(self._node_folder)):
-                return  # training has just come to its end, as will be seen
+                return  # training has just ended; the next look finds its result
             append_round(self._node_folder, self._ended("membership", "Nodes have come"))
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Do nothing: a round has ended its workers itself."""
+        """Do nothing: `_end_round` has ended the workers."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Kill what is left, when the agent itself has failed."""
+        """Kill the remaining workers when the agent itself has failed."""
         if self._running:
             self._stop(0.0)
 
     def _exit_barrier(self) -> None:
-        """Tell nodes that come too late that the run is over; no node has to wait for another."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it all who could come
+        """Tell nodes that come too late that the run is over; no node waits for another."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no node can come
             self._meeting.shutdown()

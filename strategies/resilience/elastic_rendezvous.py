@@ -1,4 +1,4 @@
-"""Where the agents of an elastic run meet, again and again: alone on one machine, or by torch's c10d rendezvous."""
+"""Rendezvous of an elastic run's agents before each round: one node alone, or several by torch's c10d rendezvous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -33,16 +33,16 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from ..cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
 from ..cluster.network import address_towards
 from ..cluster.tcp_store import host_store
+from ..distributed.noticeboard import Noticeboard
 from ..errors import ConfigError, ProcessError, RunError
 from ..launch.static_rendezvous import Rendezvous
-from .known_state import check_state
-from .shared_store import SharedStore
+from .rounds import StoreAddress
 from .store_process import CLOSED, KEPT, LIFE, check_clock, reach_store
-from .torch_rendezvous import QuickSteps
+from .torch_rendezvous import QuickSteps, check_state
 
-_KEEP_ALIVE: Final = timedelta(seconds=1)  # between two signs of life of an agent
-_MISSED: Final = 3  # as many after which it is dead
-_AFTER_A_RUN: Final = 30.0  # seconds in which the store of the run before has gone
+_KEEP_ALIVE: Final = timedelta(seconds=1)  # between two keep-alive messages of an agent
+_MISSED: Final = 3  # keep-alive messages missed in a row by a node that counts as dead
+_AFTER_A_RUN: Final = 30.0  # seconds within which the store of the previous run ends
 _OVER: Final = "over"
 
 _log = logging.getLogger("echelon")
@@ -56,116 +56,119 @@ def meeting(
     start_timeout: timedelta,
     last_call: timedelta = timedelta(seconds=3),
 ) -> OneNode | ManyNodes:
-    """Return where this node meets the others of its run.
+    """Return the rendezvous at which this node meets the others of its run.
 
     Args:
-        nodes: how few and how many nodes may take part; more than that stand by until one leaves.
-        endpoint: "HOST[:PORT]" of the store by which they meet; None for one node.
-        run_id: what tells runs on one store from each other.
-        start_timeout: how long a node waits for the store, and then for others.
-        last_call: how long those that are enough wait for more, at their first meeting.
+        nodes: the least and the largest number of nodes that take part; further nodes stand by until one leaves.
+        endpoint: "HOST[:PORT]" of the store by which nodes meet; None for one node.
+        run_id: distinguishes the runs that use one store.
+        start_timeout: how long a node waits for the store, and then for other nodes.
+        last_call: how long the least number of nodes waits for more, at the first rendezvous.
 
     Raises:
-        ConfigError: for an endpoint that is none, or leads nowhere, or for clocks that differ.
+        ConfigError: if the endpoint is invalid or unreachable, or clocks differ.
         ProcessError: if there is no store, or a run of this id is over.
     """
     if nodes == (1, 1):
         return OneNode(start_timeout)
     if endpoint is None:
-        raise ConfigError(f"nodes={nodes[0]}:{nodes[1]} need an endpoint to meet at; give HOST:PORT of one of them.")
-    host, port = _place(endpoint)
-    # else MASTER_PORT would be that of the first round for ever, whoever has left since (torch 2.14)
+        raise ConfigError(
+            f"endpoint must be HOST:PORT for nodes={nodes[0]}:{nodes[1]}, got None; give the address of one of them."
+        )
+    host, port = _parse(endpoint)
+    # otherwise MASTER_PORT stays that of the first round, even after its node has left (torch 2.14)
     set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    shared_at = SharedStore(host, port, f"echelon/{run_id}")
-    _await_end_of_last_run(shared_at, start_timeout)
+    address = StoreAddress(host, port, f"echelon/{run_id}")
+    _await_end_of_last_run(address, start_timeout)
     timeout = RendezvousTimeout(join=start_timeout, last_call=last_call)
-    return ManyNodes(shared_at, RendezvousSettings(run_id, *nodes, timeout, _KEEP_ALIVE, _MISSED))
+    return ManyNodes(address, RendezvousSettings(run_id, *nodes, timeout, _KEEP_ALIVE, _MISSED))
 
 
-def _place(endpoint: str) -> tuple[str, int]:
+def _parse(endpoint: str) -> tuple[str, int]:
     try:
         host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         address = ipaddress.ip_address(address_towards(host))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The endpoint {endpoint!r} leads nowhere ({error}); give HOST:PORT of a node that all reach."
+            f"The endpoint {endpoint!r} cannot be resolved ({error}); give HOST:PORT of a node that all others reach."
         ) from error
     if address.is_loopback and host not in ("localhost", str(address)):
         raise ConfigError(
-            f"The endpoint's name {host!r} stands for {address} on this machine, where no other node could reach it; "
-            "give its address instead."
+            f"The endpoint's name {host!r} resolves to {address} on this machine, which no other node can reach; give "
+            "its address instead."
         )
     return host, port
 
 
-def _await_end_of_last_run(place: SharedStore, limit: timedelta) -> None:
-    """Wait for the store of a run before this one to end, as it does soon after its last node has left.
+def _await_end_of_last_run(address: StoreAddress, limit: timedelta) -> None:
+    """Wait for the store of a previous run to end, as it does soon after the last node of that run has left.
 
     Raises:
-        ProcessError: if a run of this id is over, and the store stays.
+        ProcessError: if a run of this id is over, and its store does not end.
     """
     end = time.monotonic() + _AFTER_A_RUN
     while True:
-        store = reach_store(place.host, place.port, limit)
+        store = reach_store(address.host, address.port, limit)
         check_clock(store)
-        if not store.check([f"{place.prefix}/{_OVER}"]):
+        if not Noticeboard(store, address.prefix).has(_OVER):
             return
         if time.monotonic() > end or store.check([KEPT]):
-            raise _over(place)
-        del store  # its end would be an error for who is connected
+            raise _over(address)
+        del store  # whoever is connected when it ends gets an error
         time.sleep(1.0)
 
 
-def _over(place: SharedStore) -> ProcessError:
-    run_id = place.prefix.removeprefix("echelon/")
+def _over(address: StoreAddress) -> ProcessError:
+    run_id = address.prefix.removeprefix("echelon/")
     return ProcessError(
-        f"The run {run_id!r} that met at {place.host}:{place.port} is over; give the next one another run id."
+        f"The run {run_id!r} at {address.host}:{address.port} is over; give the next run another run id."
     )
 
 
 class SpareError(RunError):
-    """A run that ended while this node stood by."""
+    """The run ended while this node was standing by."""
 
 
 class OneNode(Rendezvous):
-    """The meetings of a node with itself; each round has a store of its own, on loopback."""
+    """The rendezvous of a run on one node; each round has a store of its own, on loopback."""
 
     def __init__(self, limit: timedelta) -> None:
         super().__init__(Environment("none", 0, 0, 0, 1, 1, 1, LOOPBACK, None), limit)
         store = host_store(LOOPBACK, 0)
-        self.shared: Any = PrefixStore("echelon", store)
-        """Outlives rounds."""
-        self.shared_at = SharedStore(LOOPBACK, store.port, "echelon")
+        self.notices: Any = Noticeboard(store, "echelon")
+        """Messages that outlive rounds."""
+        self.notices_at = StoreAddress(LOOPBACK, store.port, "echelon")
 
     def num_nodes_lost(self) -> int:
-        """Return 0: this one is here."""
+        """Return 0: there is no other node."""
         return 0
 
     def leave(self) -> None:
-        """Do nothing; nobody is left behind."""
+        """Do nothing: there is no other node."""
 
     def release(self) -> None:
-        """Let go of the stores, and with them of their ports."""
-        self.store = self.shared = None
+        """Drop the stores, and with them their ports."""
+        self.store = None
+        self.notices = None
 
 
 class ManyNodes(DynamicRendezvousHandler):
-    """The meetings of a changing number of nodes: torch's, with errors that say what to do, and a way to leave.
+    """The rendezvous of a changing number of nodes: torch's, with errors that say what to do, and a way to leave.
 
-    Ranks of nodes go by their addresses, each time anew: a node that has just come may be the first.
+    At each rendezvous nodes are ranked by their addresses: a node that has just come may be the first.
     """
 
-    def __init__(self, shared_at: SharedStore, settings: RendezvousSettings) -> None:
-        host, port, limit = shared_at.host, shared_at.port, settings.timeout.join
-        # a connection for each use: a call that waits, for a key or an answer, holds up all others on its connection
-        state, rounds, shared = (reach_store(host, port, limit) for _ in range(3))
+    def __init__(self, address: StoreAddress, settings: RendezvousSettings) -> None:
+        host, port, limit = address.host, address.port, settings.timeout.join
+        # one connection each: a call that waits for a key or an answer blocks all others on its connection
+        state, rounds, notices = (reach_store(host, port, limit) for _ in range(3))
         self.address = address_towards(host)
-        """Of this node, for the others."""
-        self.shared_at = shared_at
-        self.shared: Any = PrefixStore(shared_at.prefix, shared)
-        """The store of the run's agents; it outlives rounds."""
+        """The address of this node, for the others."""
+        self.notices_at = address
+        self.notices: Any = Noticeboard(notices, address.prefix)
+        """Messages between the run's agents and workers, which outlive rounds."""
         self.node_rank = self.num_nodes = 0
-        """Of the last meeting."""
+        """As of the last rendezvous."""
         node = self._node_desc_generator.generate(self.address)
         self._link = _Link(state, settings.run_id)
         holder = _BackendRendezvousStateHolder(self._link, settings, cache_duration=0)
@@ -173,22 +176,22 @@ class ManyNodes(DynamicRendezvousHandler):
         self._op_executor = self._steps = QuickSteps(node, holder, settings)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the round, if there is one, and meet for the next.
+        """Leave the current round, if any, and meet for the next one.
 
         Raises:
             ProcessError: if the store is gone, the run is over, or too few nodes came in time.
-            SpareError: if the run ended while this node stood by.
+            SpareError: if the run ended while this node was standing by.
         """
         self._link.is_waited_for = True
         try:
             info = self._meet()
         except RendezvousClosedError as error:
-            raise _over(self.shared_at) from error
+            raise _over(self.notices_at) from error
         except RendezvousGracefulExitError as error:
             most = self.settings.max_nodes
             raise SpareError(
-                f"The run {self.get_run_id()!r} at {self._endpoint} ended while this node stood by, as {most} others "
-                "took part; nothing is left to do here."
+                f"The run {self.get_run_id()!r} at {self._endpoint} ended while this node was standing by, as {most} "
+                "others took part; nothing is left to do here."
             ) from error
         except RendezvousTimeoutError as error:
             raise self._too_few() from error
@@ -214,7 +217,7 @@ class ManyNodes(DynamicRendezvousHandler):
                 _log.info("This node goes on standing by: the run is going on without it")
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait for the next round: new ones, or those whose workers failed.
+        """Return how many nodes wait for the next round: new ones, and those whose workers failed.
 
         Raises:
             ProcessError: if the store is gone.
@@ -225,9 +228,7 @@ class ManyNodes(DynamicRendezvousHandler):
             raise self._lost(error) from error
 
     def num_nodes_lost(self) -> int:
-        """Return how many nodes of this round have left it, or given no sign of life; 0 once the run is over.
-
-        Then nodes leave as their workers end, and so may this one.
+        """Return how many nodes of this round have left it or died; 0 once the run is over, when all nodes leave.
 
         Raises:
             ProcessError: if the store is gone.
@@ -237,7 +238,7 @@ class ManyNodes(DynamicRendezvousHandler):
         return 0 if state.closed else self.num_nodes - len(state.participants)
 
     def leave(self) -> None:
-        """Leave the run for good; the others see it at once, and need not wait until this node counts as dead.
+        """Leave the run for good. The others see it at once, instead of waiting until this node counts as dead.
 
         Raises:
             ProcessError: if the store is gone.
@@ -249,30 +250,30 @@ class ManyNodes(DynamicRendezvousHandler):
             raise self._lost(error) from error
 
     def cancel(self) -> None:
-        """End the wait for other nodes, and all later ones; from any thread."""
+        """End the wait for other nodes, and all later waits; from any thread."""
         self._link.is_cancelled = True
 
     def set_closed(self) -> None:
-        """End the run for all nodes, and for those that come too late."""
+        """End the run for all nodes, including those that come too late."""
         super().set_closed()
         self._tell_of_end()
 
     def shutdown(self) -> bool:
-        """End the run for all nodes, and give no more signs of life; return whether the store heard of it."""
+        """End the run for all nodes, stop the keep-alive messages, and return whether the store could be told."""
         is_closed: bool = super().shutdown()
         if is_closed:
             self._tell_of_end()
         return is_closed
 
     def release(self) -> None:
-        """Leave, if that has not been done, and let go of the store; whether or not it is still there."""
+        """Leave, if that has not been done, and drop the connection to the store, which may be gone already."""
         with contextlib.suppress(ProcessError):
             self.leave()
-        self.shared = None
+        self.notices = None
 
     def _tell_of_end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it all who could come
-            self.shared.set(_OVER, "")
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no node can come
+            self.notices.post(_OVER)
             self._link.store.set(CLOSED, "")
 
     def _record(self, *_: Any, **__: Any) -> None:
@@ -283,16 +284,16 @@ class ManyNodes(DynamicRendezvousHandler):
         least, limit = self.settings.min_nodes, self.settings.timeout.join.total_seconds()
         return ProcessError(
             f"{came} of at least {least} nodes came to {self._endpoint} within start_timeout={limit:g} s; start the "
-            f"program on {least - came} more with the same endpoint and run id {self.get_run_id()!r}, or wait longer."
+            f"program on {least - came} more with the same endpoint and run id {self.get_run_id()!r}, or raise it."
         )
 
     def _lost(self, error: RendezvousError) -> ProcessError:
         if self._link.is_cancelled and self._link.is_waited_for:
-            return ProcessError(f"The wait for other nodes at {self._endpoint} was ended; start the program again.")
+            return ProcessError(f"The wait for other nodes at {self._endpoint} was cancelled; start the program again.")
         if isinstance(error, RendezvousStateError):
             return ProcessError(
-                f"What lies in the store at {self._endpoint} is no state of a rendezvous ({error}) and was not loaded; "
-                "find out who writes there, and let only nodes of the run reach that port."
+                f"The store at {self._endpoint} holds something other than the state of a rendezvous ({error}), which "
+                "was not loaded; find out who writes there, and let only nodes of the run reach that port."
             )
         return ProcessError(
             f"The store at {self._endpoint} does not answer any more ({error.__cause__ or error}), and without it "
@@ -301,11 +302,11 @@ class ManyNodes(DynamicRendezvousHandler):
 
     @property
     def _endpoint(self) -> str:
-        return f"{self.shared_at.host}:{self.shared_at.port}"
+        return f"{self.notices_at.host}:{self.notices_at.port}"
 
 
 class _Link(C10dRendezvousBackend):
-    """The state of the rendezvous in the store, and a sign of life with each word to it."""
+    """The state of the rendezvous in the store; each write counts as a sign of life of this agent."""
 
     def __init__(self, store: Any, run_id: str) -> None:
         super().__init__(store, run_id)
@@ -314,18 +315,18 @@ class _Link(C10dRendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         self._check()
-        found = super().get_state()
-        if found is not None:
-            check_state(found[0])
-        return found
+        state_and_token = super().get_state()
+        if state_and_token is not None:
+            check_state(state_and_token[0])
+        return state_and_token
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         self._check()
         self._call_store("add", LIFE, 1)
-        found = super().set_state(state, token)
-        if found is not None:
-            check_state(found[0])
-        return found
+        result = super().set_state(state, token)
+        if result is not None:
+            check_state(result[0])
+        return result
 
     def _check(self) -> None:
         if self.is_cancelled and self.is_waited_for:

@@ -1,4 +1,4 @@
-"""Marks: what has happened once in a run, for workers that may be killed and started again."""
+"""Marks of injected faults, by which each happens once although its worker is killed and started again."""
 
 from __future__ import annotations
 
@@ -6,35 +6,31 @@ import os
 import time
 from pathlib import Path
 from typing import Final, Protocol
+from uuid import uuid4
 
-_PREFIX: Final = "chaos"
+from ..distributed.noticeboard import Noticeboard
+
+_PREFIX: Final = "fault"
 
 
 class Marks(Protocol):
-    """Remember names for as long as the run lasts."""
+    """Names that are claimed once, and remembered as long as the run lasts."""
 
     def claim(self, name: str) -> bool:
-        """Return whether nobody has claimed the name before, and note the time."""
+        """Claim a name and note the time; return False if it was claimed before."""
 
     def time_of(self, name: str) -> float | None:
         """Return when (``time.time()``) the name was claimed; None if it was not."""
 
 
-class Store(Protocol):
-    """What marks need of a store of torch.distributed."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to the number under a key, at first 0, and return it."""
-
-
 class FileMarks:
-    """Marks in a folder that outlives the workers, and is made if it is not there: for those of one node."""
+    """Marks in a folder that outlives the workers, and is created if it is missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def claim(self, name: str) -> bool:
-        """Return whether nobody has claimed the name before, and note the time."""
+        """Claim a name and note the time; return False if it was claimed before."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             os.close(os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -53,20 +49,19 @@ class FileMarks:
         return self._folder / f"{_PREFIX}-{name}"
 
 
-class StoreMarks:
-    """Marks in a store that outlives the workers: for those of all nodes."""
+class NoticeMarks:
+    """Marks on a noticeboard that outlives the workers, for all nodes."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, notices: Noticeboard) -> None:
+        self._notices = notices
 
     def claim(self, name: str) -> bool:
-        """Return whether nobody has claimed the name before, and note the time."""
-        if self.time_of(name) is not None:
-            return False
-        now = int(time.time() * 1000)
-        return self._store.add(f"{_PREFIX}/{name}", now) == now  # one call: a worker may be killed between two
+        """Claim a name and note the time; return False if it was claimed before."""
+        mark = [time.time(), uuid4().hex]
+        # one call: a worker may be killed between two
+        return bool(self._notices.post_first(f"{_PREFIX}/{name}", mark) == mark)
 
     def time_of(self, name: str) -> float | None:
-        """Return when the name was claimed; None if it was not. Later than that, if two have claimed it at once."""
-        milliseconds = self._store.add(f"{_PREFIX}/{name}", 0)
-        return milliseconds / 1000 if milliseconds else None
+        """Return when the name was claimed; None if it was not."""
+        mark = self._notices.read(f"{_PREFIX}/{name}")
+        return None if mark is None else mark[0]

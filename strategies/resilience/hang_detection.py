@@ -1,4 +1,4 @@
-"""Watch: which worker of a node hangs, told from its beats and from what the kernel says of its process."""
+"""Hang detection: finds the workers of a node that hang, by their heartbeats and the state of their processes."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from typing import Final
 
 from ..errors import ConfigError
 from ..launch.proc_status import Activity, Process, is_traced, look_at
-from .heartbeat import Phase, Record, make_records, read_record
-from .pace import Pace
+from .heartbeat import BeatRecord, Phase, make_records, read_record
 
-_ASLEEP: Final = 1.0  # seconds of a suspend that are more than the clocks' imprecision
+_ASLEEP: Final = 1.0  # seconds of suspend that exceed the imprecision of the clocks
 _PAUSES: Final = (Phase.BETWEEN, Phase.EVALUATE)
-_WARM_UP: Final = 3  # steps of a round whose time says nothing about those that follow
+_WARM_UP: Final = 3  # first steps of a round, which are slower than the others
+_WINDOW: Final = 50  # steps after which the longest step is measured again
 
 
 @dataclass(frozen=True)
 class Limits:
-    """For how long a worker may be silent, in seconds.
+    """How long a worker may be silent, in seconds.
 
     Raises:
-        ConfigError: for numbers that cannot be.
+        ConfigError: for a limit that is not above 0.
     """
 
     timeout: float | None = None
-    """The user's `hang_timeout`: for a step in place of what is measured, elsewhere the least."""
+    """The user's `hang_timeout`: replaces the measured limit of a step; elsewhere it is the least limit."""
     floor: float = 5.0
-    """What a step is allowed at least; and how long a process may be stopped, wherever it is."""
+    """The least limit of a step; also how long a process may be stopped in any phase."""
     factor: float = 20.0
-    """How many times the longest recent step a step may take, and likewise elsewhere."""
+    """A step may take this many times the longest recent step; likewise in other phases."""
     pause: float = 60.0
-    """What is allowed at least between steps and in an evaluation; as long as `start` if the processor is in use."""
+    """The least limit between steps and in an evaluation; `start` while the process uses the processor."""
     start: float = 1800.0
-    """What is allowed before a round trains, while torch compiles, and at the end; the most ever."""
+    """The limit before a round trains, while torch compiles, and at the end; also the largest limit of all."""
     first: float = 300.0
-    """What is allowed in the first steps of a round."""
+    """The limit in the first steps of a round."""
     has_beats: bool = True
-    """False for a program that may have none: before the first one it is allowed any time."""
+    """False for a program that may have no heartbeats: there is no limit before the first one."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "floor", "factor", "pause", "start", "first"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError(f"{name}={value} is not possible; give a number above 0.")
+                raise ConfigError(f"{name} must be > 0, got {value}.")
 
     @property
     def longest(self) -> float:
-        """What is allowed where nothing can be measured."""
+        """The limit where nothing can be measured."""
         return max(self.start, self.timeout or 0.0)
 
     @property
@@ -58,7 +58,7 @@ class Limits:
         return min(self.floor, self.timeout or self.floor)
 
     def of(self, phase: Phase, seen: float) -> float:
-        """Return for how long a worker may be silent in a phase where others were for `seen` seconds."""
+        """Return how long a worker may be silent in a phase whose longest silence so far was `seen` seconds."""
         if phase in (Phase.START, Phase.END):
             return self.longest
         if phase is Phase.TRAIN:
@@ -68,40 +68,40 @@ class Limits:
 
 @dataclass(frozen=True, order=True)
 class Standing:
-    """Where the rearmost workers of a node are, for the agents of other nodes."""
+    """The position of a node's rearmost workers, for the agents of other nodes."""
 
     step: int
-    """Steps completed; -1 before the first beat."""
+    """Steps completed; -1 before the first heartbeat."""
     place: int
-    """0 before the step, 1 inside it, 2 at the end of the run."""
+    """0 between steps, 1 in a step, 2 at the end of the run."""
     is_overdue: bool
-    """Whether all of them are silent for too long."""
+    """Whether all of them have been silent for too long."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """What is compared: who is behind."""
+        """Sort key: workers that are behind are smaller."""
         return self.step, self.place
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Workers that do not go on, and for which the others wait."""
+    """Workers that make no progress, for which the others wait."""
 
     ranks: tuple[int, ...]
     pids: tuple[int | None, ...]
     phase: Phase
     step: int | None
     silent: float
-    """For how many seconds the first of them has made no beat, or was stopped."""
+    """Seconds since the last heartbeat of the first of them, or since it was stopped."""
     limit: float
     is_stopped: bool
 
     def describe(self) -> str:
-        """Say which ranks hang, where, and for how long."""
+        """Return which ranks hang, where, and for how long."""
         processes = ", ".join("unknown" if pid is None else str(pid) for pid in self.pids)
         who = f"Rank {', '.join(map(str, self.ranks))} (process {processes})"
         if self.is_stopped:
-            what = f"is stopped by a signal (SIGSTOP, or SIGTSTP) since {self.silent:.1f} s"
+            what = f"has been stopped by a signal (SIGSTOP or SIGTSTP) for {self.silent:.1f} s"
         else:
             what = f"made no progress for {self.silent:.1f} s"
         place = {
@@ -112,58 +112,95 @@ class Hang:
             Phase.END: "at the end",
         }[self.phase]
         after = "" if self.step is None else f", after step {self.step}"
-        return f"{who} {what}, {place}{after}; {self.limit:.1f} s are allowed there"
+        return f"{who} {what}, {place}{after}; the limit there is {self.limit:.1f} s"
+
+
+class Pace:
+    """The longest silences of workers that went on afterwards, by phase.
+
+    Silences shorter than the time between two looks are missed; no limit is that short. Only the last 50 to 100 steps
+    count. Between steps and in evaluations all silences count, as rare work there may take longest.
+    """
+
+    def __init__(self) -> None:
+        self._longest = [0.0] * len(Phase)
+        self._before, self._turn = 0.0, 0
+        self._seen: BeatRecord | None = None
+        self._since = self._last = 0.0
+
+    def see(self, now: float, record: BeatRecord | None) -> None:
+        """Take in the newest heartbeat of the workers for which all others wait; None while silence means nothing.
+
+        A silence counts once another heartbeat has followed, from when the others began to wait for this one.
+        """
+        if record != self._seen:
+            if self._seen is not None and record is not None:
+                self.note(self._seen.phase, self._last - self._since, self._seen.step or 0)
+            self._seen = record
+            self._since = now if record is None else max(record.time, self._last)
+        self._last = now
+
+    def note(self, phase: Phase, seconds: float, step: int) -> None:
+        """BeatRecord a silence."""
+        if phase is Phase.TRAIN and not self._turn <= step < self._turn + _WINDOW:
+            self._before = self._longest[phase] if self._turn <= step < self._turn + 2 * _WINDOW else 0.0
+            self._turn, self._longest[phase] = step, 0.0
+        self._longest[phase] = max(self._longest[phase], seconds)
+
+    def longest(self, phase: Phase) -> float:
+        """Return the longest silence in a phase."""
+        return max(self._longest[phase], self._before) if phase is Phase.TRAIN else self._longest[phase]
 
 
 @dataclass(frozen=True)
 class _Worker:
     local_rank: int
-    record: Record
+    record: BeatRecord
     silent: float
-    """For how long it has made no beat, and was not waiting for others."""
+    """Seconds without a heartbeat in which it did not wait for others."""
     idle: float
-    """For how long, where anything may take its time, it did next to nothing."""
+    """Seconds in which it used almost no processor time, in phases without a fixed duration; else `silent`."""
     limit: float
     longest: float
-    """For how long it may be silent whatever it does."""
+    """Seconds for which it may be silent whatever it does."""
     is_warm: bool
-    """Whether what it does says something about what follows."""
+    """Whether it is past its first steps and not compiling, so that silences are worth measuring."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it is."""
+        """How far it has come."""
         place = {Phase.TRAIN: 1, Phase.END: 2}.get(self.record.phase, 0)
         return (-1 if self.record.step is None else self.record.step), place
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it is silent for too long."""
+        """Whether it has been silent for too long."""
         return min(self.silent, self.idle) > self.limit or self.silent > self.longest
 
     def waited_for(self, seconds: float) -> _Worker:
-        """Return this one, for which others wait since so many seconds."""
+        """Return this worker with its silence cut to the time for which others have waited for it."""
         return replace(self, silent=min(self.silent, seconds))
 
 
 class Watch:
-    """Looks at the workers of one round; made before they start, and asked at least every `interval` seconds.
+    """Watches the workers of one round; created before they start, and asked at least every `interval` seconds.
 
-    Workers wait for each other, so that one which saves, or compiles, silences all. A hang is therefore only what the
-    rearmost workers do: those that no other is behind. All of them have to be silent for longer than each is allowed,
-    counted from when they became the rearmost: one that has waited itself may be the last to leave the step.
-    Hooks, checkpoints and evaluations may take any time, so there one that uses the processor does not hang; inside a
-    step it may, as NCCL waits by spinning.
+    Workers wait for each other, so one that saves or compiles silences all of them. Only the rearmost workers, those
+    that no other is behind, can therefore hang. All of them must have been silent for longer than their limits, counted
+    from when they became the rearmost: a worker that had to wait itself may be the last to leave the step. Hooks,
+    checkpoints and evaluations may take any time, so a worker that uses the processor there does not hang; in a step it
+    may, as NCCL waits by spinning.
 
-    When this process itself, or the machine, did not run for a while, silence is counted anew from there; and while a
-    debugger is attached to any worker, nothing is a hang. What is allowed follows the silences that looks have found.
+    If this process or the machine did not run for a while, silences start again from there. While a debugger is
+    attached to any worker, nothing counts as a hang. Limits follow the silences that were measured.
 
     Args:
         folder: the node folder.
-        local_world_size: how many workers there are.
-        limits: for how long they may be silent.
+        local_world_size: number of workers.
+        limits: how long they may be silent.
 
     Raises:
-        ProcessError: if there is no room for the records.
+        ProcessError: if there is no room for the heartbeats.
     """
 
     def __init__(self, folder: Path, local_world_size: int, limits: Limits | None = None) -> None:
@@ -182,20 +219,20 @@ class Watch:
         self._pace = Pace()
 
     def follow(self, pids: Mapping[int, int]) -> None:
-        """Say the rank and the process of each worker, in the order of local ranks; else ranks are local ones."""
+        """Set the rank and the process of each worker, in the order of local ranks; by default ranks are local ones."""
         self._ranks, self._pids = tuple(pids), tuple(pids.values())
 
     @property
     def interval(self) -> float:
-        """How many seconds may lie between two looks; after twice as many this process counts as not having run."""
+        """Seconds allowed between two looks; after twice as many, this process counts as not having run."""
         return min(1.0, self.limits.stop / 4)
 
-    def records(self) -> dict[int, Record]:
-        """Return the newest beat of each worker, by rank."""
+    def records(self) -> dict[int, BeatRecord]:
+        """Return the newest heartbeat of each worker, by rank."""
         return {rank: read_record(self._records, index) for index, rank in enumerate(self._ranks)}
 
     def standing(self, now: float) -> Standing | None:
-        """Return where the rearmost workers of this node are; None if none runs."""
+        """Return the position of this node's rearmost workers; None if no worker runs."""
         rearmost = self._rearmost(self._workers(now), now)
         if not rearmost:
             return None
@@ -206,8 +243,8 @@ class Watch:
 
         Args:
             now: the time on the monotonic clock.
-            suspended: for how long the machine was suspended since its start, see `clocks`.
-            elsewhere: where other nodes stand; of a hang there, the agent there tells.
+            suspended: seconds for which the machine has been suspended since its start, see `clocks`.
+            elsewhere: the positions of other nodes, whose agents report hangs there.
         """
         self._notice_gaps(now, suspended)
         workers = self._workers(now)
@@ -219,22 +256,22 @@ class Watch:
         rearmost = [worker for worker in self._rearmost(workers, now) if worker.position == position]
         is_waiting = any(standing.position == position and not standing.is_overdue for standing in elsewhere)
         hang = self._stop_of(workers, now)
-        if hang is None and rearmost and all(one.is_overdue for one in rearmost) and not is_waiting:
+        if hang is None and rearmost and all(worker.is_overdue for worker in rearmost) and not is_waiting:
             hang = self._silence_of(workers, rearmost)
         newest = max((worker.record for worker in rearmost if worker.is_warm), default=None)
         self._pace.see(now, newest if all(worker.is_warm for worker in workers) else None)
         if hang is not None and any(is_traced(pid) for pid in map(self._pid, range(self._size)) if pid is not None):
-            self._begin_anew(now)
+            self._restart_silences(now)
             return None
         return hang
 
     def _notice_gaps(self, now: float, suspended: float) -> None:
         has_slept = suspended - self._suspended > _ASLEEP
         if self._since is None or now - self._last > 2 * self.interval or has_slept:
-            self._begin_anew(now)
+            self._restart_silences(now)
         self._last, self._suspended = now, suspended
 
-    def _begin_anew(self, now: float) -> None:
+    def _restart_silences(self, now: float) -> None:
         self._since = now
         self._stopped.clear()
         self._pace.see(now, None)
@@ -243,7 +280,7 @@ class Watch:
         return self._pids[index] or read_record(self._records, index).pid
 
     def _workers(self, now: float) -> list[_Worker]:
-        """Return the workers that have not ended, and keep in mind since when which are stopped."""
+        """Return the workers that have not ended, and record since when each of them is stopped."""
         records = [read_record(self._records, index) for index in range(self._size)]
         since = now if self._since is None else self._since
         workers = []
@@ -260,7 +297,7 @@ class Watch:
                 workers.append(self._worker(index, record, now, now - max(record.time, since)))
         return workers
 
-    def _worker(self, index: int, record: Record, now: float, silent: float) -> _Worker:
+    def _worker(self, index: int, record: BeatRecord, now: float, silent: float) -> _Worker:
         phase = record.phase
         longest = math.inf if record.pid is None and not self.limits.has_beats else self.limits.longest
         is_warm = not record.is_compiling and record.step is not None
@@ -276,7 +313,7 @@ class Watch:
         return _Worker(index, record, silent, idle, limit, longest, is_warm)
 
     def _rearmost(self, workers: list[_Worker], now: float) -> list[_Worker]:
-        """Return the workers of this node that no other of it is behind."""
+        """Return the workers of this node that no other of its workers is behind."""
         position = min((worker.position for worker in workers), default=None)
         return [worker.waited_for(now - self._moved) for worker in workers if worker.position == position]
 
@@ -307,6 +344,6 @@ class Watch:
 
 
 def clocks() -> tuple[float, float]:
-    """Return what `Watch.look` is given: the monotonic time, and for how long the machine was suspended so far."""
+    """Return the arguments of `Watch.look`: the monotonic time, and the seconds of suspend so far."""
     now = time.monotonic()
     return now, time.clock_gettime(time.CLOCK_BOOTTIME) - now if hasattr(time, "CLOCK_BOOTTIME") else 0.0

@@ -1,4 +1,4 @@
-"""Beat: what a worker tells of its progress, in memory that the agent reads, for a fraction of a microsecond."""
+"""Beat: a worker's heartbeat, written to memory that the agent reads, in a fraction of a microsecond."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..launch.node_folder import allocate
 _NAME: Final = "beats"
 _MAGIC: Final = float(0xECE1_0001)
 
-# The file is float64 numbers: one record with the magic, then one for each worker, in a cache line of its own.
+# The file holds float64 numbers: a record with the magic, then one for each worker, each in its own cache line.
 _RECORD: Final = 8
 _TIME, _PLACE, _IS_COMPILING, _PID, _FIRST = range(5)
-_PHASES: Final = 8  # the place is the step times this, plus the phase: one number, which is never read half written
+_PHASES: Final = 8  # the place is step * _PHASES + phase: one number, which is never read half written
 
 
 class Phase(enum.IntEnum):
-    """Where in a run a worker is."""
+    """The phase of a run that a worker is in."""
 
     START = 0
     """Before the first epoch."""
     TRAIN = 1
-    """Between the begin of a micro-batch and the end of the optimizer step."""
+    """From the begin of a micro-batch to the end of the optimizer step."""
     BETWEEN = 2
     """Between optimizer steps: data, hooks, checkpoints."""
     EVALUATE = 3
@@ -35,29 +35,29 @@ class Phase(enum.IntEnum):
     """After training."""
 
 
-class Record(NamedTuple):
-    """The newest beat of one worker."""
+class BeatRecord(NamedTuple):
+    """The newest heartbeat of one worker."""
 
     time: float
-    """On the monotonic clock, which all processes of a machine share; 0 if there was no beat yet."""
+    """On the monotonic clock, which all processes of a machine share; 0 before the first heartbeat."""
     phase: Phase = Phase.START
     step: int | None = None
-    """Optimizer steps completed; None before the first beat."""
+    """Optimizer steps completed; None before the first heartbeat."""
     is_compiling: bool = False
     pid: int | None = None
     first_step: int | None = None
-    """The steps that were completed when this round began; None where nobody has said so."""
+    """The steps that were completed when this round began; None if unknown."""
 
 
 class Beat:
-    """The writer of one worker.
+    """Writes the heartbeat of one worker.
 
-    The agent reads while this writes, without a lock. Each number is stored whole, as it is aligned; and the time comes
-    first, so that a record read, or a process stopped, half way tells of a beat just made, but with the phase before.
-    It is called in every step, between kernels that take all of the cache: each line less is worth more than it seems.
+    The agent reads while this writes, without a lock. Each number is aligned, hence stored whole. The time is written
+    first: a record that is read half way, or whose process is stopped there, has the new time with the previous phase.
+    Steps call it between kernels that evict the whole cache, so every line of code counts.
 
     Raises:
-        ProcessError: if the agent has made no record for this worker.
+        ProcessError: if the agent has created no record for this worker.
     """
 
     __slots__ = ("_record",)
@@ -65,28 +65,28 @@ class Beat:
     def __init__(self, folder: Path, local_rank: int) -> None:
         self._record = _records(folder)[(local_rank + 1) * _RECORD :][:_RECORD]
         if not self._record:
-            raise ProcessError(f"{folder / _NAME} holds no record of local rank {local_rank}; start it by its agent.")
+            raise ProcessError(f"{folder / _NAME} has no record for local rank {local_rank}; start it by its agent.")
         self._record[_PID] = os.getpid()
 
     def begin(self, step: int) -> None:
-        """Tell that training will begin after so many optimizer steps."""
+        """Announce that training will begin after `step` optimizer steps."""
         self._record[_FIRST] = step
         self.beat(Phase.START, step)
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Tell that this process goes on, now in `phase`, with `step` optimizer steps completed."""
+        """Announce progress: this process is now in `phase`, with `step` optimizer steps completed."""
         record = self._record
         record[_TIME] = monotonic()
         record[_PLACE] = step * _PHASES + phase
 
-    def compiles(self, is_compiling: bool) -> None:
-        """Tell that compilation begins or has ended, which takes longer than anything a step does."""
+    def set_compiling(self, is_compiling: bool) -> None:
+        """Announce that a compilation begins or has ended, which takes longer than anything else in a step."""
         self._record[_TIME] = monotonic()
         self._record[_IS_COMPILING] = is_compiling
 
 
 def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
-    """Make blank records for the workers of a round, which start after this.
+    """Create blank records for the workers of a round, before they start.
 
     Raises:
         ProcessError: if there is no room.
@@ -100,16 +100,16 @@ def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
     return records
 
 
-def read_record(records: memoryview[float], local_rank: int) -> Record:
-    """Return the newest beat of a worker: read twice, until nothing was written in between."""
-    mine = records[(local_rank + 1) * _RECORD :][:_RECORD]
-    now = mine.tolist()
-    while now != (again := mine.tolist()):
+def read_record(records: memoryview[float], local_rank: int) -> BeatRecord:
+    """Return the newest heartbeat of a worker; read again until two reads are equal."""
+    record = records[(local_rank + 1) * _RECORD :][:_RECORD]
+    now = record.tolist()
+    while now != (again := record.tolist()):
         now = again
     has_begun = now[_PLACE] >= 0
     step, phase = divmod(int(now[_PLACE]), _PHASES) if has_begun else (None, Phase.START)
     first_step = int(now[_FIRST]) if now[_FIRST] >= 0 else None
-    return Record(now[_TIME], Phase(phase), step, bool(now[_IS_COMPILING]), int(now[_PID]) or None, first_step)
+    return BeatRecord(now[_TIME], Phase(phase), step, bool(now[_IS_COMPILING]), int(now[_PID]) or None, first_step)
 
 
 def _records(folder: Path) -> memoryview[float]:
@@ -117,9 +117,11 @@ def _records(folder: Path) -> memoryview[float]:
     try:
         records = _mapped(file)
     except (OSError, ValueError) as error:
-        raise ProcessError(f"{file} cannot be read: {error}; start this worker by its agent, which makes it.") from None
+        raise ProcessError(
+            f"{file} cannot be read: {error}; start this worker by its agent, which creates it."
+        ) from None
     if records[0] != _MAGIC:
-        raise ProcessError(f"{file} begins with {records[0]}, not {_MAGIC}: it is of another version; use one only.")
+        raise ProcessError(f"{file} must begin with {_MAGIC}, got {records[0]}; use one version of echelon.")
     return records
 
 

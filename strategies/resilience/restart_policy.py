@@ -1,4 +1,4 @@
-"""RestartPolicy: whether workers that have failed are started again, and when."""
+"""RestartPolicy: decides whether and when failed workers are started again."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run; `report` says why, and what to do."""
+    """End the run; `report` says why, and what to do about it."""
 
     report: str
 
 
 class RestartPolicy:
-    """Decides after each round; it knows nothing but how rounds have ended.
+    """Decides after each round, from the ends of rounds alone.
 
-    Failures and hangs use up the budget. A change of the membership, a preemption and the consequence of a failure
-    elsewhere do not; but as many consequences without a step between them as the budget allows failures end the run
-    too, since the nodes may only be blaming each other. The first restart comes at once, later ones after a delay that
-    doubles while no step is gained.
+    Failures and hangs use up a budget. Changes of the membership, preemptions and consequences of a failure on another
+    node do not; but more than `max_restarts` consequences without a step between them end the run too, as the nodes may
+    only be blaming each other. The first restart is immediate; later ones wait, twice as long each time, until a step
+    is gained.
 
     Args:
-        max_restarts: how many failures and hangs of this node a run survives.
+        max_restarts: number of failures and hangs of this node that a run survives.
         backoff: the first and the longest delay, in seconds.
-        same_step_limit: how many failures in a row at one step and of one cause end the run, whatever the budget.
-        first_step_limit: likewise, before any step is done; None for a program that may not tell of its steps.
+        same_step_limit: number of failures in a row, at one step and with one cause, that end the run.
+        first_step_limit: likewise, before any step is done; None for a program that may not report its steps.
 
     Raises:
-        ConfigError: for numbers that cannot be.
+        ConfigError: for a negative number, or delays that decrease.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class RestartPolicy:
         first_step_limit: int | None = 2,
     ) -> None:
         if max_restarts < 0:
-            raise ConfigError(f"max_restarts={max_restarts} is not possible; give 0 or more.")
+            raise ConfigError(f"max_restarts must be >= 0, got {max_restarts}.")
         if not 0 <= backoff[0] <= backoff[1]:
-            raise ConfigError(f"backoff={backoff} is not possible; give the first and the longest delay in seconds.")
+            raise ConfigError(f"backoff must be the first and the longest delay in seconds, got {backoff}.")
         if same_step_limit < 1:
             raise ConfigError(f"same_step_limit={same_step_limit} is not possible; give 1 or more.")
         self.max_restarts = max_restarts
@@ -74,12 +74,12 @@ class RestartPolicy:
         return self.max_restarts - len(self.failures)
 
     def decide(self, end: RoundEnd) -> Restart | GiveUp:
-        """Take in how a round has ended, and say what comes next."""
+        """Record the end of a round, and return what comes next."""
         self._note_progress(end)
         if end.kind in ("membership", "preempted"):
             return Restart(0.0)
         self._without_progress.append(end)
-        own = [one for one in self._without_progress if not one.is_consequence]
+        own = [end for end in self._without_progress if not end.is_consequence]
         if end.is_consequence:
             if len(self._without_progress) - len(own) > self.max_restarts:
                 return GiveUp(_report_consequences(self._without_progress))
@@ -107,7 +107,7 @@ class RestartPolicy:
 
 
 def _alike_at_the_end(ends: list[RoundEnd]) -> list[RoundEnd]:
-    """Return the last ends that have the step and the cause of the very last."""
+    """Return the last ends in a row with the same step and cause."""
     last = ends[-1]
     alike: list[RoundEnd] = []
     for end in reversed(ends):
@@ -118,9 +118,9 @@ def _alike_at_the_end(ends: list[RoundEnd]) -> list[RoundEnd]:
 
 
 def _signature(cause: str) -> str:
-    """Return what two causes have in common that are one: the type of an exception, or the text without numbers."""
-    found = _EXCEPTION.search(cause)
-    return found[1] if found else _NUMBER.sub("#", cause)
+    """Return what equal causes share: the type of the exception, or the text without numbers."""
+    exception = _EXCEPTION.search(cause)
+    return exception[1] if exception else _NUMBER.sub("#", cause)
 
 
 def _report_repetition(ends: list[RoundEnd]) -> str:
@@ -128,32 +128,32 @@ def _report_repetition(ends: list[RoundEnd]) -> str:
     times = f"{len(ends)} times in a row"
     where = "before the first step" if last.step is None else f"after step {last.step}"
     if last.step is None:
-        remedy = "What fails before any step is done, fails again: correct it and start anew."
+        remedy = "A failure before the first step repeats itself: correct its cause and start the run again."
     elif last.kind == "hang":
         remedy = (
-            "Look at the stacks that were written, for ranks that wait for different collectives or for data; if the "
+            "Look in the stacks that were written for ranks that wait for different collectives, or for data; if the "
             "step is only slow, raise hang_timeout."
         )
     else:
         remedy = (
-            "A restart does not cure it: look at the batch and the code of that step, or at the memory that it takes; "
-            "then start anew from the newest checkpoint."
+            "A restart does not help: look at the batch, the code and the memory of that step; then start the run "
+            "again from the newest checkpoint."
         )
-    return f"The run failed {times} {where} for one cause, and is not started again.\n{_table(ends)}\n{remedy}"
+    return f"The run failed {times} {where} with the same cause, and is not started again.\n{_table(ends)}\n{remedy}"
 
 
 def _report_budget(ends: list[RoundEnd], max_restarts: int) -> str:
     return (
         f"The run failed {len(ends)} times, and max_restarts={max_restarts}: it is not started again.\n"
-        f"{_table(ends)}\nIf these are faults of the machines, raise max_restarts; if they have one cause, cure that."
+        f"{_table(ends)}\nIf the machines are at fault, raise max_restarts; if the causes are one, correct it."
     )
 
 
 def _report_consequences(ends: list[RoundEnd]) -> str:
     return (
         f"The workers of this node lost those of other nodes {len(ends)} times without a step between, and no node "
-        f"named a cause: it is not started again.\n{_table(ends)}\n"
-        "Look at the output of the other nodes, and at whether the nodes reach each other: firewall, network interface."
+        f"reported a cause: the run is not started again.\n{_table(ends)}\n"
+        "Look at the output of the other nodes, and check that the nodes reach each other: firewall, network interface."
     )
 
 

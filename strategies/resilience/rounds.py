@@ -1,49 +1,69 @@
-"""Rounds: what the agent tells a generation of workers at its start, and those that follow of its end."""
+"""Rounds of an elastic run: what the agent tells each generation of workers, and how the earlier ones ended."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal, Self, TypeAlias
 
-from .shared_store import SharedStore
+from ..distributed.noticeboard import Noticeboard
 
-Kind: TypeAlias = Literal["failure", "hang", "membership", "preempted"]
+EndKind: TypeAlias = Literal["failure", "hang", "membership", "preempted"]
 
-_NAME: Final = "rounds.jsonl"
+RUN_FOLDER: Final = "run_folder"
+"""The notice in which workers tell the agents the folder of their run."""
+
+_ENDS: Final = "rounds.jsonl"
 _CURRENT: Final = "round.json"
 _CUT_SHORT: Final = "cut_short_"
+_PATIENCE: Final = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """The address of the store that agents and workers share and that outlives rounds; `prefix` is of the run."""
+
+    host: str
+    port: int
+    prefix: str
+
+    def connect(self) -> Noticeboard:
+        """Return the run's noticeboard, over a new connection to the store."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
+
+        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        return Noticeboard(store, self.prefix)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One generation of workers, as the agent of a node tells them."""
+    """One generation of workers, as the agent of a node describes it to them."""
 
     number: int
     num_nodes: int
     agent: int
     """The agent's process id."""
-    shared_at: SharedStore
-    """The store of the agents, which outlives rounds."""
+    notices_at: StoreAddress
 
     def write(self, folder: Path) -> None:
-        """Leave this in the node folder."""
+        """Write this to the node folder."""
         (folder / _CURRENT).write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return what the agent has left in the node folder."""
-        found = json.loads((folder / _CURRENT).read_text())
-        return cls(**{**found, "shared_at": SharedStore(**found["shared_at"])})
+        """Return what the agent has written to the node folder."""
+        fields = json.loads((folder / _CURRENT).read_text())
+        return cls(**{**fields, "notices_at": StoreAddress(**fields["notices_at"])})
 
     def cut_short(self, folder: Path) -> None:
-        """Note that workers have brought this round to an end in order, because one of its nodes asked for that."""
+        """Record that workers have ended this round early and in order, because one of its nodes asked for that."""
         (folder / f"{_CUT_SHORT}{self.number}").touch()
 
     def is_cut_short(self, folder: Path) -> bool:
-        """Return whether that was noted in the node folder."""
+        """Return whether `cut_short` was called for this round on this node."""
         return (folder / f"{_CUT_SHORT}{self.number}").exists()
 
 
@@ -54,25 +74,25 @@ class RoundEnd:
     round: int
     time: float
     """When the agent noticed, in seconds since 1970."""
-    kind: Kind
+    kind: EndKind
     cause: str
     rank: int | None = None
-    """The rank that failed or hung, by its number in that round."""
+    """The rank that failed or hung, as numbered in that round."""
     step: int | None = None
-    """The last step of which that rank told; None if it had not begun to train."""
+    """The last step that this rank reported; None if it had not begun to train."""
     is_consequence: bool = False
-    """Whether a failure elsewhere brought this node's workers down."""
+    """Whether a failure on another node brought this node's workers down."""
 
 
 def append_round(folder: Path, end: RoundEnd) -> None:
-    """Add the end of a round to those in the node folder."""
-    with (folder / _NAME).open("a") as file:
+    """Add the end of a round to the list in the node folder."""
+    with (folder / _ENDS).open("a") as file:
         file.write(json.dumps(dataclasses.asdict(end)) + "\n")
 
 
 def read_rounds(folder: Path) -> list[RoundEnd]:
     """Return how the rounds so far have ended, in order."""
-    file = folder / _NAME
+    file = folder / _ENDS
     if not file.exists():
         return []
     return [RoundEnd(**json.loads(line)) for line in file.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Where workers stand that do not go on: the stacks of their threads, or what the kernel says instead."""
+"""Stacks of the threads of workers that hang, or their state in the kernel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TOLD: Final = ("State", "TracerPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "S
 
 
 def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
-    """Return where the threads of each worker stand, by rank; takes two seconds at most.
+    """Return the stacks of each worker's threads, by rank, within two seconds.
 
-    Workers write it into their ``RANK.stacks`` in `folder`, the job's, by a handler in C: also where Python is stuck.
-    Of one that cannot answer, the text says why, and what the kernel tells of it.
+    Workers write them to ``RANK.stacks`` in `folder`, the job's, by a signal handler in C, even while Python is stuck.
+    For a worker that cannot answer, the text says why, and gives its state in the kernel.
     """
     files = {rank: folder / f"{rank}.stacks" for rank in pids}
     before = {rank: _size(file) for rank, file in files.items()}
@@ -33,12 +33,12 @@ def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
             texts[rank] = files[rank].read_bytes()[before[rank] :].decode(errors="replace")
         else:
             reason = reasons[rank] or f"It did not answer within {_PATIENCE:g} s."
-            texts[rank] = f"{reason}\n{_told_by_the_kernel(pid)}"
+            texts[rank] = f"{reason}\n{_kernel_state(pid)}"
     return texts
 
 
 def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int]:
-    """Return the sizes of files once all have grown, and grow no more, or patience is over."""
+    """Return the sizes of files once all have grown and grow no more, or after two seconds."""
     end = time.monotonic() + _PATIENCE
     sizes: dict[int, int] = {}
     while files and time.monotonic() < end:
@@ -50,14 +50,14 @@ def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int
 
 
 def _ask(pid: int) -> str | None:
-    """Send the signal; or return why the process cannot answer."""
+    """Send the signal, or return why the process cannot answer."""
     state = look_at(pid).state
     if state == "stopped":
-        return "It is stopped, and cannot answer: `kill -CONT` lets it go on."
+        return "It is stopped and cannot answer; `kill -CONT` resumes it."
     if state == "ended":
         return "It has ended."
     if state == "runs" and not catches(pid, SHOW_STACKS):
-        return "It has not come far enough to answer: it is being started."
+        return "It is still being started and cannot answer."
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SHOW_STACKS)
     return None
@@ -67,11 +67,11 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _told_by_the_kernel(pid: int) -> str:
+def _kernel_state(pid: int) -> str:
     status = status_of(pid)
     lines = [f"{name}: {status[name]}" for name in _TOLD if name in status]
     for name in ("wchan", "stack"):
-        with contextlib.suppress(OSError):  # for root, or not on this kernel
+        with contextlib.suppress(OSError):  # readable by root only, or not on this kernel
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
             lines.append(f"{name}: {text}" if text else f"{name}: -")
     return "\n".join(lines)

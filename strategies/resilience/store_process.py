@@ -1,4 +1,4 @@
-"""The store where nodes meet, in a process of its own: an agent that dies takes it from nobody."""
+"""Store of the rendezvous, in a process of its own, so that it outlives every agent."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ..cluster.tcp_store import listen
 from ..errors import ConfigError, ProcessError
 
 LIFE: Final = "echelon/life"
-"""Counts the signs of life of the agents, of which each gives one a second."""
+"""Counts the keep-alive messages of the agents, one a second each."""
 CLOSED: Final = "echelon/closed"
-"""Is there once a run has ended."""
+"""Set once a run has ended."""
 KEPT: Final = "echelon/kept"
-"""Is there if the store serves run after run, until somebody ends it."""
+"""Set if the store serves run after run, until it is terminated."""
 CLOCK: Final = "echelon/clock"
-"""The time of day where the store is."""
+"""The time on the machine of the store."""
 
-_IDLE: Final = 60.0  # seconds without a sign of life after which nobody comes back, as a scheduler might have it
+_IDLE: Final = 60.0  # seconds without keep-alive messages after which the store ends
 _LINGER: Final = 3.0  # the same, once a run has ended
 _LOOK: Final = 0.25
-_TRY: Final = timedelta(seconds=10)  # the process that was just started has to import torch
-_SILENCE: Final = 10  # seconds after which a machine that answers nothing is gone
-_SKEW: Final = 1.5  # seconds; a node that was not heard of for 3 is dead, by the clocks of the others
+_TRY: Final = timedelta(seconds=10)  # a process that was just started has to import torch
+_SILENCE: Final = 10  # seconds after which a machine that does not answer counts as gone
+_SKEW: Final = 1.5  # seconds; a node that is silent for 3 s by the clocks of the others counts as dead
 _PROGRAM: Final = """\
 import os
 if os.fork():
-    os._exit(0)  # so that the agent has no child of which it would have to hear
+    os._exit(0)  # so that the store is not a child of the agent
 import sys
 sys.path[:] = {path!r}
 from {module} import serve
@@ -45,7 +45,7 @@ serve({address!r}, {port}, {file})
 
 
 def reach_store(host: str, port: int, limit: timedelta) -> Any:
-    """Connect to the store, which is started here if nobody has, and this is the machine that `host` names.
+    """Connect to the store; start it first if nobody has and `host` names this machine.
 
     Raises:
         ProcessError: if there is no store within `limit`.
@@ -61,7 +61,7 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
         except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
             if time.monotonic() > end:
                 raise ProcessError(
-                    f"There is no store at {host}:{port} where nodes could meet, after start_timeout="
+                    f"There is no store for the rendezvous at {host}:{port} after start_timeout="
                     f"{limit.total_seconds():g} s ({error}); start the program on the machine with that address, or "
                     f"`echelon rendezvous --listen {host}:{port}` there, and let nodes reach that port."
                 ) from error
@@ -72,33 +72,33 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
 
 
 def check_clock(store: Any) -> None:
-    """Compare this machine's clock with that of the store's.
+    """Compare the clocks of this machine and of the store's.
 
     Raises:
-        ConfigError: if they differ by so much that nodes would take each other for dead.
+        ConfigError: if they differ so much that nodes would count each other as dead.
     """
     end = time.monotonic() + _TRY.total_seconds()
-    while store.check([CLOCK]):  # else it is another program's
+    while store.check([CLOCK]):  # otherwise it is another program's store
         skew = time.time() - float(store.get(CLOCK))
         if abs(skew) < _SKEW:
             return
         if time.monotonic() > end:
             raise ConfigError(
-                f"The clock of this machine is {skew:+.1f} s from that of the rendezvous; nodes tell by their clocks "
-                "who is alive: set them by NTP."
+                f"The clock of this machine must agree with that of the rendezvous, got a difference of {skew:+.1f} s; "
+                "set the clocks by NTP: nodes tell by them who is alive."
             )
-        time.sleep(_LOOK)  # a process that gets no time to run tells it late
+        time.sleep(_LOOK)  # a process that is short of processor time updates its clock late
 
 
 def _start(address: str, port: int) -> bool:
     """Start the store's process, unless somebody listens there already; return whether it was started.
 
-    The socket listens before the process runs: of several agents that start at once one has it, and the others' calls
-    wait until the store answers.
+    The socket listens before the process runs: of several agents that start at once one gets it, and the calls of the
+    others wait until the store answers.
     """
     try:
         listener = listen(address, port)
-    except OSError:  # taken: by the store, as will be seen
+    except OSError:  # the port is taken, by the store or another program
         return False
     with listener:
         file = listener.fileno()
@@ -107,7 +107,7 @@ def _start(address: str, port: int) -> bool:
             [sys.executable, "-c", program],
             pass_fds=[file],
             stdin=subprocess.DEVNULL,
-            # else who reads the agent's output to its end would wait for this process, too
+            # otherwise a reader of the agent's output would wait for this process, too
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the agent
@@ -117,7 +117,7 @@ def _start(address: str, port: int) -> bool:
 
 
 def serve(address: str, port: int, file: int, *, is_kept: bool = False) -> None:
-    """Keep the store that listens at a file; for ever, or until no agent has given a sign of life for a while."""
+    """Serve the store on an open socket, forever or until agents send no more keep-alive messages."""
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
     if is_kept:
         store.set(KEPT, "")
@@ -131,19 +131,19 @@ def serve(address: str, port: int, file: int, *, is_kept: bool = False) -> None:
 
 
 def _hang_up_on_silence(port: int) -> None:
-    """Have the kernel end connections to a machine that has vanished, where a store's client would wait for ever."""
+    """Let the kernel close connections to a machine that has vanished; the store's client would wait forever."""
     if sys.platform != "linux":
         return
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed already
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    _hang_up(one, port)
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    _hang_up(connection, port)
 
 
-def _hang_up(one: socket.socket, port: int) -> None:
-    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
+def _hang_up(connection: socket.socket, port: int) -> None:
+    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)

@@ -1,11 +1,14 @@
-"""The steps of torch's rendezvous without its pauses: of a second at each look, and for nodes that nobody expects."""
+"""The dynamic rendezvous of torch with shorter waits, and with a check of its state before it is unpickled."""
 
 from __future__ import annotations
 
+import io
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     _Action,
@@ -17,15 +20,26 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 _LOOK: Final = 0.05  # seconds; a look costs 0.3 ms
-_BETWEEN: Final = 0.5  # seconds in which a node that has left the last round is in the queue for the next one
+_BETWEEN: Final = 0.5  # seconds within which a node that has left the last round is queued for the next one
+
+_TORCH: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_KNOWN: Final = frozenset(
+    (
+        (_TORCH, "_RendezvousState"),
+        (_TORCH, "_NodeDesc"),
+        ("datetime", "datetime"),
+        ("datetime", "timedelta"),
+        ("datetime", "timezone"),
+    )
+)
 
 
 class QuickSteps(_DistributedRendezvousOpExecutor):
-    """Takes the steps that torch's operations decide on, and ends a meeting for which nobody is missing.
+    """Takes the steps that torch's operations decide on, and ends a rendezvous for which no node is missing.
 
-    torch has nodes that are enough wait for others (last_call) each time they meet. At the first meeting nobody knows
-    who comes. Later, those of the last round come, the last of them opening the next one, and those in the queue: once
-    it is empty, all are there but who has left, or is dead.
+    torch lets nodes that are enough wait for more (last_call) at every rendezvous. Only at the first one is it unknown
+    which nodes come. Later the nodes of the last round come, the last of them opening the next one, and those in the
+    queue: once it is empty, all are there except those that have left or died.
     """
 
     def __init__(self, node: _NodeDesc, holder: _BackendRendezvousStateHolder, settings: RendezvousSettings) -> None:
@@ -34,7 +48,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         self._since: float | None = None
 
     def note_round(self) -> None:
-        """Expect those of the round that stands now at the next one."""
+        """Expect the nodes of the current round at the next one."""
         self._expected = frozenset(self._state_holder.state.participants)
 
     def run(
@@ -46,7 +60,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         """Take steps until the operation is done.
 
         Raises:
-            RendezvousError: if it cannot be.
+            RendezvousError: if it cannot be done.
         """
 
         def decide(context: _RendezvousContext, deadline: float) -> _Action:
@@ -64,7 +78,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         super().run(decide, deadline, update_deadline)
 
     def _record(self, *_: Any, **__: Any) -> None:
-        """Do nothing: torch would look through the whole stack and all modules for a name, many times a second."""
+        """Do nothing: torch would search the whole stack and all modules for a name, many times a second."""
 
     def _all_are_there(self, context: _RendezvousContext) -> bool:
         state = context.state
@@ -75,3 +89,22 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
             return False
         self._since = time.monotonic() if self._since is None else self._since
         return self._expected <= state.participants.keys() or time.monotonic() - self._since > _BETWEEN
+
+
+def check_state(data: bytes) -> None:
+    """Check the pickled state of a rendezvous before torch unpickles it: anyone who reaches the store can write there.
+
+    Raises:
+        RendezvousStateError: if it holds anything that torch does not put there.
+    """
+    try:
+        _StateUnpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        raise RendezvousStateError(str(error)) from error
+
+
+class _StateUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+        return super().find_class(module, name)

@@ -1,4 +1,4 @@
-"""SnapshotIndex: what a snapshot consists of, on which nodes it was taken, and which of its files a rank needs."""
+"""SnapshotIndex: the files of a snapshot, the nodes on which it was taken, and which files a rank needs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, Final
 
 INDEX: Final = "index.json"
 OUTLINE: Final = ".outline"
-"""Ends the name of a file of which only the beginning is here, that tells what is in it."""
+"""Suffix of a file of which this node has only the beginning, which lists its tensors."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What is known of a file of a snapshot."""
+    """Size and checksum of one file of a snapshot."""
 
     size: int
     checksum: str
     writer: int | None = None
-    """The rank that has written it, of which there is a copy on another node; None where each node has its own."""
+    """The rank that has written it; another node has a copy. None if each node has written its own."""
     outline: int = 0
-    """How many bytes at its beginning tell what is in it, where they do for ranks that read nothing else; or 0."""
+    """Size of its beginning that lists its tensors, for ranks that do not read them; 0 if every rank reads them."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class SnapshotIndex:
 
     round: int
     number: int
-    """Which snapshot of its round it is, from 0."""
+    """Counts the snapshots of its round, from 0."""
     slot: str
-    """The folder that holds it: each round has two, which take turns."""
+    """The folder that holds it: each round has two, used in turn."""
     step: int
     nodes: Sequence[int]
     """The node of each rank."""
     sources: Sequence[Sequence[int]]
-    """For each rank the ranks that have written what it holds: itself, and those of its replicas."""
+    """For each rank, the ranks that have written what it holds: itself and its replicas."""
     files: Mapping[str, FileEntry]
 
     @property
     def age(self) -> tuple[int, int]:
-        """What orders snapshots: later ones are greater. Not the step, which a run that goes back makes twice."""
+        """Sort key: newer snapshots are greater. Not the step, which a run that rolls back reaches twice."""
         return self.round, self.number
 
     def needed_by(self, node: int, nodes: Sequence[int]) -> set[str]:
-        """Return the files that a node has to have, where the ranks are now on these nodes; of others, the outlines."""
+        """Return the files that a node needs as a whole, if the ranks are now on `nodes`; of others, the outlines."""
         if not _are_alike(self.nodes, nodes):
-            return set(self.files)  # shares are others now, and who reads which block is not known
+            return set(self.files)  # the shards change, so each rank may read any file
         writers = {source for rank, at in enumerate(nodes) if at == node for source in self.sources[rank]}
         return {name for name, file in self.files.items() if not file.outline or file.writer in writers}
 
@@ -61,7 +61,7 @@ class SnapshotIndex:
 
 
 def read_index(slot: Path) -> SnapshotIndex | None:
-    """Return the index of a snapshot; None where there is no sound one."""
+    """Return the index of a snapshot; None if it is missing or damaged."""
     try:
         hash_, _, text = (slot / INDEX).read_bytes().partition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != hash_:
@@ -74,12 +74,12 @@ def read_index(slot: Path) -> SnapshotIndex | None:
 
 
 def write_index(slot: Path, index: SnapshotIndex) -> None:
-    """Write the index of a snapshot, whole or not at all."""
+    """Write the index of a snapshot, atomically."""
     temporary = slot / f".{INDEX}"
     temporary.write_bytes(index.to_bytes())
     temporary.replace(slot / INDEX)
 
 
 def _are_alike(before: Sequence[int], now: Sequence[int]) -> bool:
-    """Return whether the same ranks share a node, whichever it is."""
+    """Return whether the same ranks share a node, whichever node it is."""
     return [before.index(node) for node in before] == [now.index(node) for node in now]

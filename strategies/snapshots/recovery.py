@@ -1,4 +1,4 @@
-"""Recovery: finding the newest snapshot that the nodes have together, and bringing to each what it needs of it."""
+"""Recovery: find the newest snapshot that is complete across the nodes, and send each node what it lacks of it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import EchelonError
-from .exchange import MemoryExchange, Transfer
+from .exchange import FileTransfer, SnapshotExchange
 from .index import OUTLINE, SnapshotIndex, read_index, write_index
 from .shared_file import MemoryFile, checksum
 
 Holders: TypeAlias = Mapping[str, Sequence[int]]
-"""For each file of a snapshot the nodes that have it."""
+"""The nodes that have each file of a snapshot."""
 
 _log = logging.getLogger("echelon")
 
 
 class Recovery:
-    """One look of all ranks at what their nodes hold. Collective: every rank makes one and runs it.
+    """One search by all ranks of what their nodes hold. Collective: every rank creates one and runs it.
 
     Args:
         folder: where this node's snapshots are.
-        exchange: the ranks.
+        exchange: connects the ranks.
         nodes: the node of each rank.
         is_first: whether this is the first rank of its node.
     """
 
-    def __init__(self, folder: Path, exchange: MemoryExchange, nodes: Sequence[int], *, is_first: bool) -> None:
+    def __init__(self, folder: Path, exchange: SnapshotExchange, nodes: Sequence[int], *, is_first: bool) -> None:
         self._folder, self._exchange, self._nodes = folder, exchange, nodes
         self._rank, self._is_first = exchange.rank, is_first
         self._node = nodes[self._rank]
@@ -36,11 +36,11 @@ class Recovery:
 
     def run(self) -> SnapshotIndex | None:
         """Return the newest complete snapshot, once every node has what it needs of it; None without one."""
-        told = self._exchange.all_gather(self._inventory() if self._is_first else None)
-        sizes = {node: found for node, found in zip(self._nodes, told, strict=True) if found is not None}
-        known = {index.age: index for found in sizes.values() for index, _ in found.values() if index is not None}
+        inventories = self._exchange.collectives.all_gather_object(self._inventory() if self._is_first else None)
+        slots = {node: slots for node, slots in zip(self._nodes, inventories, strict=True) if slots is not None}
+        known = {index.age: index for of_node in slots.values() for index, _ in of_node.values() if index is not None}
         for _, index in sorted(known.items(), reverse=True):
-            holders = self._verify(index, sizes)
+            holders = self._verify(index, slots)
             missing = [name for name in index.files if not holders[name]]
             if not missing:
                 return index if self._complete(index, holders) else None
@@ -53,29 +53,31 @@ class Recovery:
         return None
 
     def _inventory(self) -> dict[str, tuple[SnapshotIndex | None, dict[str, int]]]:
-        """Return for each folder of this node its index, and the sizes of its files."""
+        """Return, for each folder of this node, its index and the sizes of its files."""
         slots = sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
         return {
             slot.name: (read_index(slot), {file.name: file.lstat().st_size for file in slot.iterdir()})
             for slot in slots
         }
 
-    def _verify(self, index: SnapshotIndex, sizes: Mapping[int, Mapping[str, Any]]) -> Holders:
-        """Return which nodes hold each file as it was written; the ranks of a node share in the work."""
+    def _verify(self, index: SnapshotIndex, slots: Mapping[int, Mapping[str, Any]]) -> Holders:
+        """Return which nodes hold each file undamaged; the ranks of a node divide the files among them."""
         candidates = {
-            name: [node for node, found in sizes.items() if found.get(index.slot, (None, {}))[1].get(name) == file.size]
+            name: [
+                node for node, of_node in slots.items() if of_node.get(index.slot, (None, {}))[1].get(name) == file.size
+            ]
             for name, file in index.files.items()
         }
         if not all(candidates.values()):
             return candidates
         here = sorted(name for name, holders in candidates.items() if self._node in holders)
-        mine = here[self._team.index(self._rank) :: len(self._team)]
-        sound = [name for name in mine if self._is_sound(index, name)]
-        found: dict[str, list[int]] = {name: [] for name in index.files}
-        for rank, names in enumerate(self._exchange.all_gather(sound)):
+        assigned = here[self._team.index(self._rank) :: len(self._team)]
+        sound = [name for name in assigned if self._is_sound(index, name)]
+        holders: dict[str, list[int]] = {name: [] for name in index.files}
+        for rank, names in enumerate(self._exchange.collectives.all_gather_object(sound)):
             for name in names:
-                found[name].append(self._nodes[rank])
-        return found
+                holders[name].append(self._nodes[rank])
+        return holders
 
     def _is_sound(self, index: SnapshotIndex, name: str) -> bool:
         try:
@@ -84,28 +86,28 @@ class Recovery:
             return False
 
     def _complete(self, index: SnapshotIndex, holders: Holders) -> bool:
-        """Bring to every node what it lacks; return False, on every rank, if there is no room for it."""
+        """Send every node what it lacks; return False, on every rank, if one has no room for it."""
         slot = self._folder / index.slot
         transfers = plan_transfers(index, holders, self._nodes)
         pairs = []
-        is_done = True
+        has_room = True
         try:
             slot.mkdir(parents=True, exist_ok=True)
-            pairs = [(transfer, self._end_of(slot, transfer)) for transfer in transfers]
+            pairs = [(transfer, self._content(slot, transfer)) for transfer in transfers]
             if self._is_first:
                 write_index(slot, index)
         except (EchelonError, OSError) as error:
             _log.warning("The snapshot of step %d in memory is not used: %s", index.step, error)
-            is_done = False
-        if not self._exchange.holds_everywhere(is_done):
+            has_room = False
+        if not self._exchange.is_true_on_all(has_room):
             return False
         self._exchange.send(pairs)
         return True
 
-    def _end_of(self, slot: Path, transfer: Transfer) -> Any:
+    def _content(self, slot: Path, transfer: FileTransfer) -> Any:
         if transfer.target == self._rank:
             whole = transfer.name.removesuffix(OUTLINE)
-            for name in (whole, whole + OUTLINE):  # damaged, or of an earlier recovery
+            for name in (whole, whole + OUTLINE):  # damaged, or left by an earlier recovery
                 (slot / name).unlink(missing_ok=True)
             return MemoryFile(slot / transfer.name, transfer.size).bytes
         if transfer.source == self._rank:
@@ -113,10 +115,10 @@ class Recovery:
         return None
 
 
-def plan_transfers(index: SnapshotIndex, holders: Holders, nodes: Sequence[int]) -> list[Transfer]:
-    """Return what has to be sent, so that each node has what its ranks read; the same on all ranks."""
+def plan_transfers(index: SnapshotIndex, holders: Holders, nodes: Sequence[int]) -> list[FileTransfer]:
+    """Return the transfers after which each node has what its ranks read; the same on all ranks."""
     teams = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes))}
-    load = dict.fromkeys(range(len(nodes)), 0)  # bytes that a rank has to send or take
+    load = dict.fromkeys(range(len(nodes)), 0)  # bytes that a rank sends or receives
     transfers = []
 
     def least_busy(ranks: Sequence[int]) -> int:
@@ -133,5 +135,5 @@ def plan_transfers(index: SnapshotIndex, holders: Holders, nodes: Sequence[int])
             target = least_busy(team)
             load[source] += size
             load[target] += size
-            transfers.append(Transfer(name if is_whole else name + OUTLINE, size, source, target))
+            transfers.append(FileTransfer(name if is_whole else name + OUTLINE, size, source, target))
     return transfers

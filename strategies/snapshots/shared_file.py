@@ -1,4 +1,4 @@
-"""MemoryFile: a file in shared memory as a tensor of bytes, which outlives the process that fills it."""
+"""MemoryFile: a file in shared memory, seen as a tensor of bytes, that outlives the process which fills it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..launch.node_folder import allocate
 
 _COLUMNS: Final = 512
-# below 32768 elements torch adds in the thread that asks for it; others would take their time from training
+# below 32768 elements torch sums in the calling thread, and takes no other threads from training
 _ROWS: Final = 63
 _BLOCK: Final = _ROWS * _COLUMNS * 8
 
@@ -23,12 +23,12 @@ class MemoryFile:
     """A file of fixed size, mapped for reading and writing.
 
     Args:
-        path: where it is; with `size` a file of that name is replaced, of which others may keep a mapping.
-        size: that of a new one in bytes, all 0; None for the one that is there.
+        path: the file. With `size`, an existing file is replaced; processes that have mapped it keep their mapping.
+        size: the size in bytes of a new file, filled with 0; None opens the existing file.
 
     Raises:
-        ProcessError: if there is no room for a new one.
-        OSError: if there is none to be opened.
+        ProcessError: if there is no room for a new file.
+        OSError: if there is no file to open.
     """
 
     def __init__(self, path: Path, size: int | None = None) -> None:
@@ -42,14 +42,14 @@ class MemoryFile:
         finally:
             os.close(descriptor)
         self.bytes: Tensor = torch.frombuffer(memory, dtype=torch.uint8)[: self.size]
-        """The content; whoever writes to it writes to the file."""
+        """The content; writing to it writes to the file."""
 
 
 def checksum(content: Tensor | bytes) -> str:
-    """Return the checksum of a tensor of bytes, in hex: 11 GB/s, where sha256 makes 1.2 (and crc32 2.2).
+    """Return the checksum of a tensor of bytes, in hex, at 11 GB/s (sha256 reaches 1.2 GB/s, crc32 2.2).
 
-    64-bit words are added up in 512 columns of 63 each, and the sums hashed with sha256. Every flipped bit changes it,
-    and so does a page that is old, empty or at the wrong place. It is no protection from an adversary.
+    64-bit words are summed in 512 columns of 63 each, and the sums hashed with sha256. Every flipped bit changes it,
+    and so does a stale, empty or misplaced page. It does not protect against an adversary.
     """
     if isinstance(content, bytes):
         content = (
@@ -57,7 +57,7 @@ def checksum(content: Tensor | bytes) -> str:
         )
     count = len(content) // _BLOCK
     end = count * _BLOCK
-    # what is hashed: the sums, then the rest as it is
+    # hashed are the sums, the remaining bytes, and the length
     digested = bytearray(count * _COLUMNS * 8 + len(content) - end + 8)
     view = torch.frombuffer(digested, dtype=torch.uint8)
     sums = view[: count * _COLUMNS * 8].view(torch.int64).view(count, _COLUMNS)

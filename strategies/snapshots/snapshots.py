@@ -1,4 +1,4 @@
-"""MemorySnapshots: states of a run in the memory of its nodes, where they outlive the workers, and one lost node."""
+"""MemorySnapshots: copies of a run's state in the memory of its nodes, which survive its workers and one lost node."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..distributed.process_group import ProcessGroup
 from ..errors import CheckpointError, EchelonError
-from .exchange import MemoryExchange, Transfer
+from .exchange import FileTransfer, SnapshotExchange
 from .index import INDEX, FileEntry, SnapshotIndex, write_index
 from .recovery import Recovery
 from .shared_file import MemoryFile
+
+Describe: TypeAlias = Callable[[Sequence[Any]], Mapping[str, FileEntry]]
+"""Writes, on rank 0, the files that describe a whole snapshot, given the `content` of each rank's contribution."""
 
 _FOLDER: Final = "snapshots"
 
@@ -24,21 +28,21 @@ _log = logging.getLogger("echelon")
 
 @dataclass(frozen=True)
 class Recovered:
-    """The snapshot from which a run goes on."""
+    """The snapshot from which a run resumes."""
 
     path: Path
-    """Its folder on this node: a checkpoint of which files are absent that the ranks of this node do not read."""
+    """Its folder on this node: a checkpoint without the files that no rank of this node reads."""
     step: int
 
 
 @dataclass(frozen=True)
 class SnapshotCost:
-    """The seconds that a snapshot has taken from this rank's training."""
+    """The seconds by which a snapshot has delayed this rank's training."""
 
     gathering: float = 0.0
-    """To get the state; ranks wait for each other there, as they else would a moment later."""
+    """Collecting the state; ranks wait for each other there, as they otherwise would a moment later."""
     writing: float = 0.0
-    """To copy it, and to write it in a thread."""
+    """Copying it, and the processor time of the thread that writes it."""
 
 
 @dataclass(frozen=True)
@@ -51,87 +55,86 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank has to say of a snapshot."""
+class Contribution:
+    """One rank's files of a snapshot."""
 
     files: Mapping[str, FileEntry]
-    """Those that it has written; one without a `writer` is rank 0's on every node whose first rank wrote the same."""
+    """The files that it has written. Those without a `writer` are equal on all nodes, and rank 0's entry counts."""
     sources: Sequence[int]
     """The ranks that write what this one holds."""
     content: Any
-    """What rank 0 needs of this rank to describe the whole."""
+    """What rank 0 needs from this rank to describe the whole."""
     error: str = ""
-    """Why it could not be written."""
+    """Why the files could not be written."""
 
 
 class MemorySnapshots:
-    """Snapshots of one round, of which the newest complete one and the one under way are in each node's folder.
+    """Snapshots of one round: each node's folder holds the newest complete one and the one being written.
 
     A snapshot is complete when each of its files is on two nodes, if there are two, and every node has its index. Only
-    then the next one is begun, over the files of the one before. An index alone means nothing: `agree` compares every
-    file with it. Collective: every rank makes one, and calls `agree` before the first `begin`.
+    then does the next one begin, which overwrites the files of the one before. An index alone proves nothing: `agree`
+    compares every file with it. Collective: every rank creates one, and calls `agree` before the first `begin`.
 
     Args:
-        folder: the node's, which outlives the workers.
+        folder: the node's folder, which outlives the workers.
         round: the generation of workers; later ones have greater numbers.
-        group: the processes of the run; None for one.
-        node: which node this process is on; by default what its environment says.
+        group: the processes of the run; None for one process.
+        node: the node of this process; by default the group's `node_rank`.
     """
 
     def __init__(self, folder: Path, round: int, group: ProcessGroup | None = None, node: int | None = None) -> None:
         self.folder = folder / _FOLDER
         self.round = round
         self._group = group
-        self._exchange = MemoryExchange(group)
-        self.rank, self.world_size = self._exchange.rank, self._exchange.world_size
+        self._exchange = SnapshotExchange(group)
+        self.rank, self.world_size = self._exchange.rank, self._exchange.collectives.world_size
         if node is None:
             node = 0 if group is None else group.node_rank
         self.node = node
-        self.nodes: list[int] = self._exchange.all_gather(node)
+        self.nodes: list[int] = self._exchange.collectives.all_gather_object(node)
         """The node of each rank."""
         self.is_first = self.rank == self.nodes.index(node)
-        """Whether this is the first rank of its node, which writes what is equal on all."""
+        """Whether this is the first rank of its node, which writes the files that are equal on all ranks."""
         self.cost: SnapshotCost | None = SnapshotCost()
-        """What the newest snapshot has cost; None while it is under way."""
+        """The cost of the newest snapshot; None while it is being written."""
         self.is_broken = False
-        """Whether ranks have lost touch, so that there can be no more snapshots in this round."""
-        self._beside: MemoryExchange | None = None
+        """Whether ranks have lost contact, so that no more snapshots are possible in this round."""
+        self._beside: SnapshotExchange | None = None
         self._number = 0
-        # the newest complete snapshot is in the other one
+        # the newest complete snapshot is in the other slot
         self._slot, self._other_slot = f"{round}-0", f"{round}-1"
         self._files: dict[Path, MemoryFile] = {}
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
     def agree(self) -> Recovered | None:
-        """Return the newest snapshot that the nodes have together; None without one. Collective: every rank calls it.
+        """Return the newest snapshot that is complete across the nodes, or None. Collective: every rank calls it.
 
-        Every file is verified; a snapshot that lacks one, or has none that is sound, is left out. What this node needs
-        and lacks comes from others. All else is deleted.
+        Every file is verified; a snapshot is skipped if no node has an undamaged copy of one of its files. This node
+        receives the files that it needs and lacks. All other files are deleted.
         """
-        recovery = Recovery(self.folder, self._exchange, self.nodes, is_first=self.is_first)
-        index = recovery.run()
+        index = Recovery(self.folder, self._exchange, self.nodes, is_first=self.is_first).run()
         self._files.clear()
         if index is not None and index.slot == self._slot:  # an earlier fit of this round
             self._slot, self._other_slot = self._other_slot, self._slot
         if self.is_first:
             _keep_only(self.folder, () if index is None else (index.slot,))
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._exchange.holds_everywhere(True)
+        self._exchange.collectives.barrier()
         return None if index is None else Recovered(self.folder / index.slot, index.step)
 
     def clear(self) -> None:
-        """Delete the snapshots of this node: the run that they are of has ended."""
+        """Delete the snapshots of this node, once their run has ended."""
         self._files.clear()
         if self.is_first:
             _keep_only(self.folder, ())
 
-    # --- one snapshot after another ----------------------------------------------------------------------------------
+    # --- taking snapshots --------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Draft:
-        """Begin a snapshot, over the last but one. Collective: every rank calls it, in its main thread."""
+        """Begin a snapshot, in place of the last but one. Collective: every rank calls it, in its main thread."""
         if self._beside is None:
-            self._beside = MemoryExchange(self._group, is_apart=True)
+            self._beside = SnapshotExchange(self._group, has_own_group=True)
         path = self.folder / self._slot
         path.mkdir(parents=True, exist_ok=True)
         (path / INDEX).unlink(missing_ok=True)
@@ -140,7 +143,7 @@ class MemorySnapshots:
         return Draft(self._number, step, path)
 
     def file(self, draft: Draft, name: str, size: int) -> MemoryFile:
-        """Return a file of a snapshot to be filled: the one of two snapshots ago if it had that size.
+        """Return a file of a snapshot to be filled, reusing the file of the last but one if it has that size.
 
         Raises:
             ProcessError: if there is no room for it.
@@ -152,73 +155,67 @@ class MemorySnapshots:
         self._files[path] = file
         return file
 
-    def commit(self, draft: Draft, share: Share, describe: Callable[[Sequence[Any]], Mapping[str, FileEntry]]) -> None:
-        """Tell what this rank has written, and return when the snapshot is complete. Collective, in any thread.
-
-        Args:
-            draft: what `begin` returned.
-            share: this rank's files and more.
-            describe: called on rank 0 with the content of all shares; writes files that describe the whole.
+    def commit(self, draft: Draft, contribution: Contribution, describe: Describe) -> None:
+        """Announce this rank's files, and return when the snapshot is complete. Collective, in any thread.
 
         Raises:
             CheckpointError: on every rank, if any of them could not write; then there is no snapshot.
         """
         assert self._beside is not None
+        ranks = self._beside.collectives
         try:
-            answer = self._beside.broadcast(self._answer(draft, self._beside.gather(share), describe))
-            if isinstance(answer, str):
-                raise CheckpointError(f"The snapshot of step {draft.step} in memory is not taken: {answer}")
-            index, transfers = answer
+            contributions = ranks.gather(contribution) or ()  # none but on rank 0, which assembles them
+            index, transfers = ranks.on_first_rank(partial(self._assemble, draft, contributions, describe))
             self._finish(draft, index, transfers)
-        except RuntimeError as error:  # torch's: a rank has died, or is late by more than the timeout
-            if isinstance(error, EchelonError):
-                raise
+        except EchelonError:
+            raise
+        except RuntimeError as error:  # torch's: a rank has died, or is later than the timeout
             self.is_broken = True
             raise CheckpointError(
                 f"The snapshot of step {draft.step} in memory is not taken, nor any more in this round "
                 f"({str(error).splitlines()[0]}); look at why a rank has ended, or is so slow."
             ) from error
 
-    def _answer(self, draft: Draft, shares: Sequence[Share], describe: Callable[..., Mapping[str, FileEntry]]) -> Any:
-        """Return, on rank 0, the index and the transfers; or what is wrong."""
-        if not shares:
-            return None
-        faults = [f"{share.error} (On rank {rank}.)" for rank, share in enumerate(shares) if share.error]
-        if faults:
-            return faults[0]
+    def _assemble(
+        self, draft: Draft, contributions: Sequence[Contribution], describe: Describe
+    ) -> tuple[SnapshotIndex, list[FileTransfer]]:
+        """Return, on rank 0, the index of a snapshot, and the transfers by which each file comes to a second node."""
+        for rank, contribution in enumerate(contributions):
+            if contribution.error:
+                raise _refusal(draft, rank, contribution.error)
         try:
-            own = describe([share.content for share in shares])
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer
-            return str(error)
-        described = Share({**shares[0].files, **own}, (), None)
-        files, transfers = _place([described, *shares[1:]], self.nodes)
-        sources = [list(share.sources) for share in shares]
+            described = describe([contribution.content for contribution in contributions])
+        except Exception as error:
+            raise _refusal(draft, 0, error) from error
+        first = replace(contributions[0], files={**contributions[0].files, **described})
+        files, transfers = _place([first, *contributions[1:]], self.nodes)
+        sources = [list(contribution.sources) for contribution in contributions]
         index = SnapshotIndex(self.round, draft.number, draft.path.name, draft.step, self.nodes, sources, files)
         return index, transfers
 
-    def _finish(self, draft: Draft, index: SnapshotIndex, transfers: Sequence[Transfer]) -> None:
+    def _finish(self, draft: Draft, index: SnapshotIndex, transfers: Sequence[FileTransfer]) -> None:
         assert self._beside is not None
-        fault: Exception | None = None
+        reason: object = "another rank has no room for it"
         pairs = []
         try:
-            pairs = [(transfer, self._end_of(draft, transfer)) for transfer in transfers]
+            pairs = [(transfer, self._content(draft, transfer)) for transfer in transfers]
             if self.is_first:
                 write_index(draft.path, index)
+            is_ready = True
         except (EchelonError, OSError) as error:
-            fault = error
-        if not self._beside.holds_everywhere(fault is None):
-            reason = fault or "another rank has no room for it"
+            is_ready, reason = False, error
+        if not self._beside.is_true_on_all(is_ready):
             raise CheckpointError(
                 f"The snapshot of step {draft.step} in memory is not taken: {reason}; give the node's shared "
                 "memory room for two copies of its state and of its neighbour's."
             )
         if pairs:
             self._beside.send(pairs)
-            self._beside.holds_everywhere(True)  # nobody begins the next before all have got theirs
+            self._beside.collectives.barrier()  # the next one must not begin before all have received this one
         self._slot, self._other_slot = self._other_slot, self._slot
-        self._forget(draft, index)
+        self._delete_replaced(draft, index)
 
-    def _end_of(self, draft: Draft, transfer: Transfer) -> Any:
+    def _content(self, draft: Draft, transfer: FileTransfer) -> Any:
         if transfer.target == self.rank:
             return self.file(draft, transfer.name, transfer.size).bytes
         if transfer.source != self.rank:
@@ -226,8 +223,8 @@ class MemorySnapshots:
         file = self._files.get(draft.path / transfer.name)
         return (file or MemoryFile(draft.path / transfer.name)).bytes
 
-    def _forget(self, draft: Draft, index: SnapshotIndex) -> None:
-        """Delete what the complete snapshot replaces: files that it no longer has, and snapshots of earlier rounds."""
+    def _delete_replaced(self, draft: Draft, index: SnapshotIndex) -> None:
+        """Delete files that the complete snapshot no longer has, and snapshots of earlier rounds."""
         for path in [path for path in self._files if path.parent == draft.path and path.name not in index.files]:
             del self._files[path]
             path.unlink(missing_ok=True)
@@ -235,14 +232,20 @@ class MemorySnapshots:
             _keep_only(self.folder, (self._slot, self._other_slot))
 
 
-def _place(shares: Sequence[Share], nodes: Sequence[int]) -> tuple[dict[str, FileEntry], list[Transfer]]:
+def _refusal(draft: Draft, rank: int, error: object) -> CheckpointError:
+    return CheckpointError(f"The snapshot of step {draft.step} in memory is not taken; see rank {rank}: {error}")
+
+
+def _place(
+    contributions: Sequence[Contribution], nodes: Sequence[int]
+) -> tuple[dict[str, FileEntry], list[FileTransfer]]:
     """Return all files, and the transfers by which each comes to a second node."""
     files: dict[str, FileEntry] = {}
-    holders: dict[str, dict[int, int]] = {}  # per file, by node, a rank that has it
-    for rank, share in enumerate(shares):
-        for name, file in share.files.items():
+    holders: dict[str, dict[int, int]] = {}  # for each file and node, a rank that has it
+    for rank, contribution in enumerate(contributions):
+        for name, file in contribution.files.items():
             if file.writer is None and rank and files.get(name) != file:
-                continue  # not what rank 0 has, whose word counts
+                continue  # differs from rank 0's, whose entry counts
             files[name] = file
             holders.setdefault(name, {}).setdefault(nodes[rank], rank)
     ring = sorted(set(nodes))
@@ -253,10 +256,10 @@ def _place(shares: Sequence[Share], nodes: Sequence[int]) -> tuple[dict[str, Fil
         if len(ranks) > 1:
             continue
         ((node, source),) = ranks.items()
-        there = ring[(ring.index(node) + 1) % len(ring)]
-        at = [rank for rank, other in enumerate(nodes) if other == there]
-        place = [rank for rank, other in enumerate(nodes) if other == node].index(source)
-        transfers.append(Transfer(name, files[name].size, source, at[place % len(at)]))
+        next_node = ring[(ring.index(node) + 1) % len(ring)]
+        targets = [rank for rank, other in enumerate(nodes) if other == next_node]
+        local_rank = [rank for rank, other in enumerate(nodes) if other == node].index(source)
+        transfers.append(FileTransfer(name, files[name].size, source, targets[local_rank % len(targets)]))
     return files, transfers
 
 

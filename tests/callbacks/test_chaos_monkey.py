@@ -157,13 +157,13 @@ def test_random_faults_go_on_where_the_worker_before_has_left_off(tmp_path: Path
     text = "random:seed=1+actions=leave@seconds=0-0"
     assert fit(tmp_path, text) == ["leave"] * 4
     assert fit(tmp_path, text, round=1) == ["leave"] * 4
-    assert {path.name for path in tmp_path.glob("chaos-random-*")} >= {f"chaos-random-{i}" for i in range(8)}
+    assert {path.name for path in tmp_path.glob("fault-random-*")} >= {f"fault-random-{i}" for i in range(8)}
 
 
 def test_random_faults_keep_their_distance_from_the_first_step_of_a_round_too(tmp_path: Path) -> None:
     assert fit(tmp_path, "random:seed=1+actions=leave@seconds=0-0") == ["leave"] * 4
     long_ago = time.time() - 1001
-    for mark in tmp_path.glob("chaos-random-*"):
+    for mark in tmp_path.glob("fault-random-*"):
         os.utime(mark, (long_ago, long_ago))
     assert fit(tmp_path, "random:seed=1+actions=leave@seconds=1000-1000", round=1) == []
 

@@ -19,8 +19,8 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon import CSVLogger, ModelCheckpoint
 from echelon.callbacks import LambdaCallback
-from echelon.callbacks.goodput.ledger import End, Ledger, read_ledger
-from echelon.callbacks.goodput.spans import CATEGORIES, Goodput, account
+from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, Ledger, read_ledger
+from echelon.callbacks.goodput.spans import Goodput, account
 from echelon.callbacks.goodput_monitor import GoodputMonitor
 from echelon.strategies.errors import ConfigError
 from echelon.strategies.resilience.rounds import RoundEnd
@@ -222,7 +222,7 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         fit(tmp_path, LambdaCallback(on_train_batch_end=interrupt))
     end = read_ledger(tmp_path / "goodput.jsonl").rounds[0].end
-    assert isinstance(end, End)
+    assert isinstance(end, EndRecord)
     assert end.status == "interrupted"
     assert account_of(tmp_path).kept_steps == 3
 
@@ -291,5 +291,5 @@ def test_a_disk_that_is_full_ends_the_ledger_and_not_the_run(tmp_path: Path) -> 
 
 
 def test_a_negative_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every_seconds=-1 is not possible"):
+    with pytest.raises(ConfigError, match="every_seconds must be >= 0, got -1"):
         GoodputMonitor(-1)

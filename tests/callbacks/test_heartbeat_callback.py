@@ -13,7 +13,7 @@ from torch._dynamo.callback import callback_handler
 
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.heartbeat import Heartbeat
-from echelon.strategies.resilience.heartbeat import Beat, Phase, Record, make_records, read_record
+from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record
 
 
 class Agent:
@@ -25,7 +25,7 @@ class Agent:
         self.seen: list[tuple[str, Phase, int | None]] = []
 
     @property
-    def record(self) -> Record:
+    def record(self) -> BeatRecord:
         return read_record(self.records, 0)
 
     def spy(self, *hooks: str) -> LambdaCallback:

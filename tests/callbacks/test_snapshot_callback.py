@@ -119,7 +119,7 @@ def test_a_run_that_goes_back_takes_one_at_once(tmp_path: Path) -> None:
 
 
 def test_a_negative_interval_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"snapshot_every=-1 is not possible"):
+    with pytest.raises(ConfigError, match=r"snapshot_every must be >= 0 .* got -1"):
         SnapshotInMemory(Costing(0.0), -1)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from echelon import CSVLogger, Trainer, TrainModule
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.helpers.step_clock import StepClock, StepTimes
-from echelon.callbacks.helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, share_out
+from echelon.callbacks.helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, split_compute
 from echelon.callbacks.straggler_monitor import StragglerMonitor, series
 from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
@@ -269,13 +269,13 @@ def test_a_rank_is_named_after_some_reports_and_again_when_it_changes(reports: s
         else Straggler(int(report[0]), 1.3, "compute" if report[1] == "c" else "data_wait")
         for report in reports.split()
     ]
-    assert [index for index, one in enumerate(found) if suspicion.is_to_be_told(one)] == [int(i) for i in told.split()]
+    assert [index for index, one in enumerate(found) if suspicion.should_warn(one)] == [int(i) for i in told.split()]
 
 
 def test_the_rank_that_waits_least_is_the_one_that_is_waited_for() -> None:
     ranks = {0: StepTimes(1, 5, 0, 1), 1: StepTimes(4, 2, 0, 1)}
-    assert share_out(ranks) == {0: (3, 3, 0, 1), 1: (6, 0, 0, 1)}
-    assert share_out({}) == {}
+    assert split_compute(ranks) == {0: (3, 3, 0, 1), 1: (6, 0, 0, 1)}
+    assert split_compute({}) == {}
 
 
 def test_many_ranks_are_summed_up() -> None:
@@ -291,10 +291,10 @@ def test_many_ranks_are_summed_up() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every_n_steps": 0}, "every_n_steps=0 is not possible; give 1 or more"),
-        ({"patience": 0}, "patience=0 is not possible"),
-        ({"sample_every": -1}, "sample_every=-1 is not possible"),
-        ({"threshold": 1.0}, "threshold=1.0 is not possible; give a factor above 1"),
+        ({"every_n_steps": 0}, "every_n_steps must be >= 1, got 0"),
+        ({"patience": 0}, "patience must be >= 1, got 0"),
+        ({"sample_every": -1}, "sample_every must be >= 1, got -1"),
+        ({"threshold": 1.0}, "threshold must be > 1, got 1.0"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(settings: Any, message: str) -> None:

@@ -64,7 +64,9 @@ def test_a_node_that_gives_up_ends_the_run_for_all_and_says_why(memory_path):
         both = [nodes.start(slot, chaos=", ".join(["raise:rank=1@step=5"] * 3)) for slot in range(2)]
         assert [nodes.end(one) for one in both] == [1, 1], nodes.told()
     told = [one.log.read_text() for one in both]
-    assert all("The run failed 3 times in a row after step 4 for one cause" in text for text in told), nodes.told()
+    assert all("The run failed 3 times in a row after step 4 with the same cause" in text for text in told), (
+        nodes.told()
+    )
     assert sum("A node has given up:" in text for text in told) == 1
 
 

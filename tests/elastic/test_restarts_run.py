@@ -136,9 +136,9 @@ def test_whatever_befalls_the_workers_the_run_takes_the_same_steps(memory_path, 
     told = rounds()
     patterns = {
         r"Rank [01] of 2 \(process \d+\) was killed by SIGKILL": 3,
-        r"Rank 0 of 2 \(process \d+\) failed with RuntimeError: A drill asked": 1,
+        r"Rank 0 of 2 \(process \d+\) failed with RuntimeError: This error was injected": 1,
         r"Rank 1 of 2 \(process \d+\) ended with exit code 3": 1,
-        r"Rank 1 \(process \d+\) is stopped by a signal": 1,
+        r"Rank 1 \(process \d+\) has been stopped by a signal": 1,
         r"Rank .* made no progress for": 1,
     }
     assert {pattern: sum(bool(re.match(pattern, text)) for text in told) for pattern in patterns} == patterns, told
@@ -171,7 +171,7 @@ def test_a_failure_that_repeats_is_the_users_own_exception_with_a_report(memory_
     with pytest.raises(ZeroDivisionError, match="what step 7 always does") as raised:
         fit(memory_path, failing := Fails(memory_path, rank=1, step=7, rounds=100))
     notes = "\n".join(raised.value.__notes__)
-    assert re.search("The run failed 3 times in a row after step [67] for one cause", notes), notes
+    assert re.search("The run failed 3 times in a row after step [67] with the same cause", notes), notes
     assert failing.began() == [0, 6, 6]
 
 

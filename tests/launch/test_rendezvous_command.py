@@ -52,7 +52,7 @@ def test_it_keeps_runs_apart_knows_which_are_over_and_ends_when_it_is_told_to():
         first, second = meet(endpoint, "first"), meet(endpoint, "second")
         assert (first.num_nodes, second.num_nodes) == (1, 1)
         assert first.shutdown()
-        with pytest.raises(ProcessError, match=f"The run 'first' that met at {endpoint} is over; give .* another run"):
+        with pytest.raises(ProcessError, match=f"The run 'first' at {endpoint} is over; give .* another run"):
             meet(endpoint, "first")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

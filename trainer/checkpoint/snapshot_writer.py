@@ -17,7 +17,7 @@ from torch import Tensor
 from ...strategies.errors import EchelonError
 from ...strategies.snapshots.index import FileEntry
 from ...strategies.snapshots.shared_file import MemoryFile, checksum
-from ...strategies.snapshots.snapshots import Draft, MemorySnapshots, Share, SnapshotCost
+from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapshots, SnapshotCost
 from ...strategies.state.pieces import Piece
 from .files import FileRecord
 from .manifest import MANIFEST
@@ -157,8 +157,10 @@ class MemoryWriter:
                     "parts": [(one.part, one.name) for one in told],
                     "entries": snapshot.entries if self._snapshots.rank else {},
                 }
-            share = Share(files, sorted(snapshot.replicas) if snapshot is not None else [], content, fault)
-            self._snapshots.commit(draft, share, functools.partial(_describe, draft.path, snapshot))
+            contribution = Contribution(
+                files, sorted(snapshot.replicas) if snapshot is not None else [], content, fault
+            )
+            self._snapshots.commit(draft, contribution, functools.partial(_describe, draft.path, snapshot))
         except Exception as error:  # noqa: BLE001 - a thread has nobody to tell
             self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the others are where we are not
             # a rank that has died is the news, of which others tell

@@ -1,16 +1,18 @@
-"""``echelon goodput``: where the time of a run went, as a table, a figure or JSON."""
+"""``echelon goodput``: the time of a run by category, as a table, a figure or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from ...callbacks.goodput.ledger import FILE_NAME, read_ledger
-from ...callbacks.goodput.spans import CATEGORIES, Category, Goodput, account, clock, goodput_of
+from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_ledger
+from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
 from ...callbacks.helpers.console import say
 from ...callbacks.helpers.table import boxed
 from ...strategies.errors import ConfigError, EchelonError, RunError
@@ -18,12 +20,12 @@ from .goodput_figure import draw
 
 _MEANINGS: Final[dict[Category, str]] = {
     "productive": "steps that count",
-    "validation": "between steps; counts, too",
+    "validation": "between steps; counts as well",
     "redone": "steps whose work was lost",
     "checkpoint": "training waited for a checkpoint",
     "data_wait": "training waited for the next batch",
     "start_up": "from a process's start to its first step",
-    "down": "nobody ran",
+    "down": "nothing ran",
 }
 _HEAD: Final = ("Round", "Down", "Ran", "Ranks", "Steps", "Lost", "End")
 _WIDTH: Final = 80
@@ -52,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_ledger(run: Path) -> Path:
-    """Return the ledger of a run's folder, or of the newest run below it.
+    """Return the ledger in a run's folder, or that of the newest run below it.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no ledger.
     """
     if run.is_file():
         return run
@@ -65,12 +67,12 @@ def find_ledger(run: Path) -> Path:
     if below:
         return max(below, key=lambda path: path.stat().st_mtime)
     if not run.exists():
-        raise ConfigError(f"RUN {str(run)!r} does not exist; give the folder of a run, such as echelon_logs/version_0.")
+        raise ConfigError(f"RUN must be the folder of a run, got {str(run)!r}, which does not exist; try echelon_logs.")
     names = sorted(path.name for path in run.iterdir())
-    found = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
+    content = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
     raise ConfigError(
-        f"RUN {str(run)!r} holds no {FILE_NAME}, and neither do the folders below it (found: {found or 'nothing'}); "
-        "give the folder of a run, and let the Trainer of the run have callbacks=[GoodputMonitor()]."
+        f"RUN {str(run)!r} holds no {FILE_NAME}, and neither do the folders below it (found: {content or 'nothing'}); "
+        "give the folder of a run whose Trainer has callbacks=[GoodputMonitor()]."
     )
 
 
@@ -87,29 +89,18 @@ def render(goodput: Goodput) -> str:
         f"Steps: {goodput.kept_steps} count, {goodput.lost_steps} were lost.",
         boxed(_HEAD, _rows(goodput), ">>>>>><"),
     ]
-    causes = [f"Round {one.index}: {one.cause}" for one in goodput.rounds if one.cause]
+    causes = [f"Round {one.round}: {one.cause}" for one in goodput.rounds if one.cause]
     lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
     if goodput.num_skipped:
-        lines.append(f"Skipped {goodput.num_skipped} lines that were torn, damaged or no records.")
+        lines.append(f"Skipped {goodput.num_skipped} lines that were torn, damaged or foreign.")
     return "\n".join(lines)
 
 
 def as_json(goodput: Goodput) -> dict[str, Any]:
     """Return the account as JSON values; times are in seconds."""
-    rounds = [
-        {
-            "round": one.index,
-            "began": one.began,
-            "world_size": one.world_size,
-            "first_step": one.first_step,
-            "last_step": one.last_step,
-            "lost_steps": one.lost_steps,
-            "seconds": _seconds(one.micros),
-            "end": one.end,
-            "cause": one.cause,
-        }
-        for one in goodput.rounds
-    ]
+    rounds = [asdict(one) for one in goodput.rounds]
+    for fields in rounds:
+        fields["seconds"] = _seconds(fields.pop("micros"))
     return {
         "goodput": goodput_of(goodput.micros),
         "total_seconds": goodput.total / 1_000_000,
@@ -154,22 +145,20 @@ def _account(path: Path, since: int) -> Goodput:
             f"The ledger {str(path)!r} cannot be read: {error.strerror}; look at its permissions."
         ) from error
     if not ledger.rounds:
-        raise RunError(
-            f"{str(path)!r} holds no round, but {ledger.num_skipped} lines that are no records; give another run."
-        )
+        raise RunError(f"{str(path)!r} holds no valid records, but {ledger.num_skipped} other lines; give another run.")
     if not 0 <= since < len(ledger.rounds):
-        raise ConfigError(f"--since {since} is not possible; rounds go from 0 to {len(ledger.rounds) - 1}.")
+        raise ConfigError(f"--since must be a round from 0 to {len(ledger.rounds) - 1}, got {since}.")
     return account(ledger, since)
 
 
 def _rows(goodput: Goodput) -> list[list[str]]:
-    """Return a row for each round, the last column cut to what is left of 80."""
+    """Return a row for each round, with the last column cut so that the table has at most 80 columns."""
     rows = []
     for one in goodput.rounds:
         down = one.micros["down"]
         times = [_clock(goodput, time) for time in (down, sum(one.micros.values()) - down)]
         steps = [f"{one.first_step}-{one.last_step}", str(one.lost_steps)]
-        rows.append([str(one.index), *times, str(one.world_size), *steps, one.end])
+        rows.append([str(one.round), *times, str(one.world_size), *steps, one.end])
     used = sum(max(len(row[column]) for row in (_HEAD, *rows)) + 3 for column in range(len(_HEAD) - 1)) + 4
     room = max(_SHORTEST_END, _WIDTH - used)
     return [[*row, end if len(end) <= room else f"{end[: room - 1]}…"] for *row, end in rows]
@@ -179,5 +168,5 @@ def _clock(goodput: Goodput, time: int) -> str:
     return clock(time, tenths=goodput.total < _TENTHS_BELOW)
 
 
-def _seconds(micros: Any) -> dict[str, float]:
+def _seconds(micros: Mapping[Category, int]) -> dict[str, float]:
     return {category: micros[category] / 1_000_000 for category in CATEGORIES}

@@ -1,4 +1,4 @@
-"""The account of a run as a figure: all of it as one bar, and a row for each round along the time."""
+"""Figure of a run's goodput: all time as one bar, and a timeline with a row for each round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...callbacks.goodput.spans import CATEGORIES, Category, Goodput, Span, clock, goodput_of
+from ...callbacks.goodput.ledger import CATEGORIES, Category
+from ...callbacks.goodput.spans import Goodput, Span, clock, goodput_of
 from ...strategies.errors import MissingDependencyError, RunError
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ _COLOURS: Final[dict[Category, str]] = {
     "down": "#bdbdbd",
 }
 _TICKS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-"""How many seconds may lie between two ticks of the time."""
+"""Seconds between two ticks of the time axis."""
 _NUM_CELLS: Final = 800
-"""So many columns has the timeline; what is shorter than one shows as its share of it."""
+"""Columns of the timeline; a span shorter than a column fills a fraction of its height."""
 
 
 def draw(goodput: Goodput, path: Path, title: str) -> None:
-    """Draw an account and write it as a PNG.
+    """Draw an account into a PNG file.
 
     Raises:
         MissingDependencyError: without matplotlib.
@@ -40,7 +41,7 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(
-            f"Drawing needs matplotlib, which {sys.executable} does not find; run: pip install matplotlib."
+            f"Drawing needs matplotlib, which {sys.executable} cannot import; run: pip install matplotlib."
         )
     from matplotlib.figure import Figure
 
@@ -60,18 +61,18 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
 
 
 def cells(spans: Sequence[Span], begin: int, width: float) -> dict[int, dict[Category, float]]:
-    """Return what each cell of so many microseconds is made of, as shares of the cell."""
-    found: dict[int, dict[Category, float]] = {}
+    """Return, for each cell of `width` microseconds, the fraction of it that each category takes."""
+    shares: dict[int, dict[Category, float]] = {}
     for span in spans:
         length = span.end - span.begin
         first, last = int((span.begin - begin) / width), int((span.end - begin) / width)
         for index in range(first, last + 1) if length else ():
             left, right = begin + index * width, begin + (index + 1) * width
             overlap = max(0.0, min(right, span.end) - max(left, span.begin)) / length
-            cell = found.setdefault(index, dict.fromkeys(CATEGORIES, 0.0))
+            cell = shares.setdefault(index, dict.fromkeys(CATEGORIES, 0.0))
             for category, part in span.micros.items():
                 cell[category] += part * overlap / width
-    return found
+    return shares
 
 
 def _draw_summary(axes: Axes, goodput: Goodput) -> None:
@@ -108,13 +109,13 @@ def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
     width = total / _NUM_CELLS
     corners: dict[Category, list[Corners]] = {category: [] for category in CATEGORIES}
     for one in goodput.rounds:
-        found = cells([span for span in goodput.spans if span.round == one.index], begin, width)
-        for index, cell in found.items():
-            _stack(corners, cell, index * width, width, one.index + 0.4)
+        of_round = [span for span in goodput.spans if span.round == one.round]
+        for index, cell in cells(of_round, begin, width).items():
+            _stack(corners, cell, index * width, width, one.round + 0.4)
     for category, shapes in corners.items():
         axes.add_collection(PolyCollection(shapes, facecolors=_COLOURS[category], antialiaseds=False), autolim=False)
     axes.set_xlim(0, total)
-    axes.set_ylim(goodput.rounds[-1].index + 0.6, goodput.rounds[0].index - 0.6)
+    axes.set_ylim(goodput.rounds[-1].round + 0.6, goodput.rounds[0].round - 0.6)
     axes.set_ylabel("round")
     axes.set_xlabel("time since the first start (h:mm:ss)")
     every = next((step for step in _TICKS if total <= 10e6 * step), _TICKS[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...strategies.errors import CheckpointError
-from ...strategies.resilience.shared_store import RUN_FOLDER
+from ...strategies.resilience.rounds import RUN_FOLDER
 from ...strategies.resilience.supervisor import Supervisor
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
@@ -63,9 +63,9 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
         return
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
-    supervisor.note(f"run/{recovery.fit}", {"versions": list(versions), **state})
-    supervisor.note(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))
-    supervisor.note("fit", recovery.fit)
+    supervisor.notices.post(f"run/{recovery.fit}", {"versions": list(versions), **state})
+    supervisor.notices.post(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))
+    supervisor.notices.post("fit", recovery.fit)
 
 
 def note_end(session: Session) -> None:
@@ -80,14 +80,14 @@ def note_checkpoint(session: Session, path: Path) -> None:
     supervisor, recovery = session.strategy.supervisor, session.recovery
     if supervisor is not None and recovery is not None and session.strategy.rank == 0:
         name = f"checkpoints/{recovery.fit}"
-        known = [one for one in supervisor.noted(name) or [] if one != str(path.absolute())]
-        supervisor.note(name, [*known, str(path.absolute())][-_KEPT:])
+        known = [one for one in supervisor.notices.read(name) or [] if one != str(path.absolute())]
+        supervisor.notices.post(name, [*known, str(path.absolute())][-_KEPT:])
 
 
 def _noted(supervisor: Supervisor, fit: int, in_memory: int) -> tuple[Any, bool, int, Path | None]:
     """Return what `note_run` kept of a fit, whether snapshots in memory are its own, and its newest checkpoint."""
-    known = supervisor.noted(f"run/{fit}")
-    is_own = supervisor.noted("fit") == fit  # snapshots are of the fit that was running
+    known = supervisor.notices.read(f"run/{fit}")
+    is_own = supervisor.notices.read("fit") == fit  # snapshots are of the fit that was running
     newest = (-1, None) if known is None else _newest(supervisor, fit, in_memory if is_own else -1)
     return known, is_own, *newest
 
@@ -97,7 +97,7 @@ def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | N
 
     One of a step before `least` is not read as a whole to see whether it is sound: there is something better.
     """
-    for name in reversed(supervisor.noted(f"checkpoints/{fit}") or []):
+    for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or []):
         path = Path(name)
         try:
             step = int(checkpoint.load(path, parts=("loop",))["loop"]["global_step"])

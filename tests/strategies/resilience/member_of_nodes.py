@@ -40,12 +40,12 @@ def main(endpoint):
     limit = timedelta(seconds=60)
     node = meeting(nodes=(1, 2), endpoint=endpoint, run_id="run", start_timeout=limit, last_call=limit)
     if meet(node) == 0:
-        node.shared.set("from", "the first")
+        node.notices.post("from", "the first")
         os.kill(os.getpid(), signal.SIGKILL)
     while not node.num_nodes_lost():
         time.sleep(0.1)
     meet(node)
-    say(shared=node.shared.get("from").decode())
+    say(shared=node.notices.read("from"))
     subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
     start = time.monotonic()
     try:

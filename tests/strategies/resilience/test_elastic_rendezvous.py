@@ -25,7 +25,7 @@ from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode,
 from echelon.strategies.resilience.store_process import CLOCK, KEPT, check_clock, reach_store
 
 MEMBER = Path(__file__).with_name("member_of_nodes.py")
-TESTS = MEMBER.parents[2]
+HELPERS = MEMBER.parents[2] / "helpers"
 LIMIT = timedelta(seconds=60)
 
 
@@ -82,12 +82,12 @@ def test_one_node_meets_itself_on_loopback_again_and_again():
     assert isinstance(one, OneNode)
     ranks, port = meet(one)
     files = len(os.listdir("/proc/self/fd"))
-    one.shared.set("key", "value")
+    one.notices.post("key", "value")
     ports = {meet(one)[1] for _ in range(5)}
     assert ranks == [0]
     assert port not in ports
     assert len(os.listdir("/proc/self/fd")) == files
-    assert one.shared.get("key") == one.shared_at.connect().get("key") == b"value"
+    assert one.notices.read("key") == one.notices_at.connect().read("key") == "value"
     assert (one.num_nodes_waiting(), one.num_nodes_lost()) == (0, 0)
     one.leave()
     one.release()
@@ -97,9 +97,9 @@ def test_nodes_come_and_leave(node):
     first, second = node(), node()
     assert isinstance(first, ManyNodes)
     assert meet(first)[0] == [0]
-    first.shared.set("key", "value")
+    first.notices.post("key", "value")
     assert meet(first, second)[0] == [0, 1]
-    assert second.shared.get("key") == second.shared_at.connect().get("key") == b"value"
+    assert second.notices.read("key") == second.notices_at.connect().read("key") == "value"
     assert (first.num_nodes_lost(), second.num_nodes_lost()) == (0, 0)
     second.leave()
     assert first.num_nodes_lost() == 1
@@ -131,7 +131,7 @@ def test_more_nodes_than_are_wanted_stand_by(node):
         coming = thread.submit(second.next_rendezvous)
         wait_until(lambda: first.num_nodes_waiting() or first._state_holder.state.redundancy_list)
         assert first.shutdown()
-        with pytest.raises(SpareError, match="ended while this node stood by, as 2 others took part"):
+        with pytest.raises(SpareError, match="ended while this node was standing by, as 2 others took part"):
             coming.result()
     first.release()
     assert spare.num_nodes_lost() == 0
@@ -160,7 +160,7 @@ def test_a_wait_that_is_cancelled(node, endpoint):
         waiting = thread.submit(alone.next_rendezvous)
         wait_until(lambda: alone._state_holder.state.participants)
         alone.cancel()
-        with pytest.raises(ProcessError, match=f"The wait for other nodes at {endpoint} was ended"):
+        with pytest.raises(ProcessError, match=f"The wait for other nodes at {endpoint} was cancelled"):
             waiting.result()
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_is_over(node, endpoint):
     first, second = node(), node()
     meet(first)
     assert first.shutdown()
-    told = f"that met at {endpoint} is over; give the next one another run id"
+    told = f"at {endpoint} is over; give the next run another run id"
     with pytest.raises(ProcessError, match=told):
         second.next_rendezvous()
     with pytest.raises(ProcessError, match=told):
@@ -183,7 +183,7 @@ def test_what_others_put_in_the_store_is_not_run(node, endpoint, tmp_path):
     one = node()
     meet(one)
     one._link.store.set(one._link._key, base64.b64encode(pickle.dumps(Payload())).decode())
-    told = rf"What lies in the store at {endpoint} is no state of a rendezvous \(it holds posix.mkdir\)"
+    told = rf"The store at {endpoint} holds something other than the state of a rendezvous \(it holds posix.mkdir\)"
     for call in (one.num_nodes_waiting, one.num_nodes_lost, one.next_rendezvous):
         with pytest.raises(ProcessError, match=told):
             call()
@@ -203,12 +203,12 @@ def test_agents_that_start_at_once_have_one_store_which_ends_with_their_run():
     with ThreadPoolExecutor(3) as threads:
         nodes = [one.result() for one in [threads.submit(start) for _ in range(3)]]
     assert sorted(meet(*nodes)[0]) == [0, 1, 2]
-    nodes[0].shared.set("key", "of this run")
+    nodes[0].notices.post("key", "of this run")
     for one in nodes:
         assert one.shutdown()
         one.release()
     again = meeting(nodes=(1, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
-    assert not again.shared.check(["key"])
+    assert not again.notices.has("key")
     again.set_closed()
     again.release()
     wait_until(lambda: not is_listening(port))
@@ -221,7 +221,7 @@ def is_listening(port):
 
 
 def test_no_store():
-    told = r"There is no store at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
+    told = r"There is no store for the rendezvous at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
     with pytest.raises(ProcessError, match=told):
         reach_store("127.0.0.2", 1, timedelta(seconds=0.1))
 
@@ -231,16 +231,19 @@ def test_clocks_that_differ(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     check_clock(store)
     store.set(CLOCK, str(time.time() + 7.0))
-    with pytest.raises(ConfigError, match=r"The clock of this machine is -[67]\.\d s from .* set them by NTP"):
+    with pytest.raises(
+        ConfigError,
+        match=r"The clock of this machine must agree with .*, got a difference of -[67]\.\d s; set the clocks by NTP",
+    ):
         check_clock(store)
 
 
 @pytest.mark.parametrize(
     ("endpoint", "told"),
     [
-        (None, "nodes=1:4 need an endpoint to meet at; give HOST:PORT"),
-        ("127.0.0.1:port", "The endpoint '127.0.0.1:port' leads nowhere"),
-        ("no-such-host.invalid", "The endpoint 'no-such-host.invalid' leads nowhere"),
+        (None, "endpoint must be HOST:PORT for nodes=1:4, got None; give"),
+        ("127.0.0.1:port", "The endpoint '127.0.0.1:port' cannot be resolved"),
+        ("no-such-host.invalid", "The endpoint 'no-such-host.invalid' cannot be resolved"),
     ],
 )
 def test_endpoints_that_cannot_be(endpoint, told):
@@ -250,7 +253,7 @@ def test_endpoints_that_cannot_be(endpoint, told):
 
 def test_a_machine_that_dies_leaves_the_store_to_the_others_and_one_that_vanishes_takes_it_away():
     with two_nodes() as nodes:
-        environ = {"PYTHONPATH": str(TESTS)}
+        environ = {"PYTHONPATH": str(HELPERS)}
         done = run_together([(one.command(sys.executable, str(MEMBER), "10.77.0.1:29500"), environ) for one in nodes])
     assert [code for code, _ in done] == [-9, 0], "\n".join(output for _, output in done)
     [[first], [second, alone, told, error]] = [

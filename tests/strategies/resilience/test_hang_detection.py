@@ -176,7 +176,7 @@ def test_the_one_that_is_a_step_behind_is_the_culprit_else_all_are(tmp_path, beh
     ranks, unknown = ", ".join(map(str, culprits)), ", ".join(["unknown"] * len(culprits))
     assert hang.describe() == (
         f"Rank {ranks} (process {unknown}) made no progress for 6.0 s, in a step, after step {50 - behind}; "
-        "5.0 s are allowed there"
+        "the limit there is 5.0 s"
     )
 
 
@@ -304,7 +304,7 @@ def test_a_stopped_process_is_found_wherever_it_is_and_the_others_are_not_to_bla
         when, hang = first_hang(watch, 101.0, 120.0)
         assert 5.0 < when - 100.0 <= 7.0
         assert (hang.ranks, hang.pids, hang.phase, hang.is_stopped) == ((1,), (stopped,), phase, True)
-        assert f"Rank 1 (process {stopped}) is stopped by a signal" in hang.describe()
+        assert f"Rank 1 (process {stopped}) has been stopped by a signal" in hang.describe()
 
 
 def test_one_that_goes_on_is_no_longer_stopped(tmp_path):
@@ -364,7 +364,7 @@ def test_one_that_is_debugged_is_no_hang_and_silence_counts_anew_after_it(tmp_pa
 
 
 def test_limits_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match=r"timeout=0.0 is not possible"):
+    with pytest.raises(ConfigError, match=r"timeout must be > 0, got 0.0"):
         Limits(timeout=0.0)
 
 

@@ -6,7 +6,7 @@ from time import monotonic
 import pytest
 
 from echelon.strategies.errors import ProcessError
-from echelon.strategies.resilience.heartbeat import Beat, Phase, Record, make_records, read_record
+from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record
 
 
 def test_nothing_is_known_before_the_first_beat(tmp_path):
@@ -23,7 +23,7 @@ def test_each_worker_has_a_record_of_its_own(tmp_path):
     assert one[1:] == (Phase.TRAIN, 41, False, os.getpid(), None)
     assert two[1:] == (Phase.EVALUATE, 10**12, False, os.getpid(), None)
     assert one.time <= before <= two.time <= monotonic()
-    assert read_record(records, 0) == Record(0.0)
+    assert read_record(records, 0) == BeatRecord(0.0)
 
 
 def test_compiling_is_told(tmp_path):
@@ -31,10 +31,10 @@ def test_compiling_is_told(tmp_path):
     beat = Beat(tmp_path, 0)
     beat.beat(Phase.TRAIN, 3)
     before = monotonic()
-    beat.compiles(True)
+    beat.set_compiling(True)
     assert read_record(records, 0).is_compiling
     assert read_record(records, 0).time >= before
-    beat.compiles(False)
+    beat.set_compiling(False)
     assert read_record(records, 0)[1:4] == (Phase.TRAIN, 3, False)
 
 
@@ -42,14 +42,14 @@ def test_a_worker_that_the_agent_does_not_know_is_refused(tmp_path):
     with pytest.raises(ProcessError, match="No such file"):
         Beat(tmp_path, 0)
     make_records(tmp_path, 1)
-    with pytest.raises(ProcessError, match="no record of local rank 1"):
+    with pytest.raises(ProcessError, match="no record for local rank 1"):
         Beat(tmp_path, 1)
     (tmp_path / "beats").write_bytes(bytes(512))
-    with pytest.raises(ProcessError, match="begins with 0.0"):
+    with pytest.raises(ProcessError, match="must begin with .* got 0.0"):
         Beat(tmp_path, 0)
 
 
 def test_a_new_round_begins_with_blank_records(tmp_path):
     make_records(tmp_path, 1)
     Beat(tmp_path, 0).beat(Phase.TRAIN, 3)
-    assert read_record(make_records(tmp_path, 2), 0) == Record(0.0)
+    assert read_record(make_records(tmp_path, 2), 0) == BeatRecord(0.0)

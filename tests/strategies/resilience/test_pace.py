@@ -1,36 +1,36 @@
-"""Which silences count, and for how long they are remembered."""
+"""Silences of workers: which of them count, and for how long."""
 
-from echelon.strategies.resilience.heartbeat import Phase, Record
-from echelon.strategies.resilience.pace import Pace
+from echelon.strategies.resilience.hang_detection import Pace
+from echelon.strategies.resilience.heartbeat import BeatRecord, Phase
 
 
 def test_a_silence_counts_once_another_beat_has_followed():
     pace = Pace()
     for now in (10.0, 11.0, 12.0):
-        pace.see(now, Record(10.0, Phase.TRAIN, 5))
+        pace.see(now, BeatRecord(10.0, Phase.TRAIN, 5))
         assert pace.longest(Phase.TRAIN) == 0.0
-    pace.see(12.5, Record(12.2, Phase.BETWEEN, 6))
+    pace.see(12.5, BeatRecord(12.2, Phase.BETWEEN, 6))
     assert pace.longest(Phase.TRAIN) == 2.0
     assert pace.longest(Phase.BETWEEN) == 0.0
 
 
 def test_a_beat_that_others_did_not_wait_for_before_counts_from_then():
     pace = Pace()
-    pace.see(10.0, Record(10.0, Phase.BETWEEN, 5))
-    pace.see(49.0, Record(10.0, Phase.BETWEEN, 5))
-    pace.see(50.0, Record(10.0, Phase.TRAIN, 5))
-    pace.see(51.0, Record(10.0, Phase.TRAIN, 5))
-    pace.see(52.0, Record(51.5, Phase.BETWEEN, 6))
+    pace.see(10.0, BeatRecord(10.0, Phase.BETWEEN, 5))
+    pace.see(49.0, BeatRecord(10.0, Phase.BETWEEN, 5))
+    pace.see(50.0, BeatRecord(10.0, Phase.TRAIN, 5))
+    pace.see(51.0, BeatRecord(10.0, Phase.TRAIN, 5))
+    pace.see(52.0, BeatRecord(51.5, Phase.BETWEEN, 6))
     assert pace.longest(Phase.BETWEEN) == 39.0
     assert pace.longest(Phase.TRAIN) == 2.0
 
 
 def test_a_silence_that_was_interrupted_does_not_count():
     pace = Pace()
-    pace.see(10.0, Record(10.0, Phase.TRAIN, 5))
-    pace.see(40.0, Record(10.0, Phase.TRAIN, 5))
+    pace.see(10.0, BeatRecord(10.0, Phase.TRAIN, 5))
+    pace.see(40.0, BeatRecord(10.0, Phase.TRAIN, 5))
     pace.see(40.0, None)
-    pace.see(41.0, Record(40.5, Phase.BETWEEN, 6))
+    pace.see(41.0, BeatRecord(40.5, Phase.BETWEEN, 6))
     assert pace.longest(Phase.TRAIN) == 0.0
 
 

@@ -51,10 +51,10 @@ def test_each_tells_where_it_stands_or_why_it_cannot(tmp_path):
         assert list(texts) == [0, 1, 2, 3, 4]
         assert "in waits_for_ever" in texts[0]
         assert "in is_deep_in_c" in texts[1]
-        assert texts[2].startswith("It is stopped, and cannot answer")
+        assert texts[2].startswith("It is stopped and cannot answer")
         assert "State: T (stopped)" in texts[2]
         assert "wchan: " in texts[2]
-        assert texts[3].startswith("It has not come far enough to answer")
+        assert texts[3].startswith("It is still being started and cannot answer")
         assert texts[4].startswith("It has ended")
         os.kill(young, 0)  # the signal would have killed it
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from echelon.strategies.errors import CheckpointError, ProcessError
-from echelon.strategies.snapshots.exchange import Transfer
+from echelon.strategies.snapshots.exchange import FileTransfer
 from echelon.strategies.snapshots.index import INDEX, OUTLINE, FileEntry, SnapshotIndex, read_index
 from echelon.strategies.snapshots.recovery import plan_transfers
 from echelon.strategies.snapshots.shared_file import MemoryFile, checksum
-from echelon.strategies.snapshots.snapshots import MemorySnapshots, Share
+from echelon.strategies.snapshots.snapshots import Contribution, MemorySnapshots
 from echelon.testing import run_ranks
 
 SIZE, HEAD = 300_000, 100
@@ -73,7 +73,7 @@ def take(snapshots: MemorySnapshots, step: int, *, error: str = "", odd: bool = 
         (draft.path / "state").write_bytes(text)
         return {"state": FileEntry(len(text), checksum(text))}
 
-    snapshots.commit(draft, Share(files, [rank], f"of rank {rank}", error), describe)
+    snapshots.commit(draft, Contribution(files, [rank], f"of rank {rank}", error), describe)
 
 
 def step_of(path: Path, nodes: Sequence[int], node: int, saved: Sequence[int]) -> int:
@@ -235,7 +235,7 @@ def on_one_node(base: str) -> tuple[list[Any], ...]:
             files.append(len(os.listdir("/proc/self/fd")))
         dist.barrier()
     for _ in range(2):  # neither takes the place of the one that is whole
-        with pytest.raises(CheckpointError, match=r"no more paper \(On rank 1.\)"):
+        with pytest.raises(CheckpointError, match="see rank 1: no more paper"):
             take(snapshots, 60, error="no more paper" if world.rank else "")
     kept = read_index(snapshots.folder / "3-1")
     assert kept is not None
@@ -347,12 +347,12 @@ def test_a_node_gets_what_it_lacks_and_outlines_of_the_rest() -> None:
     index = index_of([0, 1, 2], [[0], [1], [2]], files)
     holders = {"own-0": [0, 1], "own-1": [1], "own-2": [0], "state": [0, 1]}
     assert plan_transfers(index, holders, [0, 1, 8]) == [
-        Transfer("own-1" + OUTLINE, 7, 1, 0),
-        Transfer("own-2" + OUTLINE, 7, 0, 1),
-        Transfer("own-0" + OUTLINE, 7, 0, 2),
-        Transfer("own-1" + OUTLINE, 7, 1, 2),
-        Transfer("own-2", 50, 0, 2),
-        Transfer("state", 10, 1, 2),
+        FileTransfer("own-1" + OUTLINE, 7, 1, 0),
+        FileTransfer("own-2" + OUTLINE, 7, 0, 1),
+        FileTransfer("own-0" + OUTLINE, 7, 0, 2),
+        FileTransfer("own-1" + OUTLINE, 7, 1, 2),
+        FileTransfer("own-2", 50, 0, 2),
+        FileTransfer("state", 10, 1, 2),
     ]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-from echelon.callbacks.goodput.ledger import End, Ended, LedgerFile, Period, Start, read_ledger
-from echelon.callbacks.goodput.spans import CATEGORIES, Span, account
+from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, LedgerFile, PeriodRecord, StartRecord, read_ledger
+from echelon.callbacks.goodput.spans import Span, account
+from echelon.strategies.resilience.rounds import RoundEnd
 from echelon.trainer.cli.goodput_figure import cells
 from echelon.trainer.cli.main import main
 
@@ -28,15 +29,15 @@ def write_ledger(folder: Path, *, is_long: bool = False) -> Path:
     path = folder / "goodput.jsonl"
     file, unit = LedgerFile(path), S * (1000 if is_long else 1)
     now = NOW
-    file.append(Start(now + 2 * unit, now, 0, 4, 0))
-    file.append(Period(now + 12 * unit, 10 * unit, 0, 1_000_000, {"data_wait": 2 * unit}))
-    seen = Ended(0, now + 14 * unit, "failure", "process 4711 was killed by signal 9 (SIGKILL) " * 3, 11, None)
-    file.append(Start(now + 20 * unit, now + 18 * unit, 1, 2, 900_000, True, (seen,)))
-    file.append(Period(now + 30 * unit, 10 * unit, 900_000, 2_000_000, {"checkpoint": 3 * unit}))
-    file.append(End(now + 30 * unit, "failed", "RuntimeError: no luck"))
-    file.append(Start(now + 40 * unit, now + 38 * unit, 2, 4, 2_000_000, True))
-    file.append(Period(now + 60 * unit, 20 * unit, 2_000_000, 4_000_000, {"validation": 5 * unit}))
-    file.append(End(now + 60 * unit, "success"))
+    file.append(StartRecord(now + 2 * unit, now, 0, 4, 0))
+    file.append(PeriodRecord(now + 12 * unit, 10 * unit, 0, 1_000_000, {"data_wait": 2 * unit}))
+    seen = RoundEnd(0, (now + 14 * unit) / S, "failure", "process 4711 was killed by signal 9 (SIGKILL) " * 3, 11, None)
+    file.append(StartRecord(now + 20 * unit, now + 18 * unit, 1, 2, 900_000, True, (seen,)))
+    file.append(PeriodRecord(now + 30 * unit, 10 * unit, 900_000, 2_000_000, {"checkpoint": 3 * unit}))
+    file.append(EndRecord(now + 30 * unit, "failed", "RuntimeError: no luck"))
+    file.append(StartRecord(now + 40 * unit, now + 38 * unit, 2, 4, 2_000_000, True))
+    file.append(PeriodRecord(now + 60 * unit, 20 * unit, 2_000_000, 4_000_000, {"validation": 5 * unit}))
+    file.append(EndRecord(now + 60 * unit, "success"))
     file.close()
     return path
 
@@ -94,7 +95,7 @@ def test_rounds_before_the_one_asked_for_are_left_out(tmp_path: Path, capsys: py
     told = json.loads(capsys.readouterr().out)
     assert (told["total_seconds"], told["seconds"]["down"], len(told["rounds"])) == (22, 0, 1)
     assert main(["goodput", str(tmp_path), "--since", "3"]) == 2
-    assert "--since 3 is not possible; rounds go from 0 to 2." in capsys.readouterr().err
+    assert "--since must be a round from 0 to 2, got 3." in capsys.readouterr().err
 
 
 def test_a_figure_can_go_elsewhere_and_one_that_cannot_be_written_is_an_error(
@@ -136,7 +137,7 @@ def test_a_folder_without_a_ledger_is_told_by_what_is_there(tmp_path: Path, caps
 def test_a_file_that_is_no_ledger_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "goodput.jsonl").write_text("hello\nworld\n")
     assert main(["goodput", str(tmp_path)]) == 1
-    assert "holds no round, but 2 lines that are no records; give another run." in capsys.readouterr().err
+    assert "holds no valid records, but 2 other lines; give another run." in capsys.readouterr().err
 
 
 def test_the_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,4 +156,4 @@ def test_the_cells_of_the_timeline_hold_all_time(tmp_path: Path) -> None:
         assert sum(cell[category] for cell in found.values()) * width == pytest.approx(goodput.micros[category])
     full = [sum(cell.values()) for index, cell in found.items() if index < 7]
     assert full == pytest.approx([1.0] * 7)
-    assert cells([Span(0, 5, 5, {})], 0, 1.0) == {}
+    assert cells([Span(0, 5, 5, 0, 0, {})], 0, 1.0) == {}
