@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Unpack
+from functools import partial, wraps
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,19 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .state.optimizer_state import state_by_name, state_by_position
 
-if TYPE_CHECKING:
-    from .resilience.supervisor import Supervisor
-
 T = TypeVar("T")
+P = ParamSpec("P")
 ClipAlgorithm = Literal["norm", "value"]
+
+
+def _collective(method: Callable[Concatenate[Collectives, P], T]) -> Callable[Concatenate[Strategy, P], T]:
+    """Return a method that calls one of the strategy's collectives, with the same signature and docstring."""
+
+    @wraps(method)
+    def call(strategy: Strategy, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(strategy.collectives, *args, **kwargs)
+
+    return call
 
 
 class Strategy(ABC):
@@ -54,17 +62,45 @@ class Strategy(ABC):
     supports_inference_mode: ClassVar[bool] = True
     """Whether evaluation may run in torch's inference mode; otherwise without gradients only."""
 
-    supervisor: Supervisor | None = None
-    """What a worker of an elastic run has of its agent; None in all others."""
+    supports_restarts: ClassVar[bool] = False
+    """Whether its workers may be started again in another number, as `ElasticStrategy` does with those it contains."""
+
+    supervisor: Any = None
+    """What watches the workers of a run that is started again after faults; None for all other runs."""
 
     starts_processes: bool = False
-    """Whether `launch` has processes to start, since nobody else has; `check` finds out."""
+    """Whether `launch` has processes to start, since nobody else has; known after `validate`."""
+
+    # Known after `validate`:
+    hardware: Hardware
+    """The devices that the run may use."""
+    precision: Precision
+    """The dtypes in which the module computes; before, ``32-true``."""
+    environment: Environment
+    """The ranks of this process, and who started it; before, a single process."""
+
+    # Known after `connect`:
+    group: ProcessGroup | None
+    """The joined processes; None for one process, and before."""
+    device: torch.device
+    """Where this process computes; before, the CPU."""
+    collectives: Collectives
+    """How this process communicates with the others; before, with none."""
+    scaler: torch.amp.GradScaler
+    """The gradient scaler, disabled where `precision` needs none."""
+    forward_context: AbstractContextManager[object]
+    """In which every step runs; entered many times."""
+
+    # Known after `setup_module`:
+    module: nn.Module
+    """The user's module."""
 
     def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
         """Take the settings of the processes; only a strategy that uses them has any."""
         self._process_settings = settings
         self.environment = Environment.detect({})
-        self.group: ProcessGroup | None = None
+        self.precision = Precision()
+        self.group = None
         self.device = torch.device("cpu")
         self.collectives = Collectives(None, self.device)
 
@@ -145,9 +181,24 @@ class Strategy(ABC):
         """Let the module go; also called when the run failed. The process group stays, for the next run."""
 
     @property
+    def root_device(self) -> torch.device:
+        """Lightning's name of `device`."""
+        return self.device
+
+    @property
     def rank(self) -> int:
         """This process among all: 0 writes checkpoints and logs."""
         return self.environment.rank
+
+    @property
+    def global_rank(self) -> int:
+        """Lightning's name of `rank`."""
+        return self.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is the one that writes checkpoints and logs."""
+        return self.rank == 0
 
     @property
     def local_rank(self) -> int:
@@ -197,9 +248,9 @@ class Strategy(ABC):
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def to_device(self, batch: Any) -> Any:
-        """Move a batch to this process's device."""
-        return to_device(batch, self.device)
+    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+        """Move a batch to a device, by default this process's."""
+        return to_device(batch, device or self.device)
 
     @abstractmethod
     def run(self, step_name: str, *args: Any) -> Any:
@@ -294,52 +345,25 @@ class Strategy(ABC):
         """Load what `optimizer_state` returned, of any strategy. Collective: every rank calls it."""
         optimizer.load_state_dict(state_by_position(optimizer, self.module, state))
 
-    # --- collectives, over nested structures; identity on one process; every rank calls them -------------------------
+    # --- collectives, as `Collectives` documents them ----------------------------------------------------------------
 
-    def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
-        """Reduce every tensor and number over all ranks."""
-        return self.collectives.all_reduce(data, op)
+    all_reduce = _collective(Collectives.all_reduce)
+    all_gather = _collective(Collectives.all_gather)
+    reduce_scatter = _collective(Collectives.reduce_scatter)
+    broadcast = _collective(Collectives.broadcast)
+    scatter = _collective(Collectives.scatter)
+    gather = _collective(Collectives.gather)
+    all_gather_object = _collective(Collectives.all_gather_object)
+    send = _collective(Collectives.send)
+    recv = _collective(Collectives.recv)
+    isend = _collective(Collectives.isend)
+    irecv = _collective(Collectives.irecv)
+    barrier = _collective(Collectives.barrier)
 
-    def all_gather(self, data: Any) -> Any:
-        """Return every tensor of all ranks, stacked in a new first dimension."""
-        return self.collectives.all_gather(data)
+    def reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
+        """Return `all_reduce` of data, by default the mean. Collective: every rank calls it."""
+        return self.collectives.all_reduce(data, reduce_op)
 
-    def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
-        """Reduce over all ranks and return this rank's part of the first dimension."""
-        return self.collectives.reduce_scatter(data, op)
-
-    def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; anything that can be pickled."""
-        return self.collectives.broadcast(data, src)
-
-    def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
-        """Return this rank's item of rank `src`'s list."""
-        return self.collectives.scatter(data, src)
-
-    def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
-        """Return the data of all ranks on rank `dst`, None on the others."""
-        return self.collectives.gather(data, dst)
-
-    def all_gather_object(self, data: Any) -> list[Any]:
-        """Return the data of all ranks; anything that can be pickled."""
-        return self.collectives.all_gather_object(data)
-
-    def send(self, data: Any, dst: int) -> None:
-        """Send to a rank that calls `recv`."""
-        self.collectives.send(data, dst)
-
-    def recv(self, src: int) -> Any:
-        """Return what a rank sends."""
-        return self.collectives.recv(src)
-
-    def isend(self, data: Any, dst: int) -> Any:
-        """Send without waiting; the handle's ``wait()`` does."""
-        return self.collectives.isend(data, dst)
-
-    def irecv(self, src: int) -> Any:
-        """Receive without waiting; the handle's ``wait()`` returns what came."""
-        return self.collectives.irecv(src)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.collectives.barrier()
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or with ``all=False`` any, have decided so. Collective: every rank calls it."""
+        return bool(self.collectives.all_reduce(int(decision), "min" if all else "max"))

@@ -32,7 +32,8 @@ def go_on(session: Session) -> None:
     Of a run that had saved nothing yet, the folders are left; it begins anew. So does, in a program of several fits,
     one that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
-    strategy, supervisor = session.strategy, session.strategy.supervisor
+    strategy = session.strategy
+    supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None:
         return
     recovery = session.recovery = Recovery(next(_FITS), MemoryWriter(supervisor.snapshots))
