@@ -30,6 +30,7 @@ class DDPStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "ddp"
+    supports_restarts: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class FSDPStrategy(Strategy):
     uses_many_devices: ClassVar[bool] = True
     forward_is_collective: ClassVar[bool] = True
     supports_inference_mode: ClassVar[bool] = False
+    supports_restarts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class FSDPStrategy(Strategy):
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return what would be sharded where, in units of which size; print it. The module stays as it is."""
-        return self.options.plan(module, getattr(self, "precision", Precision()), self.degrees)
+        return self.options.plan(module, self.precision, self.degrees)
 
     # --- in every process --------------------------------------------------------------------------------------------
 

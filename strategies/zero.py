@@ -27,6 +27,7 @@ class ZeroStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "zero"
+    supports_restarts: ClassVar[bool] = True
 
     def __init__(self, *, ddp: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(ddp, **settings)
