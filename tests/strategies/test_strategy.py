@@ -86,7 +86,7 @@ def test_what_lightnings_users_call_on_a_strategy_means_the_same_on_two_ranks():
         "all": False,
         "any": True,
         "both": True,
-        "device": True,
+        "moved": True,
         "elsewhere": True,
         "seen": 6,
     }
