@@ -18,8 +18,8 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.mesh import Degrees, Replicas, make_mesh
 from .parallel.replica import copy_from_first
-from .parallel.sharded_module import ShardedModule, ShardingOptions
-from .parallel.sharding_policy import Policy, Reshard, ShardingPlan
+from .parallel.sharded_module import ShardedModule
+from .parallel.sharding_policy import Policy, Reshard, ShardingOptions, ShardingPlan
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, shard_like
 from .strategy import ClipAlgorithm, Strategy
 

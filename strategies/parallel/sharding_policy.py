@@ -1,4 +1,4 @@
-"""Sharding policy: selects the submodules that are gathered and freed together, and prints them as a plan."""
+"""Sharding policy: options, the submodules that are gathered and freed together, and a plan that shows them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
+from ..module.precision import Precision
+from .mesh import Degrees
 
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
 """Module classes; a minimum number of parameters; or a function of a submodule's name and the submodule."""
@@ -68,6 +71,56 @@ class ShardingPlan:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
         ]
         return "\n".join([f"Sharded over {self.layout}:", *(line.rstrip() for line in lines)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """Which units are sharded, how long they stay gathered, and in which dtypes they compute."""
+
+    policy: Policy | None = None
+    """Which submodules are units, see `find_units`."""
+    reshard_after_forward: Reshard = True
+    """Whether parameters are freed after forward; or among how many ranks they are kept."""
+    forward_prefetch: int = 0
+    """How many units ahead parameters are gathered in forward."""
+    backward_prefetch: int = 0
+    """The same in backward."""
+    sync_each_micro_batch: bool = False
+    """Whether gradients are reduced after each micro-batch, or kept whole on each rank until the last of a step."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer state are kept on the CPU."""
+    mixed_precision: Any = None
+    """A ``MixedPrecisionPolicy`` of torch, in place of the one for the trainer's precision."""
+
+    def validate(self, degrees: Degrees) -> None:
+        """Check what can be known before any process is started.
+
+        Raises:
+            ConfigError: for numbers that are not possible.
+        """
+        shards, reshard = degrees.dp_shard, self.reshard_after_forward
+        if not isinstance(reshard, bool) and (reshard < 2 or shards % reshard):
+            possible = [True, False, *(d for d in range(2, shards) if shards % d == 0)]
+            raise ConfigError(
+                f"reshard_after_forward must divide dp_shard={shards}, got {reshard}; give one of "
+                f"{', '.join(map(str, possible))}."
+            )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name} must be >= 0, got {getattr(self, name)}; give a number of units, or 0 for none."
+                )
+
+    def find_units(self, module: nn.Module, precision: Precision) -> list[str]:
+        """Return the names of the units of a module."""
+        # batch norms compute their statistics in float32
+        with_batch_norms = self.mixed_precision is None and precision.autocast_dtype is not None
+        return find_units(module, self.policy, with_batch_norms=with_batch_norms)
+
+    def plan(self, module: nn.Module, precision: Precision, degrees: Degrees) -> ShardingPlan:
+        """Return the units that the module would be sharded in."""
+        units = self.find_units(module, precision)
+        return make_plan(module, units, self.reshard_after_forward, str(degrees), degrees.dp_shard)
 
 
 def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
