@@ -12,7 +12,8 @@ from .elastic import ElasticStrategy
 from .registry import STRATEGIES, Factory, find_strategy
 from .strategy import Strategy
 
-_ALL: Final[Mapping[str, Factory]] = {**STRATEGIES, "elastic": ElasticStrategy}
+BY_NAME: Final[Mapping[str, Factory]] = {**STRATEGIES, "elastic": ElasticStrategy}
+"""All strategies of Echelon."""
 
 
 def check_strategy(strategy: object) -> None:
@@ -21,7 +22,7 @@ def check_strategy(strategy: object) -> None:
     Raises:
         ConfigError: for anything else.
     """
-    find_strategy(strategy, {**_ALL, "auto": STRATEGIES["ddp"]})
+    find_strategy(strategy, {**BY_NAME, "auto": STRATEGIES["ddp"]})
 
 
 def place(
@@ -36,7 +37,7 @@ def place(
     hardware = Hardware.of(accelerator, devices, num_nodes)
     if strategy == "auto":
         strategy = "ddp" if environment.world_size > 1 or num_nodes > 1 or len(hardware.devices) > 1 else "single"
-    chosen = find_strategy(strategy, _ALL)()
+    chosen = find_strategy(strategy, BY_NAME)()
     is_open = devices == "auto"
     if chosen.uses_processes:
         num_devices = None if is_open and environment.is_external else len(hardware.devices)
