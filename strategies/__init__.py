@@ -11,8 +11,7 @@ from .local_sgd import LocalSGDStrategy
 from .module.activation_checkpointing import ActivationCheckpointing
 from .module.precision import Precision
 from .parallel.replica import DDPOptions
-from .placement import place
-from .registry import check_strategy
+from .placement import check_strategy, place
 from .resilience.faults import Chaos
 from .single import SingleDeviceStrategy
 from .strategy import Strategy

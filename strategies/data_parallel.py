@@ -1,4 +1,4 @@
-"""DataParallelStrategy: one process cuts every batch over several devices."""
+"""DataParallelStrategy: one process cuts every batch into slices, one for each of its devices."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .strategy import Strategy
 
 
 class DataParallelStrategy(Strategy):
-    """Compute each step on several devices of one process, a part of the batch on each, as torch's ``DataParallel``.
+    """Compute each step on several devices of one process, a slice of the batch on each, as torch's ``DataParallel``.
 
-    The module lives on the first device and computes the first part itself; replicas, made anew for each step, compute
-    the others. What a step changes in a replica is lost, but what it logs counts. On GPUs the parts run at the same
-    time; on the CPU one after another, each in a thread of its own: torch has one random generator for the CPU, and
-    who draws first must not be left to chance.
+    The module lives on the first device and computes the first slice itself; replicas, made for each step, compute the
+    others. What a step changes in a replica is lost, but what it logs counts. On GPUs the slices run at the same time.
+    On the CPU they run one after another, each in a thread of its own: torch has one random generator for the CPU, and
+    the order in which slices draw from it must not be left to chance.
     """
 
     name: ClassVar[str] = "dp"
     uses_many_devices: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._places: dict[int, torch.device] = {}
+        self._device_of_thread: dict[int, torch.device] = {}
         super().__init__()
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
@@ -51,8 +51,8 @@ class DataParallelStrategy(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """The device of the part that the calling thread computes; everywhere else the first one."""
-        return self._places.get(threading.get_ident(), self._first_device)
+        """The device of the slice that the calling thread computes; in all other threads the first device."""
+        return self._device_of_thread.get(threading.get_ident(), self._first_device)
 
     @device.setter
     def device(self, device: torch.device) -> None:
@@ -70,18 +70,18 @@ class DataParallelStrategy(Strategy):
                 return getattr(self.module, step_name)(*args)
             devices = self._devices[: len(sizes)]
             modules = _replicate(self.module, devices)
-            parts = [
-                _Part(module, device, f"part {index + 1} of {len(sizes)}", self.precision, self._places)
+            steps = [
+                _SliceStep(module, device, f"slice {index + 1} of {len(sizes)}", self.precision, self._device_of_thread)
                 for index, (module, device) in enumerate(zip(modules, devices, strict=True))
             ]
             inputs = [
                 (step_name, to_device(batch, device), *args[1:]) for batch, device in zip(batches, devices, strict=True)
             ]
-            outputs = _apply(parts, inputs, devices)
-            for part, size in zip(parts, sizes, strict=True):
-                part.log.replay(self.module, size)
+            outputs = _apply(steps, inputs, devices)
+            for step, size in zip(steps, sizes, strict=True):
+                step.log.replay(self.module, size)
             outputs = [to_device(output, self.device) for output in outputs]
-            # grows the graph, and so goes where the parts went
+            # combining extends the autograd graph, and so needs a new thread as the slices did
             has_graph = self.device.type == "cpu" and torch.is_grad_enabled()
             return _in_a_thread(combine, outputs, sizes, step_name) if has_graph else combine(outputs, sizes, step_name)
 
@@ -90,10 +90,10 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
     if is_manual:
         raise ConfigError(
             f"strategy='dp' cannot train {type(module).__name__} on devices={num_devices} with "
-            "automatic_optimization=False: each part of a batch would make an update of its own; use strategy='ddp', "
+            "automatic_optimization=False: each slice of a batch would make an update of its own; use strategy='ddp', "
             "or return the loss."
         )
-    compiled = [type(part).__name__ for part in module.modules() if vars(part).get("_compiled_call_impl") is not None]
+    compiled = [type(m).__name__ for m in module.modules() if vars(m).get("_compiled_call_impl") is not None]
     if compiled:
         raise ConfigError(
             f"strategy='dp' with devices={num_devices} cannot replicate compiled modules, and {compiled[0]} is one; "
@@ -109,19 +109,19 @@ def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mo
         from torch.nn.parallel import replicate
 
         replicas = replicate(module, devices, detach=not torch.is_grad_enabled())[1:]
-    for part in chain.from_iterable(replica.modules() for replica in replicas):
-        own = vars(part).get("forward")
-        if isinstance(own, MethodType):  # such as a checkpointed one, in place of the class's
-            vars(part)["forward"] = MethodType(own.__func__, part)
+    for submodule in chain.from_iterable(replica.modules() for replica in replicas):
+        forward = vars(submodule).get("forward")
+        if isinstance(forward, MethodType):  # an instance's own forward, such as a checkpointed one
+            vars(submodule)["forward"] = MethodType(forward.__func__, submodule)
     return [module, *replicas]
 
 
 def _replicate_on_cpu(module: nn.Module) -> nn.Module:
     """Return a replica that shares the parameters and has buffers of its own, as `replicate` makes them for GPUs."""
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    replicas = {part: part._replicate_for_data_parallel() for part in module.modules()}  # noqa: SLF001
-    for part, replica in replicas.items():
-        state = vars(part)
+    replicas = {original: original._replicate_for_data_parallel() for original in module.modules()}  # noqa: SLF001
+    for original, replica in replicas.items():
+        state = vars(original)
         vars(replica).update(
             _parameters=dict(state["_parameters"]),
             _buffers={name: buffers.get(buffer) for name, buffer in state["_buffers"].items()},
@@ -131,41 +131,49 @@ def _replicate_on_cpu(module: nn.Module) -> nn.Module:
     return replica_of_module
 
 
-def _apply(parts: Sequence[_Part], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[Any]:
-    """Call each part in a thread; on the CPU one after another."""
+def _apply(
+    steps: Sequence[_SliceStep], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]
+) -> list[Any]:
+    """Call each step in a thread; on the CPU one after another."""
     if devices[0].type != "cpu":
         from torch.nn.parallel import parallel_apply
 
-        return parallel_apply(parts, inputs, devices=devices)
-    return [_in_a_thread(part, *args) for part, args in zip(parts, inputs, strict=True)]
+        return parallel_apply(steps, inputs, devices=devices)
+    return [_in_a_thread(step, *args) for step, args in zip(steps, inputs, strict=True)]
 
 
 def _in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns in a new thread.
 
-    Autograd numbers the nodes of a graph by thread and adds gradients in that order. A thread that has computed before
-    would let it depend on how much: a resumed run would round otherwise.
+    Autograd numbers the nodes of a graph by thread and adds gradients in that order. In a thread that has computed
+    before, the order would depend on how much it has computed, and a resumed run would round differently.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="echelon-dp") as thread:
         return thread.submit(function, *args).result()
 
 
-class _Part(nn.Module):
-    """A step on one device; a module, because that is what `parallel_apply` takes."""
+class _SliceStep(nn.Module):
+    """A step on one slice of the batch; a module, because `parallel_apply` takes modules."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, where: str, precision: Precision, places: dict[int, torch.device]
+        self,
+        module: nn.Module,
+        device: torch.device,
+        where: str,
+        precision: Precision,
+        device_of_thread: dict[int, torch.device],
     ) -> None:
         super().__init__()
         self.module = module
         self.log = _Log()
-        self._device, self._where, self._precision, self._places = device, where, precision, places
+        self._device, self._where, self._precision = device, where, precision
+        self._device_of_thread = device_of_thread
         self._has_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def forward(self, step_name: str, *args: Any) -> Any:
-        """Call the step in the modes of the thread that made this part; torch keeps them for each thread."""
+        """Call the step in the grad and inference mode of the thread that made this; each thread has its own."""
         thread = threading.get_ident()
-        self._places[thread] = self._device
+        self._device_of_thread[thread] = self._device
         vars(self.module)["log"] = self.log  # hides the method, in this instance and during this step
         try:
             with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad), self._autocast():
@@ -174,7 +182,7 @@ class _Part(nn.Module):
             error.add_note(f"{step_name} failed on {self._where} of the batch, on {self._device}.")
             raise
         finally:
-            del vars(self.module)["log"], self._places[thread]
+            del vars(self.module)["log"], self._device_of_thread[thread]
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -182,14 +190,14 @@ class _Part(nn.Module):
             yield
             return
         with self._precision.forward_context(self._device):
-            # One cache of cast weights serves all threads, and the first that is done empties it: whether two parts
-            # share a cast, and so how their gradients are rounded, would be left to chance.
+            # All threads share one cache of cast weights, and the first to finish empties it: whether two slices share
+            # a cast, and so how their gradients are rounded, would be left to chance.
             torch.set_autocast_cache_enabled(False)
             yield
 
 
 class _Log:
-    """What a part logs, kept until all are done: then it is logged in the order of the parts, by their sizes."""
+    """Keeps what a slice logs until all slices are done; then it is logged in their order, weighted by their sizes."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -200,12 +208,12 @@ class _Log:
                 f"self.log({name!r}, ...) got a {type(value).__name__} that accumulates by itself, which replicas of "
                 "strategy='dp' lose; log numbers, or use strategy='ddp'."
             )
-        # a copy, for what is logged may be changed in place
+        # a copy, since the user may change it in place
         kept = value.detach().clone() if isinstance(value, Tensor) else value
         self._calls.append((name, kept, args, options))
 
     def replay(self, module: Any, size: int) -> None:
-        """Log it into the module, with the weight of a part of so many samples where the user gave none."""
+        """Log it into the module; the weight is `size`, the samples of the slice, where the user gave none."""
         for name, value, args, options in self._calls:
             weight = options.get("batch_size")
             module.log(name, value, *args, **{**options, "batch_size": size if weight is None else weight})

@@ -1,4 +1,4 @@
-"""DDPStrategy: a replica of the module in every process; gradients meet in buckets while backward still runs."""
+"""DDPStrategy: every process trains a replica of the module; gradients are averaged in buckets during backward."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from .replicated import ReplicaStrategy
 
 
 class DDPStrategy(ReplicaStrategy):
-    """Train with torch's ``DistributedDataParallel``: each process reads its share of every global batch.
+    """Train with torch's ``DistributedDataParallel``: each process reads its slice of every global batch.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. In manual
-    optimization gradients meet at the end of each ``manual_backward`` instead, and none of the arguments is needed.
+    optimization gradients are averaged at the end of each ``manual_backward`` instead, without the arguments below.
 
     Args:
-        find_unused_parameters: for a module some of whose parameters get no gradient in some steps; walks the graph of
-            every step.
-        static_graph: promises that every step uses the same parameters; then unused ones cost nothing.
-        gradient_as_bucket_view: let gradients lie in the buckets that are sent, which saves a copy of them all.
-        bucket_cap_mb: how much is sent at once; by default torch's 25 MB.
-        comm_hook: how gradients are compressed on their way: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` (rank 4, after
-            1000 steps), or state and function of a hook of torch's kind. Changes the numbers by what it leaves out.
-        sync_batchnorm: compute the statistics of batch norms over all ranks (GPUs only, as torch has it).
+        find_unused_parameters: for a module in which some parameters get no gradient in some steps; walks the autograd
+            graph of every step.
+        static_graph: promise that every step uses the same parameters; then unused ones cost nothing.
+        gradient_as_bucket_view: let gradients be views of the buckets that are sent, which saves a copy of them all.
+        bucket_cap_mb: the size of a bucket; by default torch's 25 MB.
+        comm_hook: how gradients are compressed: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` (rank 4, after 1000 steps), or
+            the state and function of a DDP communication hook. Changes the numbers by what it leaves out.
+        sync_batchnorm: compute the statistics of batch norms over all ranks (GPUs only, as in torch).
         broadcast_buffers: give all ranks rank 0's buffers before each step.
-        settings: those of the processes, see `ProcessSettings`.
+        settings: see `ProcessSettings`.
     """
 
     name: ClassVar[str] = "ddp"
+    supports_restarts: ClassVar[bool] = True
 
     def __init__(
         self,

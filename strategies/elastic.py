@@ -7,29 +7,20 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
-from .ddp import DDPStrategy
-from .errors import ConfigError, did_you_mean
-from .fsdp import FSDPStrategy
+from .errors import ConfigError
 from .module.precision import Precision
+from .registry import STRATEGIES, find_strategy
 from .resilience.faults import Chaos
 from .resilience.hang_detection import Limits
 from .resilience.restart_policy import RestartPolicy
 from .resilience.supervisor import ElasticSettings, Supervisor
 from .strategy import Strategy
-from .zero import ZeroStrategy
 
 T = TypeVar("T")
-
-_INNER: Final[Mapping[str, Callable[[], Strategy]]] = {
-    "ddp": DDPStrategy,
-    "zero": ZeroStrategy,
-    "fsdp": FSDPStrategy,
-    "hsdp": partial(FSDPStrategy, replicate="nodes"),
-}
 
 
 class ForwardingStrategy(Strategy):
@@ -83,7 +74,8 @@ class ElasticStrategy(ForwardingStrategy):
     name: ClassVar[str] = "elastic"
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
-    # fields of this strategy, not of the inner one
+    supports_restarts: ClassVar[bool] = False
+    # this strategy's own, not the inner one's
     supervisor: Supervisor | None = None
     starts_processes: bool = False
 
@@ -182,12 +174,10 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
 
 
 def _inner(inner: str | Strategy) -> Strategy:
-    if isinstance(inner, str):
-        if inner not in _INNER:
-            raise ConfigError(f"inner must be one of {', '.join(_INNER)}, got {inner!r}.{did_you_mean(inner, _INNER)}")
-        return _INNER[inner]()
-    if not inner.uses_processes or inner.name not in _INNER:
+    strategy = find_strategy(inner, argument="inner")()
+    if not strategy.supports_restarts:
+        names = ", ".join(name for name, make in STRATEGIES.items() if make().supports_restarts)
         raise ConfigError(
-            f"inner must be {', '.join(_INNER)} or a strategy of these classes, got {type(inner).__name__}."
+            f"inner must be a strategy whose workers can be started again, got {strategy.name!r}; use one of {names}."
         )
-    return inner
+    return strategy

@@ -1,4 +1,4 @@
-"""Every exception that Echelon raises on purpose; on the lowest floor, so that each floor can raise them."""
+"""Exceptions that Echelon raises on purpose; every room may import them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class EchelonError(Exception):
 
 
 class ConfigError(EchelonError, ValueError):
-    """A setting, or a combination of settings, that cannot be."""
+    """A setting, or a combination of settings, that is not possible."""
 
 
 class ModuleError(EchelonError, RuntimeError):
@@ -23,15 +23,15 @@ class DataError(EchelonError, RuntimeError):
 
 
 class RunError(EchelonError, RuntimeError):
-    """Something asked of the trainer at a moment at which it cannot be done."""
+    """A call that the trainer cannot carry out in its present state."""
 
 
 class ProcessError(RunError):
-    """A process of a run did not come, died, or lost the others; the message names its rank."""
+    """A process of a run did not start, died, or lost the connection to the others; the message names its rank."""
 
 
 class CollectiveError(RunError):
-    """Ranks do not call the same collective; the message holds a table of what each of them called, and where."""
+    """Ranks do not call the same collective; the message is a table of what each rank called, and where."""
 
 
 class NonFiniteError(EchelonError, ArithmeticError):
@@ -39,15 +39,15 @@ class NonFiniteError(EchelonError, ArithmeticError):
 
 
 class CheckpointError(EchelonError, RuntimeError):
-    """A checkpoint that is absent, damaged, foreign, or does not fit the module; or one that cannot be written."""
+    """A checkpoint that is missing, damaged, of another program or another module; or one that cannot be written."""
 
 
 class MissingDependencyError(EchelonError, ImportError):
-    """An optional package that a feature needs is not installed; the message holds the command that installs it."""
+    """An optional package that a feature needs is not installed; the message has the command that installs it."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the known name nearest to `word`, or all known names when none is near."""
+    """Return `` Did you mean 'x'?`` for the known name nearest to `word`, or a list of all names when none is near."""
     names = sorted(set(known))
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

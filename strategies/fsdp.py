@@ -1,4 +1,4 @@
-"""FSDPStrategy: parameters, gradients and optimizer state in shards, gathered part by part while a step runs."""
+"""FSDPStrategy: each process keeps a shard of the module and gathers one unit at a time while a step runs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.mesh import Degrees, Replicas, make_mesh
 from .parallel.replica import copy_from_first
-from .parallel.sharded_module import ShardedModule, ShardingOptions
-from .parallel.sharding_policy import Policy, Reshard, ShardingPlan
-from .state.dtensor import clip_by_norm, gather_whole, is_shard, local_part, shard_like
+from .parallel.sharded_module import ShardedModule
+from .parallel.sharding_policy import Policy, Reshard, ShardingOptions, ShardingPlan
+from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, shard_like
 from .strategy import ClipAlgorithm, Strategy
 
 
 class FSDPStrategy(Strategy):
-    """Train with torch's ``fully_shard`` (FSDP2): each process keeps a share of parameters, gradients and optimizer.
+    """Train with torch's ``fully_shard`` (FSDP2): parameters, gradients and optimizer state are sharded over processes.
 
-    The parameters of a unit, a part of the module, are gathered before its forward and its backward and freed after.
+    The parameters of a unit, a submodule, are gathered before its forward and its backward and freed afterwards.
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, and Rajbhandari et
     al., "ZeRO", 2020.
 
     Args:
-        replicate: in how many replicas the shards are kept; more than one is HSDP, whose gathering stays inside a
-            replica. ``"nodes"`` makes one a node, or two on a single node.
-        policy: which parts are units, see `sharding_policy.find_units`; by default the repeated blocks. A module that
-            shards itself in ``configure_sharding`` needs none.
+        replicate: the number of replicas; more than one is HSDP, which gathers inside a replica only. ``"nodes"`` makes
+            one replica for each node, or two on a single node.
+        policy: which submodules are units, see `sharding_policy.find_units`; by default the repeated blocks. A module
+            that shards its submodules in ``configure_sharding`` needs none.
         reshard_after_forward: free parameters after forward and gather them again for backward (ZeRO-3); False keeps
-            them (ZeRO-2); a number keeps them sharded among so many ranks.
+            them (ZeRO-2); a number keeps them sharded among that many ranks.
         forward_prefetch: how many units ahead parameters are gathered in forward; by default as torch does.
-        backward_prefetch: the same in backward, where torch gathers one ahead.
-        sync_each_micro_batch: with several micro-batches a step, reduce gradients after each: more communication, but
-            the memory of a shard; otherwise the gradients of the whole module wait on each rank for the last.
+        backward_prefetch: the same in backward, where torch gathers one unit ahead.
+        sync_each_micro_batch: with several micro-batches a step, reduce gradients after each, which takes more
+            communication and less memory; otherwise each rank keeps whole gradients until the last micro-batch.
         cpu_offload: keep parameters, gradients and optimizer state on the CPU; the update is computed there.
-        deferred_init: build what ``configure_model`` builds without memory, and fill the shards tensor by tensor, with
-            the values that one process would have: for a module larger than the memory of one process.
-        mixed_precision: torch's ``MixedPrecisionPolicy`` in place of the one that the trainer's precision means; its
-            ``output_dtype`` holds for the outputs of steps.
-        settings: those of the processes, see `ProcessSettings`.
+        deferred_init: let ``configure_model`` build without memory, and fill the shards tensor by tensor with the
+            values that one process would have: for a module larger than the memory of one process.
+        mixed_precision: torch's ``MixedPrecisionPolicy`` in place of the one for the trainer's precision; its
+            ``output_dtype`` is that of the outputs of steps.
+        settings: see `ProcessSettings`.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -55,6 +55,7 @@ class FSDPStrategy(Strategy):
     uses_many_devices: ClassVar[bool] = True
     forward_is_collective: ClassVar[bool] = True
     supports_inference_mode: ClassVar[bool] = False
+    supports_restarts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class FSDPStrategy(Strategy):
         )
         self.deferred_init = deferred_init
         self.degrees = Degrees()
-        """How the ranks are laid out; known as soon as a trainer has this strategy."""
+        """The degrees of parallelism; known after `validate`."""
         self._mesh: Any = None
         self._sharded: ShardedModule | None = None
         self._deferred = DeferredInit()
@@ -99,8 +100,8 @@ class FSDPStrategy(Strategy):
         return Degrees.of(self.environment.world_size, self.environment.num_nodes, self.replicate)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
-        """Return what would be sharded where, in units of which size; print it. The module stays as it is."""
-        return self.options.plan(module, getattr(self, "precision", Precision()), self.degrees)
+        """Return which units the module would be sharded in, and their sizes: print it. The module is not changed."""
+        return self.options.plan(module, self.precision, self.degrees)
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -112,8 +113,8 @@ class FSDPStrategy(Strategy):
 
     @property
     def memory_share(self) -> MemoryShare:
-        share = 1 / self.degrees.dp_shard
-        return MemoryShare(share, share, share)
+        fraction = 1 / self.degrees.dp_shard
+        return MemoryShare(fraction, fraction, fraction)
 
     def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()
@@ -123,15 +124,15 @@ class FSDPStrategy(Strategy):
         if self.group is None:
             super().setup_module(module, is_manual=is_manual)
             return
-        if any(is_shard(parameter) for parameter in module.parameters()):
+        if any(is_dtensor(parameter) for parameter in module.parameters()):
             if self._sharded is None or self._sharded.module is not module:
                 raise ConfigError(
-                    f"{type(module).__name__} is sharded already, not by this {type(self).__name__}; go on with the "
-                    "trainer that sharded it, or build it anew and load a checkpoint."
+                    f"{type(module).__name__} is sharded already, by another strategy than this {type(self).__name__}; "
+                    "use the trainer that sharded it, or build a new module and load a checkpoint."
                 )
-            return  # evaluated after it was trained, say
+            return  # for example, when it is evaluated after it was trained
         self.module = module
-        places = self._deferred.places(module)  # those of parameters in their first dtype
+        places = self._deferred.places(module)  # before the conversion makes other tensors
         self.precision.convert_module(module)
         self._sharded = ShardedModule(
             module,
@@ -140,7 +141,7 @@ class FSDPStrategy(Strategy):
             device=self.device,
             precision=self.precision,
             options=self.options,
-            # also where it is evaluated, for it may be trained next
+            # also for an evaluation, since it may be trained next
             is_manual=is_manual or not getattr(module, "automatic_optimization", True),
         )
         self._sharded.fill(self._deferred, places)
@@ -153,16 +154,16 @@ class FSDPStrategy(Strategy):
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigError(
-                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which takes all parameters "
-                    "for one vector; use another optimizer, or strategy='ddp'."
+                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which treats all parameters "
+                    "as one vector; use another optimizer, or strategy='ddp'."
                 )
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
             if foreign:
                 raise ModuleError(
-                    f"{type(optimizer).__name__} holds {len(foreign)} of {len(held)} parameters that are not the "
-                    f"module's, of shapes {foreign[:3]}: it was built before they were sharded, and would not train "
-                    "them; build it in configure_optimizers from self.parameters()."
+                    f"{len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} are not the module's, of "
+                    f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
+                    "it in configure_optimizers from self.parameters()."
                 )
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
@@ -178,25 +179,25 @@ class FSDPStrategy(Strategy):
             self._sharded.set_grad_sync(enabled)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        gradients = [local_part(p.grad) for p in self.module.parameters() if p.grad is not None]
+        gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
         held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parts = [local_part(gradient) for gradient in held]
+        shards = [local_shard(gradient) for gradient in held]
         if algorithm == "norm":
-            clip_by_norm(parts, limit, self.collectives, self.degrees.dp_replicate)
-        elif parts:
-            torch._foreach_clamp_min_(parts, -limit)
-            torch._foreach_clamp_max_(parts, limit)
+            clip_by_norm(shards, limit, self.collectives, self.degrees.dp_replicate)
+        elif shards:
+            torch._foreach_clamp_min_(shards, -limit)
+            torch._foreach_clamp_max_(shards, limit)
 
     def annotate(self, error: BaseException) -> None:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "A sharded parameter was used while only a shard of it was there. The parameters of a unit are whole "
-                "while its forward runs, those of no unit while a step runs, or the module's own forward: call a layer "
-                "there, and by its forward, or let policy make a larger part a unit (print strategy.plan(module))."
+                "while its forward runs, all others while a step or the module's own forward runs: call the layer "
+                "there, and by its forward, or let policy make a larger submodule a unit (print strategy.plan(module))."
             )
 
     # --- state -------------------------------------------------------------------------------------------------------

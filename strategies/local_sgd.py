@@ -1,4 +1,4 @@
-"""LocalSGDStrategy: replicas train by themselves and become their mean every some steps."""
+"""LocalSGDStrategy: replicas train by themselves and are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from .module.precision import Precision
 from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions
 from .replicated import ReplicaStrategy
-from .state.closures import needs_closure
+from .state.optimizer_state import needs_closure
 
 _NUM_STEPS: Final = "local_sgd_steps"
-"""Under what a checkpoint holds, with an optimizer's state, the number of its steps."""
+"""The key of the number of steps in an optimizer's state."""
 
 
 class LocalSGDStrategy(ReplicaStrategy):
     """Train as `DDPStrategy` does for `warmup_steps`; then let each replica make steps with its own gradients.
 
-    After the first step behind the warm-up, and every `period` steps from there, parameters become their mean over the
-    ranks. They do so too before an evaluation, a checkpoint and the end of a run, and there the optimizers' states as
-    well, so that a resumed run goes on like one that never stopped; their interval is part of what is computed.
+    Parameters are averaged over the ranks after the first step behind the warm-up and every `period` steps from there.
+    Before an evaluation, a checkpoint and the end of a run, parameters and optimizer states are averaged as well, so
+    that a resumed run equals one that never stopped; how often a run evaluates and saves thus changes its numbers.
 
-    Steps are counted for each optimizer, and go on with a checkpoint of this strategy; one of another begins them anew.
-    A rank's loss is weighted by its share of the samples, as for every strategy, and a rank without samples steps with
-    gradients of 0: so with plain SGD, averaged at every step, this is DDP. Clipping, hooks and callbacks see the
-    gradients and the replica of their rank. Buffers become rank 0's in the warm-up, and at those three occasions. What
-    a callback keeps of the weights (`WeightAveraging`) is of its rank, and rank 0's is saved.
+    Steps are counted for each optimizer. The count continues from a checkpoint of this strategy, and starts at 0 from
+    one of another. A rank's loss is weighted by its number of samples, as for every strategy, and a rank without
+    samples steps with gradients of 0: with plain SGD, averaged at every step, this is DDP. Clipping, hooks and
+    callbacks see the gradients and the replica of their rank. Buffers are copied from rank 0 in the warm-up and before
+    an evaluation, a checkpoint and the end. A callback that keeps weights (`WeightAveraging`) keeps those of its rank,
+    and rank 0's are saved.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches,
     Use Local SGD", 2020 (the warm-up: post-local SGD).
 
     Args:
-        period: optimizer steps from one average to the next. Or periods, each with the number of neighbouring ranks
-            that average then, such as ``{2: 8, 16: 64}`` for 8 GPUs a node on 8 nodes; the longest is for all ranks.
-        warmup_steps: optimizer steps with the gradients of all ranks, before that.
-        ddp: how gradients are synchronised in these.
-        settings: those of the processes, see `ProcessSettings`.
+        period: optimizer steps from one average to the next. Or a mapping of periods to the number of neighbouring
+            ranks that are averaged, such as ``{2: 8, 16: 64}`` for 8 nodes of 8 GPUs; the longest is for all ranks.
+        warmup_steps: optimizer steps with the gradients of all ranks, before the first average.
+        ddp: how gradients are synchronized in the warm-up.
+        settings: see `ProcessSettings`.
     """
 
     name: ClassVar[str] = "local_sgd"
@@ -65,16 +66,18 @@ class LocalSGDStrategy(ReplicaStrategy):
         super().validate(hardware, precision)
         _check_period(self.period, self.environment.world_size)
         if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps={self.warmup_steps} is not possible; give 0, or a number of steps.")
+            raise ConfigError(
+                f"warmup_steps must be >= 0, got {self.warmup_steps}; give a number of steps, or 0 for none."
+            )
         if precision.uses_scaler:
             raise ConfigError(
-                f"precision={precision.name!r} leaves out steps whose gradients overflow, which with "
-                "strategy='local_sgd' would be others on each rank; use 'bf16-mixed' or '32-true'."
+                f"strategy='local_sgd' does not work with precision={precision.name!r}, which skips steps whose "
+                "gradients overflow: each rank would skip others; use 'bf16-mixed' or '32-true'."
             )
         if self.options.static_graph:
             raise ConfigError(
-                f"static_graph={self.options.static_graph} needs gradients of all ranks at every step, which "
-                "strategy='local_sgd' has not; leave it out."
+                f"strategy='local_sgd' does not work with static_graph={self.options.static_graph}, which needs the "
+                "gradients of all ranks at every step; leave it out."
             )
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -84,36 +87,36 @@ class LocalSGDStrategy(ReplicaStrategy):
         for optimizer in optimizers:
             if needs_closure(optimizer):
                 raise ConfigError(
-                    f"strategy='local_sgd' cannot average {type(optimizer).__name__}, which evaluates the loss as "
-                    "often as each rank's own gradients make it; use strategy='ddp', or another optimizer."
+                    f"strategy='local_sgd' does not work with {type(optimizer).__name__}, which evaluates the loss a "
+                    "number of times that depends on the gradients; use strategy='ddp', or another optimizer."
                 )
             self._averages[optimizer] = ModelAverage(optimizer, self.period, self.warmup_steps)
         self._plan_step()
 
     def _plan_step(self) -> None:
-        self._replica.synchronises = any(average.is_warming_up for average in self._averages.values())
+        self._replica.averages_gradients = any(average.is_warming_up for average in self._averages.values())
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters of `optimizer`, and average them if that is due."""
         super().step(optimizer, closure)
         if optimizer in self._averages:
-            self._has_diverged |= not self._replica.synchronises
+            self._has_diverged |= not self._replica.averages_gradients
             self._averages[optimizer].end_step()
             self._plan_step()
 
     def sync_replicas(self) -> None:
-        """Make the replicas their mean, optimizers included, with rank 0's buffers. Collective: every rank calls it."""
+        """Average the replicas, optimizers included, and copy rank 0's buffers. Collective: every rank calls it."""
         super().sync_replicas()
         if not self._has_diverged:
             return
         self._has_diverged = False
         for average in self._averages.values():
-            mine = average.tensors()
-            # a rank lacks the state of a parameter that it has never used
-            shared = set.intersection(*map(set, self.all_gather_object(list(mine))))
-            common = [tensor for name, tensor in mine.items() if name in shared]
+            own = average.tensors()
+            # a rank has no optimizer state for a parameter that it has never used
+            names = set.intersection(*map(set, self.collectives.all_gather_object(list(own))))
+            common = [tensor for name, tensor in own.items() if name in names]
             with torch.no_grad():
-                for tensor, mean in zip(common, self.all_reduce(common, "mean"), strict=True):
+                for tensor, mean in zip(common, self.collectives.all_reduce(common, "mean"), strict=True):
                     tensor.copy_(mean)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class LocalSGDStrategy(ReplicaStrategy):
         return state if average is None else {**state, _NUM_STEPS: average.num_steps}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` of any strategy returned; without a number of steps, they begin anew."""
+        """Load what `optimizer_state` of any strategy returned; a state without a number of steps starts at 0."""
         super().load_optimizer_state(optimizer, state)
         if optimizer in self._averages:
             self._averages[optimizer].num_steps = state.get(_NUM_STEPS, 0)
@@ -134,12 +137,14 @@ class LocalSGDStrategy(ReplicaStrategy):
 def _check_period(period: int | Mapping[int, int], world_size: int) -> None:
     periods = [period] if isinstance(period, int) else sorted(period)
     if not periods or periods[0] < 1:
-        raise ConfigError(f"period={period!r} is not possible; give at least 1, the number of steps between averages.")
+        raise ConfigError(
+            f"period must be >= 1, got {period!r}; give the number of steps from one average to the next."
+        )
     if isinstance(period, int) or world_size == 1:
         return
-    sizes = [period[one] for one in periods]
+    sizes = [period[steps] for steps in periods]
     if sizes[-1] != world_size or any(size < 1 or world_size % size for size in sizes):
         raise ConfigError(
-            f"period={period!r} averages over {sizes} ranks, but there are {world_size}; give numbers that divide "
-            f"{world_size}, and {world_size} for the longest period."
+            f"period must average over numbers of ranks that divide world_size={world_size}, got {period!r}; give such "
+            f"numbers, and {world_size} for the longest period."
         )

@@ -1,14 +1,13 @@
-"""The only place where a strategy is a string: its name, to the strategy itself."""
+"""Registry of the strategies that train, by name: with `placement`, the only place where a strategy is a string."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
-from .elastic import ElasticStrategy
 from .errors import ConfigError, did_you_mean
 from .fsdp import FSDPStrategy
 from .local_sgd import LocalSGDStrategy
@@ -16,34 +15,68 @@ from .single import SingleDeviceStrategy
 from .strategy import Strategy
 from .zero import ZeroStrategy
 
-_BY_NAME: Final[dict[str, Callable[[], Strategy]]] = {
-    **{
-        strategy.name: strategy
-        for strategy in (
-            SingleDeviceStrategy,
-            DataParallelStrategy,
-            DDPStrategy,
-            ZeroStrategy,
-            LocalSGDStrategy,
-            FSDPStrategy,
-            ElasticStrategy,
-        )
-    },
+Factory = Callable[[], Strategy]
+
+STRATEGIES: Final[Mapping[str, Factory]] = {
+    "single": SingleDeviceStrategy,
+    "dp": DataParallelStrategy,
+    "ddp": DDPStrategy,
+    "zero": ZeroStrategy,
+    "local_sgd": LocalSGDStrategy,
+    "fsdp": FSDPStrategy,
     "hsdp": partial(FSDPStrategy, replicate="nodes"),
 }
+"""All that train by themselves; `ElasticStrategy` contains one of them."""
+
+_LIGHTNING: Final[Mapping[str, Factory]] = {
+    "single_device": SingleDeviceStrategy,
+    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+    # how processes are started makes no difference here
+    **{
+        f"ddp{start}{ending}": partial(DDPStrategy, find_unused_parameters=ending.endswith("true"))
+        for start in ("", "_spawn", "_fork", "_notebook")
+        for ending in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
+    },
+}
+"""Lightning's names of the same."""
+
+_NEAREST: Final[Mapping[str, str]] = {
+    "deepspeed_stage_1": "zero",
+    "deepspeed": "fsdp",
+    "model_parallel": "fsdp",
+    "single_xla": "single",
+    "xla_fsdp": "fsdp",
+    "xla": "ddp",
+}
+"""How Lightning's names of what is not here begin, and the strategy to use instead; the first that fits counts."""
 
 
-def check_strategy(strategy: str | Strategy) -> None:
-    """Check that there is such a strategy; ``auto`` stands for one of them.
+def find_strategy(
+    strategy: object, known: Mapping[str, Factory] = STRATEGIES, *, argument: str = "strategy"
+) -> Factory:
+    """Return what makes the strategy of a name, with its defaults; for a strategy, what returns it as it is.
+
+    Args:
+        strategy: one of the names in `known`, or Lightning's name of the same; or a strategy.
+        known: the strategies to choose from.
+        argument: what the user calls it.
 
     Raises:
-        ConfigError: for a name that no strategy has.
+        ConfigError: for anything else.
     """
-    known = [*_BY_NAME, "auto"]
-    if not isinstance(strategy, Strategy) and strategy not in known:
-        raise ConfigError(f"strategy={strategy!r} is not a known strategy.{did_you_mean(str(strategy), known)}")
-
-
-def strategy_by_name(strategy: str | Strategy) -> Strategy:
-    """Return the strategy of that name with its defaults; a strategy is returned as it is."""
-    return strategy if isinstance(strategy, Strategy) else _BY_NAME[strategy]()
+    if isinstance(strategy, Strategy):
+        return lambda: strategy
+    if isinstance(strategy, type):
+        name = strategy.__name__
+        raise ConfigError(f"{argument} must be a strategy, got the class {name}; write {argument}={name}().")
+    if not isinstance(strategy, str):
+        raise ConfigError(
+            f"{argument} must be a strategy of Echelon or the name of one, got {strategy!r:.80}; use one of "
+            f"{', '.join(known)}."
+        )
+    if strategy in known or strategy in _LIGHTNING:
+        return known.get(strategy) or _LIGHTNING[strategy]
+    nearest = next((name for start, name in _NEAREST.items() if strategy.startswith(start)), None)
+    if nearest is not None:
+        raise ConfigError(f"Echelon does not have Lightning's {argument}={strategy!r}; use {nearest!r} instead.")
+    raise ConfigError(f"{argument}={strategy!r} is not a known strategy.{did_you_mean(strategy, known)}")

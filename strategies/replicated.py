@@ -1,4 +1,4 @@
-"""ReplicaStrategy: what strategies share whose parameters are whole on each rank."""
+"""ReplicaStrategy: the base of the strategies that train a whole replica of the module in each process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from .strategy import Strategy
 
 
 class ReplicaStrategy(Strategy):
-    """The base of strategies that train a `Replica` in each process, and differ in what they do with it.
+    """Train a `Replica` of the module in each process; subclasses differ in the optimizer step.
 
     Args:
-        options: how gradients are synchronised.
-        settings: those of the processes, see `ProcessSettings`.
+        options: how gradients are synchronized.
+        settings: see `ProcessSettings`.
     """
 
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
+
+    _replica: Replica
+    """Known after `setup_module`."""
 
     def __init__(self, options: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""SingleDeviceStrategy: one process, one device."""
+"""SingleDeviceStrategy: the calling process trains on one device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class SingleDeviceStrategy(Strategy):
         super().validate(hardware, precision)
         if len(hardware.devices) > 1 or hardware.num_nodes > 1:
             raise ConfigError(
-                f"strategy='single' runs one process, but devices={len(hardware.devices)} and "
-                f"num_nodes={hardware.num_nodes} ask for {len(hardware.devices) * hardware.num_nodes}; set devices=1 "
-                "and num_nodes=1, or choose another strategy, such as 'ddp'."
+                f"strategy='single' must have devices=1 and num_nodes=1, got devices={len(hardware.devices)} and "
+                f"num_nodes={hardware.num_nodes}; set both to 1, or choose a strategy for several, such as 'ddp'."
             )
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Strategy: the seam between the loop and the processes, in the order in which a run meets it."""
+"""Strategy: the interface between the loop and the processes, in the order in which a run calls it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Unpack
+from functools import partial, wraps
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .cluster.environment import Environment
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
 from .distributed.collectives import Collectives
@@ -24,64 +25,104 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .state.optimizer_state import state_by_name, state_by_position
 
-if TYPE_CHECKING:
-    from .resilience.supervisor import Supervisor
-
 T = TypeVar("T")
+P = ParamSpec("P")
 ClipAlgorithm = Literal["norm", "value"]
 
 
-class Strategy(ABC):
-    """How one module is trained by some number of processes.
+def _collective(method: Callable[Concatenate[Collectives, P], T]) -> Callable[Concatenate[Strategy, P], T]:
+    """Return a method that calls one of the strategy's collectives, with the same signature and docstring."""
 
-    The loop calls a strategy in the order of the methods below and never asks which one it is. A subclass is complete
-    when it says where parameters live, when gradients meet, and how state is collected. What stands here is right for
-    one process, and for every strategy whose parameters are whole on each rank.
+    @wraps(method)
+    def call(strategy: Strategy, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(strategy.collectives, *args, **kwargs)
+
+    return call
+
+
+class Strategy(ABC):
+    """Train one module in any number of processes.
+
+    The loop calls a strategy in the order of the methods below and never asks which one it is. A subclass says where
+    parameters are, when gradients are averaged, and how state is collected. The defaults are right for one process, and
+    for every strategy that keeps whole parameters on each rank.
     """
 
     name: ClassVar[str]
-    """What ``Trainer(strategy=...)`` calls it."""
+    """Its name in ``Trainer(strategy=...)``."""
 
     uses_many_devices: ClassVar[bool] = False
-    """Whether ``devices="auto"`` means all there are, or one."""
+    """Whether ``devices="auto"`` means all devices, or one."""
 
     uses_processes: ClassVar[bool] = False
     """Whether each device gets a process of its own."""
 
     forward_is_collective: ClassVar[bool] = False
-    """Whether ranks communicate in forward, so that each has to run a step whenever one does."""
+    """Whether ranks communicate in forward, so that all ranks have to run a step whenever one does."""
 
     supports_inference_mode: ClassVar[bool] = True
-    """Whether evaluation may run in torch's inference mode; otherwise without gradients only."""
+    """Whether evaluation may run in torch's inference mode; otherwise it runs without gradients."""
 
-    supervisor: Supervisor | None = None
-    """What a worker of an elastic run has of its agent; None in all others."""
+    supports_restarts: ClassVar[bool] = False
+    """Whether its workers may be started again in another number, as `ElasticStrategy` does with those it contains."""
+
+    supervisor: Any = None
+    """What watches the workers of a run that is started again after faults; None for all other runs."""
 
     starts_processes: bool = False
-    """Whether `launch` has processes to start, since nobody else has; `check` finds out."""
+    """Whether `launch` starts processes, because no launcher has; known after `validate`."""
+
+    # Known after `validate`:
+    hardware: Hardware
+    """The devices that the run may use."""
+    precision: Precision
+    """The dtypes in which the module computes; before, ``32-true``."""
+    environment: Environment
+    """The ranks of this process, and who started it; before, a single process."""
+
+    # Known after `connect`:
+    group: ProcessGroup | None
+    """The joined processes; None for one process, and before."""
+    device: torch.device
+    """Where this process computes; before, the CPU."""
+    collectives: Collectives
+    """How this process communicates with the others; before, with none."""
+    scaler: torch.amp.GradScaler
+    """The gradient scaler, disabled where `precision` needs none."""
+    forward_context: AbstractContextManager[object]
+    """In which every step runs; entered many times."""
+
+    # Known after `setup_module`:
+    module: nn.Module
+    """The user's module."""
 
     def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
-        """Take the settings of the processes; only a strategy that uses them has any."""
+        """Take the settings of the processes; a strategy that uses none has none."""
         self._process_settings = settings
         self.environment = detect_environment({})
-        self.group: ProcessGroup | None = None
+        self.precision = Precision()
+        self.group = None
         self.device = torch.device("cpu")
         self.collectives = Collectives(None, self.device)
 
     # --- before any process is started -------------------------------------------------------------------------------
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
-        """Raise `ConfigError` if this strategy cannot run on that; called in the user's process, before `launch`."""
+        """Check that this strategy can run on the hardware; called in the user's process before `launch`.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
         self.hardware, self.precision = hardware, precision
         self.environment = environment = hardware.environment
-        several = environment.world_size > 1
+        has_several = environment.world_size > 1
         if self.uses_processes:
-            check_settings(self._process_settings, hardware.device_type, is_needed=several)
-            self.starts_processes = several and not environment.is_external
-        elif several:
+            check_settings(self._process_settings, hardware.device_type, is_needed=has_several)
+            self.starts_processes = has_several and not environment.is_external
+        elif has_several:
             raise ConfigError(
                 f"strategy={self.name!r} runs in one process, but there are {environment.world_size} "
-                f"({environment.describe()}); choose a strategy for several, such as 'ddp', or set devices=1 and "
+                f"({environment.describe()}); use a strategy for several, such as 'ddp', or set devices=1 and "
                 "num_nodes=1."
             )
 
@@ -97,12 +138,12 @@ class Strategy(ABC):
         on_result: Callable[[T], None] | None = None,
         parts: Mapping[str, object] | None = None,
     ) -> T:
-        """Start the processes, run `function` in each, and return what it returned on this node's first one.
+        """Start the processes, run `function` in each, and return its result from the first process of this node.
 
         Args:
-            function: what to run; it travels.
-            on_result: gets the result before a signal that has come to this process is raised in it.
-            parts: what travels, by the names that an error is to use for it.
+            function: is pickled and sent to the processes.
+            on_result: gets the result before a signal that this process has received is raised in it.
+            parts: the objects that `function` takes along, by the names that an error uses for them.
         """
         from .launch.launcher import launch, static_agents
 
@@ -133,30 +174,45 @@ class Strategy(ABC):
         self.group.join()
 
     def blame_peer(self, error: BaseException) -> ProcessError | None:
-        """Tell the other ranks of an error of this one; return one that names the culprit, if that is another rank."""
+        """Tell the other ranks of this rank's error; if another rank is at fault, return an error that names it."""
         from .launch.peer_failures import blame_peer
 
         return blame_peer(self.group, error) if self.group is not None else None
 
     def annotate(self, error: BaseException) -> None:
-        """Add a note to an error of the user's code of which this strategy knows the cause."""
+        """Add a note to an error of the user's code whose cause this strategy knows."""
 
     def close(self) -> None:
-        """Let the module go; also called when the run failed. The process group stays, for the next run."""
+        """Release the module; also called when the run failed. The process group stays for the next run."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Lightning's name of `device`."""
+        return self.device
 
     @property
     def rank(self) -> int:
-        """This process among all: 0 writes checkpoints and logs."""
+        """The rank of this process among all; rank 0 writes checkpoints and logs."""
         return self.environment.rank
 
     @property
+    def global_rank(self) -> int:
+        """Lightning's name of `rank`."""
+        return self.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
     def local_rank(self) -> int:
-        """This process among those of its node."""
+        """The rank of this process on its node."""
         return self.environment.local_rank
 
     @property
     def node_rank(self) -> int:
-        """The node of this process."""
+        """The rank of this process's node."""
         return self.environment.node_rank
 
     @property
@@ -166,78 +222,76 @@ class Strategy(ABC):
 
     @property
     def data_rank(self) -> int:
-        """Which share of every global batch this process reads."""
+        """Which slice of every global batch this process reads."""
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """Into how many shares every global batch is cut."""
+        """Into how many slices every global batch is cut."""
         return self.world_size
 
     @property
     def memory_share(self) -> MemoryShare:
-        """How much of the module's memory each rank holds."""
+        """Which fraction of the module's memory each rank holds."""
         return MemoryShare()
 
     def init_context(self) -> AbstractContextManager[object]:
-        """Return the context in which the module builds its layers late, for a strategy that decides where."""
+        """Return the context of ``configure_model``, for a strategy that decides where layers are built."""
         return nullcontext()
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        """Move, convert, wrap or shard the module; its parameters have their final identity afterwards.
+        """Move, convert, wrap or shard the module; afterwards its parameters are those that the optimizers get.
 
-        With `is_manual` its step computes gradients and updates itself. Collective: every rank calls it.
+        With `is_manual` the step itself computes gradients and updates. Collective: every rank calls it.
         """
         self.precision.convert_module(module)
         module.to(self.device)
         self.module = module
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, built over the final parameters; they may be changed in place."""
+        """Take the optimizers of the parameters that `setup_module` left; they may be changed in place."""
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def to_device(self, batch: Any) -> Any:
-        """Move a batch to this process's device."""
-        return to_device(batch, self.device)
+    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+        """Move a batch to a device, by default this process's."""
+        return to_device(batch, device or self.device)
 
     @abstractmethod
     def run(self, step_name: str, *args: Any) -> Any:
-        """Call the module's step through whatever synchronises it, in the precision's context."""
+        """Call a step of the module through its wrapper, if any, in `forward_context`."""
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
-        """Return what does the same for one step, once the module is set up, with as few calls in between as can be."""
+        """Return a function that calls one step as `run` does, with as few calls in between as possible."""
         return partial(self.run, step_name)
 
     def set_grad_sync(self, enabled: bool) -> None:
-        """Say whether the backward that comes next synchronizes gradients: that of a step's last micro-batch has to."""
+        """Say whether the next backward synchronizes gradients: that of a step's last micro-batch does."""
 
     def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        """Return a loss of 0 whose backward lets this rank, which has no samples, take part in a step of the others.
+        """Return a loss of 0 with which a rank without samples takes part in the backward of the other ranks.
 
         Args:
-            spare: computes a loss from a batch seen before, for a strategy whose forward is collective.
+            spare: computes a loss from an earlier batch, for a strategy whose forward is collective.
         """
         return spare() * 0
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss of which gradients are computed: scaled, if the precision scales."""
+        """Return the loss, scaled if the precision scales losses."""
         return self.scaler.scale(loss) if self.precision.uses_scaler else loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss; the arguments are those of ``Tensor.backward``."""
-        if self.precision.uses_scaler:
-            loss = self.scaler.scale(loss)
-        loss.backward(*args, **kwargs)
+        self.scaled(loss).backward(*args, **kwargs)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scaling of the gradients of `optimizer`; a second call before its step does nothing."""
+        """Undo the loss scaling of an optimizer's gradients; a second call before its step does nothing."""
         if self.precision.uses_scaler and optimizer not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiply all gradients, where the weight of a step was not known before its last micro-batch."""
+        """Multiply all gradients; for a step whose weight was not known before its last micro-batch."""
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -251,14 +305,14 @@ class Strategy(ABC):
             nn.utils.clip_grad_value_(parameters, limit)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters of `optimizer`, unless its gradients overflowed."""
+        """Step the optimizer, unless its gradients overflowed."""
         if self.precision.uses_scaler:
             self.scaler.step(optimizer)
         else:
             optimizer.step(closure)
 
     def end_step(self) -> bool:
-        """Adapt the loss scale, once all optimizers of a step have stepped; return False if an update was skipped."""
+        """Update the loss scale after all optimizers have stepped; return False if an update was skipped."""
         if not self.precision.uses_scaler:
             return True
         scale = self.scaler.get_scale()
@@ -269,7 +323,7 @@ class Strategy(ABC):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def sync_replicas(self) -> None:
-        """Make what may differ between ranks equal, before an evaluation or a checkpoint. Collective."""
+        """Make replicas equal before an evaluation or a checkpoint. Collective: every rank calls it."""
 
     def model_state(self) -> dict[str, Any]:
         """Return the module's state under the plain module's names. Collective: every rank calls it."""
@@ -278,12 +332,12 @@ class Strategy(ABC):
     def full_model_state(self) -> dict[str, Any]:
         """Return `model_state` with whole tensors on the CPU, at least on the first rank of each node.
 
-        What a run in other processes brings back. Collective: every rank calls it.
+        A launched run returns it to the caller. Collective: every rank calls it.
         """
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in self.model_state().items()}
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Put a state with the plain module's names into the module. Collective: every rank calls it."""
+        """Load a state with the plain module's names. Collective: every rank calls it."""
         self.module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -291,55 +345,28 @@ class Strategy(ABC):
         return state_by_name(optimizer, self.module)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` returned, of any strategy. Collective: every rank calls it."""
+        """Load what `optimizer_state` of any strategy returned. Collective: every rank calls it."""
         optimizer.load_state_dict(state_by_position(optimizer, self.module, state))
 
-    # --- collectives, over nested structures; identity on one process; every rank calls them -------------------------
+    # --- collectives, as `Collectives` documents them ----------------------------------------------------------------
 
-    def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
-        """Reduce every tensor and number over all ranks."""
-        return self.collectives.all_reduce(data, op)
+    all_reduce = _collective(Collectives.all_reduce)
+    all_gather = _collective(Collectives.all_gather)
+    reduce_scatter = _collective(Collectives.reduce_scatter)
+    broadcast = _collective(Collectives.broadcast)
+    scatter = _collective(Collectives.scatter)
+    gather = _collective(Collectives.gather)
+    all_gather_object = _collective(Collectives.all_gather_object)
+    send = _collective(Collectives.send)
+    recv = _collective(Collectives.recv)
+    isend = _collective(Collectives.isend)
+    irecv = _collective(Collectives.irecv)
+    barrier = _collective(Collectives.barrier)
 
-    def all_gather(self, data: Any) -> Any:
-        """Return every tensor of all ranks, stacked in a new first dimension."""
-        return self.collectives.all_gather(data)
+    def reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
+        """Return `all_reduce` of data, by default the mean. Collective: every rank calls it."""
+        return self.collectives.all_reduce(data, reduce_op)
 
-    def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
-        """Reduce over all ranks and return this rank's part of the first dimension."""
-        return self.collectives.reduce_scatter(data, op)
-
-    def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; anything that can be pickled."""
-        return self.collectives.broadcast(data, src)
-
-    def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
-        """Return this rank's item of rank `src`'s list."""
-        return self.collectives.scatter(data, src)
-
-    def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
-        """Return the data of all ranks on rank `dst`, None on the others."""
-        return self.collectives.gather(data, dst)
-
-    def all_gather_object(self, data: Any) -> list[Any]:
-        """Return the data of all ranks; anything that can be pickled."""
-        return self.collectives.all_gather_object(data)
-
-    def send(self, data: Any, dst: int) -> None:
-        """Send to a rank that calls `recv`."""
-        self.collectives.send(data, dst)
-
-    def recv(self, src: int) -> Any:
-        """Return what a rank sends."""
-        return self.collectives.recv(src)
-
-    def isend(self, data: Any, dst: int) -> Any:
-        """Send without waiting; the handle's ``wait()`` does."""
-        return self.collectives.isend(data, dst)
-
-    def irecv(self, src: int) -> Any:
-        """Receive without waiting; the handle's ``wait()`` returns what came."""
-        return self.collectives.irecv(src)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.collectives.barrier()
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or with ``all=False`` any, have decided so. Collective: every rank calls it."""
+        return bool(self.collectives.all_reduce(int(decision), "min" if all else "max"))

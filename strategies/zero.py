@@ -1,4 +1,4 @@
-"""ZeroStrategy: a replica of the module in every process, and the state of the optimizers spread over them."""
+"""ZeroStrategy: every process trains a replica of the module and keeps a shard of the optimizer state."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .module.memory_estimate import MemoryShare
 from .parallel.replica import DDPOptions
 from .parallel.sharded_optimizer import ShardedOptimizer
 from .replicated import ReplicaStrategy
-from .state.optimizer_state import parameter_names
-from .state.sharded import Sharded
+from .state.optimizer_state import Sharded, parameter_names
 
 
 class ZeroStrategy(ReplicaStrategy):
     """Train as `DDPStrategy` does, with the optimizers' state spread over the ranks: each keeps about 1/world_size.
 
-    Any optimizer that updates each parameter by itself will do. Every rank updates the parameters whose state it keeps
-    and sends them to the others. Checkpoints are those of every other strategy; each rank writes its own part.
+    It works with any optimizer that updates each parameter by itself. Every rank updates the parameters whose state it
+    keeps and sends them to the others. Checkpoints are those of every other strategy; each rank writes what it keeps.
 
     Args:
-        ddp: how gradients are synchronised.
-        settings: those of the processes, see `ProcessSettings`.
+        ddp: how gradients are synchronized.
+        settings: see `ProcessSettings`.
     """
 
     name: ClassVar[str] = "zero"
+    supports_restarts: ClassVar[bool] = True
 
     def __init__(self, *, ddp: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(ddp, **settings)
@@ -38,7 +38,9 @@ class ZeroStrategy(ReplicaStrategy):
         return MemoryShare(optimizer=1 / self.world_size)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._sharded = {} if self.group is None else {one: ShardedOptimizer(one) for one in optimizers}
+        self._sharded = (
+            {} if self.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the parameters that this rank owns, by name, and the groups of all."""
@@ -46,7 +48,7 @@ class ZeroStrategy(ReplicaStrategy):
         return {**state, "state": Sharded(state["state"])} if optimizer in self._sharded else state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load, of what `optimizer_state` of any strategy and all ranks returned, what this rank owns."""
+        """Load what this rank owns from the state of all ranks, of any strategy."""
         if optimizer in self._sharded:
             own = self._own_names(optimizer)
             state = {**state, "state": {name: value for name, value in state["state"].items() if name in own}}

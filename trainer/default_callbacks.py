@@ -11,6 +11,7 @@ from ..callbacks.heartbeat import Heartbeat
 from ..callbacks.memory_snapshots import SnapshotInMemory
 from ..callbacks.straggler_monitor import StragglerMonitor
 from ..strategies import Strategy
+from ..strategies.resilience.supervisor import Supervisor
 
 
 def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
@@ -24,7 +25,7 @@ def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool)
         callbacks: the user's.
         logs: whether the run has a folder, for what reports.
     """
-    supervisor = strategy.supervisor
+    supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None:
         return list(callbacks)
     number, settings = supervisor.round.number, supervisor.settings

@@ -227,7 +227,7 @@ class Runner:
             self._has_described = True
             if environment.is_external:
                 session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
-            session.state.seed = strategy.broadcast(session.state.seed)
+            session.state.seed = strategy.collectives.broadcast(session.state.seed)
         if strategy.rank:
             silence(self.loggers)
         if request.task == "fit":

@@ -18,7 +18,7 @@ from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
-from ..strategies.state.closures import needs_closure
+from ..strategies.state.optimizer_state import needs_closure
 from .checks import check_callbacks
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
@@ -176,7 +176,7 @@ def _ranks(session: Session) -> DataRanks:
     strategy = session.strategy
 
     def agree(numbers: list[float]) -> list[list[float]]:
-        return strategy.all_gather(torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
+        return strategy.collectives.all_gather(torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
 
     return DataRanks(
         strategy.data_rank,
@@ -244,7 +244,7 @@ def set_up(session: Session) -> None:
     for owner in (datamodule, module):
         if owner is not None and session.strategy.local_rank == 0:
             owner.prepare_data()
-    session.strategy.barrier()
+    session.strategy.collectives.barrier()
     if datamodule is not None:
         datamodule.setup(stage)
     session.hooks.call("setup", stage)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what forward does not keep for backward, which computes or fetches it again instead."""
+"""Activation checkpointing: submodules keep less for backward, which computes or fetches the rest again."""
 
 from __future__ import annotations
 
@@ -41,44 +41,44 @@ _KEPT_PREFIXES: Final = ("_c10d_functional", "_dtensor::", "flex_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """Which parts of a module keep only their inputs for backward, which computes the rest again; the numbers stay.
+    """The submodules that keep only their inputs for backward, which runs their forward again; the numbers stay equal.
 
-    A part's forward so runs a second time, with the random numbers, autocast and buffers of the first. Parameters keep
-    their names. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    The second forward has the random numbers, autocast and buffers of the first. Parameters keep their names.
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 
     Raises:
-        ConfigError: for a value that cannot be.
+        ConfigError: for a value that is not possible.
     """
 
     mode: Mode | None = "full"
-    """``"full"`` computes a whole part again; ``"selective"`` keeps results of matrix products, convolutions, attention
-    and collectives, and computes the rest. None computes nothing again, for `offload` alone."""
+    """``"full"`` computes a whole submodule again; ``"selective"`` keeps the results of matrix products, convolutions,
+    attention and collectives, and computes the rest. None computes nothing again, for `offload` alone."""
     every: int = 1
-    """Only every so many parts, from the first one."""
+    """Only every n-th submodule, from the first one."""
     modules: type[nn.Module] | Sequence[type[nn.Module]] | Predicate | None = None
-    """The parts: of some classes, or those for which a function of a part's name and the part returns True. By default
-    the repeated blocks: parts of one class side by side in a ModuleList or a Sequential."""
+    """The classes of the submodules, or a function of a submodule's name and the submodule that selects them. By
+    default the repeated blocks: submodules of one class side by side in a ModuleList or a Sequential."""
     offload: bool = False
-    """Move what a part keeps to the CPU, and back for backward. With ``"selective"``, a torch older than 2.14 may move
-    inputs only."""
+    """Move what a submodule keeps to the CPU, and back for backward. With ``"selective"``, a torch older than 2.14 may
+    move inputs only."""
 
     _MODES: ClassVar = ("full", "selective", None)
 
     def __post_init__(self) -> None:
         if self.mode not in self._MODES:
             raise ConfigError(
-                f"mode={self.mode!r} of ActivationCheckpointing is not possible; give 'full', 'selective' or None."
+                f"mode of ActivationCheckpointing must be 'full', 'selective' or None, got {self.mode!r}."
                 f"{did_you_mean(str(self.mode), ['full', 'selective'])}"
             )
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(
-                f"every={self.every!r} of ActivationCheckpointing is not possible; give 1 for each part, or a larger "
-                "int."
+                f"every of ActivationCheckpointing must be an int >= 1, got {self.every!r}; give 1 for each submodule, "
+                "n for every n-th."
             )
         if self.modules is not None and as_predicate(self.modules) is None:
             raise ConfigError(
-                f"modules={self.modules!r:.80} of ActivationCheckpointing names no parts; give module classes, or a "
-                "function of a part's name and the part."
+                "modules of ActivationCheckpointing must be module classes or a function of a submodule's name and the "
+                f"submodule, got {self.modules!r:.80}; give one of these, or leave it out for the repeated blocks."
             )
         if self.mode is None and not self.offload:
             raise ConfigError(
@@ -88,79 +88,85 @@ class ActivationCheckpointing:
 
     @classmethod
     def of(cls, setting: Mode | int | ActivationCheckpointing | None) -> ActivationCheckpointing | None:
-        """Return what a short form means: a mode, or a number n for every n-th block.
+        """Return the settings for a short form: a mode, or a number n for every n-th block.
 
         Raises:
-            ConfigError: for a value that cannot be.
+            ConfigError: for a value that is not possible.
         """
         if setting is None or isinstance(setting, ActivationCheckpointing):
             return setting
         return cls(every=setting) if isinstance(setting, int) else cls(mode=setting)
 
-    def parts(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return names and parts of a module that this means.
+    def submodules(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the names and submodules of a module that these settings select.
 
         Raises:
             ConfigError: if there are none.
         """
         if self.modules is None:
-            found = [(name, part) for name, part in repeated_blocks(module) if not _is_layer(part)]
+            selected = [(name, block) for name, block in repeated_blocks(module) if not _is_layer(block)]
         else:
-            is_meant = as_predicate(self.modules)
-            assert is_meant is not None
-            named = ((name, part) for name, part in module.named_modules() if name and not isinstance(part, CONTAINERS))
-            found = [(name, part) for name, part in named if is_meant(name, part)]
-        if not found:
-            kinds = ", ".join(sorted({type(part).__name__ for part in module.modules() if part is not module}))
+            is_selected = as_predicate(self.modules)
+            assert is_selected is not None
+            named = (
+                (name, submodule)
+                for name, submodule in module.named_modules()
+                if name and not isinstance(submodule, CONTAINERS)
+            )
+            selected = [(name, submodule) for name, submodule in named if is_selected(name, submodule)]
+        if not selected:
+            kinds = ", ".join(
+                sorted({type(submodule).__name__ for submodule in module.modules() if submodule is not module})
+            )
             sought = (
                 "two or more blocks of one class, side by side in a ModuleList or a Sequential"
                 if self.modules is None
                 else f"modules={self.modules!r:.80}"
             )
             raise ConfigError(
-                f"activation_checkpointing found nothing to do in {type(module).__name__}, which consists of "
-                f"{kinds or 'no parts'}; it looked for {sought}. Name the parts: ActivationCheckpointing(modules=...) "
-                "takes their classes, or a function of a part's name and the part."
+                f"activation_checkpointing found no submodules in {type(module).__name__}, which consists of "
+                f"{kinds or 'no submodules'}; it looked for {sought}. Name them: ActivationCheckpointing(modules=...) "
+                "takes their classes, or a function of a submodule's name and the submodule."
             )
-        unique = {part: name for name, part in reversed(found)}  # a part may stand in two places
-        return [(name, part) for part, name in reversed(unique.items())][:: self.every]
+        unique = {submodule: name for name, submodule in reversed(selected)}  # a submodule may have two names
+        return [(name, submodule) for submodule, name in reversed(unique.items())][:: self.every]
 
 
 @contextmanager
 def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> Iterator[None]:
-    """Let the parts of a module that a setting means compute so; afterwards the module is as it was.
+    """Checkpoint the activations of the submodules that a setting selects; afterwards the module is as it was.
 
     Raises:
         ConfigError: if there are none.
     """
-    parts = [] if setting is None else [part for _, part in setting.parts(module)]
-    before = [vars(part).get("forward") for part in parts]
-    for part in parts:
+    submodules = [] if setting is None else [submodule for _, submodule in setting.submodules(module)]
+    before = [vars(submodule).get("forward") for submodule in submodules]
+    for submodule in submodules:
         assert setting is not None
-        # in the instance: a module around it would change the names of parameters
-        vars(part)["forward"] = MethodType(_make_forward(part, setting), part)
+        # in the instance: a wrapping module would change the names of parameters
+        vars(submodule)["forward"] = MethodType(_make_forward(submodule, setting), submodule)
     try:
         yield
     finally:
-        for part, forward in zip(parts, before, strict=True):
-            del vars(part)["forward"]
+        for submodule, forward in zip(submodules, before, strict=True):
+            del vars(submodule)["forward"]
             if forward is not None:
-                vars(part)["forward"] = forward
+                vars(submodule)["forward"] = forward
 
 
-def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable[..., Any]:
-    """Return what a part gets as its method ``forward``; a copy of the part can have it, too."""
+def _make_forward(submodule: nn.Module, setting: ActivationCheckpointing) -> Callable[..., Any]:
+    """Return a submodule's new method ``forward``; it can be bound to a replica of the submodule, too."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    own = vars(part).get("forward")
+    own = vars(submodule).get("forward")
     options: dict[str, Any] = {"use_reentrant": False}
     is_selective = setting.mode == "selective"
     if is_selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        # lets hooks such as those of offloading see what is kept; an older torch than 2.14 may not have it
+        # lets hooks such as those of offloading see the kept tensors; a torch older than 2.14 may not have it
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = True
-    has_buffers = next(part.buffers(), None) is not None
+    has_buffers = next(submodule.buffers(), None) is not None
     changing = _Changing()
     is_computed_again, is_offloaded = setting.mode is not None, setting.offload
 
@@ -171,7 +177,7 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
         with torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu) if is_offloaded else nullcontext():
             if not is_computed_again:
                 return plain(*args, **kwargs)
-            if kwargs:  # checkpoint has arguments of its own
+            if kwargs:  # checkpoint has keyword arguments of its own
                 plain = partial(plain, **kwargs)
             if not torch.compiler.is_compiling():  # compiled code changes buffers once, and has no cache of casts
                 plain = _without_cast_cache(plain) if is_selective else plain
@@ -181,13 +187,13 @@ def _make_forward(part: nn.Module, setting: ActivationCheckpointing) -> Callable
     return forward
 
 
-def _is_layer(part: nn.Module) -> bool:
-    """Return whether a part is a single layer of torch's, which keeps little but its input anyway."""
-    return type(part).__module__.startswith("torch.nn.") and next(part.children(), None) is None
+def _is_layer(submodule: nn.Module) -> bool:
+    """Return whether a submodule is a single layer of torch, which keeps little more than its input anyway."""
+    return type(submodule).__module__.startswith("torch.nn.") and next(submodule.children(), None) is None
 
 
 def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let autocast cast each weight anew: selective checkpointing counts the casts, which have to be as many again."""
+    """Let autocast cast each weight in each call: selective checkpointing needs as many casts the second time."""
 
     def call(*args: Any) -> Any:
         was_enabled = torch.is_autocast_cache_enabled()
@@ -204,7 +210,7 @@ def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what selective checkpointing does with the result of an operator."""
+    """Return whether selective checkpointing keeps the result of an operator or computes it again."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     name = operator.name().partition(".")[0]
@@ -213,7 +219,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an attention draws random numbers: left out, it would leave them to the next that draws."""
+    """Return whether an attention draws random numbers: if it were not run again, the next operator would draw them."""
     for index, argument in enumerate(operator._schema.arguments):  # noqa: SLF001
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
@@ -222,7 +228,7 @@ def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
     whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
-    if isinstance(whole, nn.Parameter):  # it stays where it is anyway
+    if isinstance(whole, nn.Parameter):  # its memory is not freed anyway
         return tensor.device, tensor
     if not tensor.is_cuda or tensor.is_sparse or type(tensor) is not Tensor:
         return tensor.device, tensor.cpu()
@@ -243,21 +249,21 @@ _Buffers = dict[str, Tensor | None]
 
 @dataclass
 class _Changing:
-    """Which modules of a part have been seen to change buffers in its forward."""
+    """The modules inside a submodule that have been seen to change buffers in its forward."""
 
     indices: set[int] | None = None
-    """In the order of ``part.modules()``; None before the first time."""
+    """Their places in ``submodule.modules()``; None before the first forward."""
 
 
 class _WithBuffers:
-    """A part's forward, to be called once and then again: again with the buffers of the first time, and no trace.
+    """A submodule's forward that is called twice: the second call starts with the buffers of the first and keeps none.
 
-    Without it the running statistics of a batch norm would move twice.
+    Without it the running statistics of a batch norm would be updated twice.
     """
 
-    def __init__(self, forward: Callable[..., Any], part: nn.Module, changing: _Changing) -> None:
+    def __init__(self, forward: Callable[..., Any], submodule: nn.Module, changing: _Changing) -> None:
         self._forward, self._changing = forward, changing
-        self._owners = {index: owner for index, owner in enumerate(part.modules()) if owner._buffers}  # noqa: SLF001
+        self._owners = {index: owner for index, owner in enumerate(submodule.modules()) if owner._buffers}  # noqa: SLF001
         self._before: dict[int, _Buffers] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -268,7 +274,7 @@ class _WithBuffers:
         versions = {index: _versions(buffers) for index, buffers in held.items()}
         copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
         output = self._forward(*args)
-        # the functions of batch norm change statistics without a new version, its module a counter with one
+        # batch norm's kernels change its statistics without a new version, but its module changes a counter with one
         now = {index: _versions(owner._buffers) for index, owner in self._owners.items()}  # noqa: SLF001
         changed = {index for index in now if now[index] != versions[index]}
         self._changing.indices = changed | (known or set())
@@ -293,6 +299,6 @@ def _copied(buffers: _Buffers) -> _Buffers:
 
 
 def _versions(buffers: _Buffers) -> list[tuple[int, int]]:
-    """Return which tensors these are, and numbers that grow when one is changed in place, outside of inference mode."""
+    """Return the identity of each tensor and its version, which an in-place change outside inference mode increases."""
     tensors = (tensor for tensor in buffers.values() if tensor is not None)
     return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]  # noqa: SLF001

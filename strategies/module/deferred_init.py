@@ -1,4 +1,4 @@
-"""Deferred initialisation: a module is built without memory, and its values are made later, a tensor at a time."""
+"""Deferred initialization: a module is built without memory, and initialized later, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,63 +24,64 @@ _OVERWRITING: Final = {
 }
 
 Places = Mapping[int, Sequence[str]]
-"""Names of tensors, by their memory."""
+"""The names of tensors, by their storage."""
 
 
 class DeferredInit:
-    """A record of how the tensors of a module are initialised, which is done when it is known where they belong.
+    """A record of how the tensors of a module are initialized, to be replayed when the module has been sharded.
 
-    Inside of `recording`, new tensors have no memory, and what is done to them is written down. `replay` does it, with
-    the random numbers that would have been drawn; a whole tensor exists only until the last operation on it is done.
-    So a module can be larger than the memory, if none of its tensors is. The idea is that of torchdistx.
+    Inside `recording`, new tensors are on the meta device, and the operations on them are recorded. `replay` performs
+    the operations, with the random numbers that would have been drawn; a whole tensor exists only until the last
+    operation on it. A module can thus be larger than the memory, if none of its tensors is. The idea is torchdistx's.
     """
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._outlines: dict[str, _Outline] = {}
         self.generator = torch.get_rng_state()
-        """The state of the random generator at the beginning; several ranks agree on one."""
+        """The state of the random generator when recording began; all ranks replay with the same one."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Build what is built inside without memory.
+        """Build modules inside without memory, and record the operations.
 
         Raises:
-            ModuleError: for what cannot be done later: to read values, or to draw random numbers for other tensors.
+            ModuleError: for operations that cannot be replayed, such as reading values.
         """
         self.generator = torch.get_rng_state()
         try:
-            with torch.device("meta"), _AsIfReal(), _Recorder(self._operations), _whole(self._operations):
+            with torch.device("meta"), _AsIfReal(), _Recorder(self._operations), _trunc_normal_as_one(self._operations):
                 yield
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if isinstance(error, ModuleError) or "meta" not in str(error).lower():
                 raise
             raise ModuleError(
-                f"configure_model reads values that are not there yet ({str(error)[:160]}), which deferred_init=True "
+                f"configure_model reads values that do not exist yet ({str(error)[:160]}), which deferred_init=True "
                 "cannot replay; build that layer in __init__, or leave deferred_init out."
             ) from error
         if not torch.equal(self.generator, torch.get_rng_state()):
             raise ModuleError(
-                "configure_model changed the state of the random generator by itself, found a torch.manual_seed or "
-                "numbers drawn with a device of their own, which deferred_init=True cannot replay; seed before fit "
-                "(seed_everything), or leave deferred_init out."
+                "configure_model changed the state of the random generator, by torch.manual_seed or by drawing with "
+                "device=..., which deferred_init=True cannot replay; seed before fit (seed_everything), or leave "
+                "deferred_init out."
             )
 
     def places(self, module: nn.Module) -> Places:
-        """Return which of the recorded tensors a module has: what `replay` can make. To be called before it changes."""
+        """Return the tensors of a module that `replay` can initialize; to be called before the module is converted."""
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._outlines = {name: _Outline.of(tensor) for name, tensor in named if tensor.device.type == "meta"}
         recorded = {memory for operation in self._operations for memory in operation.touched()}
-        found: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for name, outline in self._outlines.items():
             if outline.memory in recorded:
-                found.setdefault(outline.memory, []).append(name)
-        return found
+                names.setdefault(outline.memory, []).append(name)
+        return names
 
     def replay(self, places: Places, take: Callable[[str, Tensor], None]) -> None:
-        """Make tensors, on the CPU, and give each to `take` under each of its names as soon as it is complete.
+        """Compute the tensors on the CPU, and call `take` with each of its names as soon as a tensor is complete.
 
-        The random generator ends where building has left it in one process, unless it has been used since.
+        The random generator ends in the state that building the module leaves in one process, unless it has been used
+        since recording.
         """
         needed = _needed(self._operations, set(places))
         last = {memory: at for at in sorted(needed) for memory in self._operations[at].touched()}
@@ -90,7 +91,7 @@ class DeferredInit:
         for at, operation in enumerate(self._operations):
             if at not in needed:
                 if operation.is_random:
-                    operation.perform({})  # for the numbers that it draws
+                    operation.perform({})  # to advance the random generator
                 continue
             operation.perform(real)
             complete = {memory: real.pop(memory) for memory in operation.touched() if last[memory] == at}
@@ -101,7 +102,7 @@ class DeferredInit:
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Keeps the data of tensors made of it, which have none on the meta device; and hides that this is their device.
+    """Makes tensors from data on the CPU first, since the meta device would drop the data, and hides ``is_meta``.
 
     Some functions of torch.nn.init do nothing where ``tensor.is_meta`` (torch 2.14).
     """
@@ -116,7 +117,7 @@ class _AsIfReal(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operation that has to do with a tensor without memory."""
+    """Records every operation on tensors on the meta device."""
 
     def __init__(self, operations: list[_Operation]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,10 +133,10 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _whole(operations: list[_Operation]) -> Iterator[None]:
-    """Write calls of ``nn.init.trunc_normal_`` down as one operation.
+def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
+    """Record a call of ``nn.init.trunc_normal_`` as one operation.
 
-    It draws again what lies outside (torch 2.14), and so reads what it has drawn.
+    It draws again the numbers that lie outside the bounds (torch 2.14), and so reads values.
     """
     original = nn.init.trunc_normal_
 
@@ -155,10 +156,10 @@ def _whole(operations: list[_Operation]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Outline:
-    """What a tensor without memory is at a moment: operations such as ``t_`` change it in place."""
+    """The layout of a tensor on the meta device at one moment: operations such as ``t_`` change it in place."""
 
     storage: torch.UntypedStorage
-    """Without content; tensors that would share memory have it in common."""
+    """An empty storage; tensors that would share memory share it."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -172,16 +173,16 @@ class _Outline:
 
     @property
     def memory(self) -> int:
-        """What identifies the storage."""
+        """The identity of the storage."""
         return int(self.storage._cdata)  # noqa: SLF001
 
     @property
     def is_all(self) -> bool:
-        """Whether it is all there is in its memory."""
+        """Whether the tensor fills its storage."""
         return self.shape.numel() * self.dtype.itemsize == self.storage.nbytes()
 
     def real(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Return the tensor on the CPU, in the storage that stands for its own, which is made if there is none."""
+        """Return the tensor on the CPU, in the storage that replaces its own; a missing one is allocated."""
         if self.memory not in storages:
             storages[self.memory] = torch.UntypedStorage(self.storage.nbytes())
         empty = torch.empty(0, dtype=self.dtype)
@@ -189,7 +190,7 @@ class _Outline:
 
 
 class _Operation(NamedTuple):
-    """A call of torch, its tensors without memory."""
+    """A call of a torch function, with outlines in place of tensors."""
 
     function: Any
     args: tuple[Any, ...]
@@ -198,21 +199,21 @@ class _Operation(NamedTuple):
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws random numbers."""
-        return not self._is_of_torch or torch.Tag.nondeterministic_seeded in self.function.tags
+        """Whether the call draws random numbers."""
+        return not self._is_operator or torch.Tag.nondeterministic_seeded in self.function.tags
 
     @property
-    def _is_of_torch(self) -> bool:
-        """Whether it is a single operation of torch, not a function that initialises its first argument."""
+    def _is_operator(self) -> bool:
+        """Whether it is one operator of torch; otherwise it is a function that initializes its first argument."""
         return isinstance(self.function, torch._ops.OpOverload)  # noqa: SLF001
 
     def touched(self) -> set[int]:
-        """Return the memory of its arguments and of what it returns."""
+        """Return the storages of its arguments and results."""
         return _memories((self.args, self.kwargs, self.output))
 
     def changed(self) -> set[int]:
-        """Return the memory that has other values afterwards."""
-        if not self._is_of_torch:
+        """Return the storages whose values it changes."""
+        if not self._is_operator:
             return _memories(self.output)
         arguments = self.function._schema.arguments  # noqa: SLF001
         positional = zip(arguments, self.args, strict=False)
@@ -221,16 +222,16 @@ class _Operation(NamedTuple):
         return _memories(written) | (_memories(self.output) - _memories((self.args, self.kwargs)))
 
     def read(self) -> set[int]:
-        """Return the memory on whose values the others depend."""
+        """Return the storages whose values it reads."""
         first = self.args[0] if self.args else None
         others = _memories((self.args[1:], self.kwargs))
-        overwrites = not self._is_of_torch or self.function._schema.name in _OVERWRITING  # noqa: SLF001
+        overwrites = not self._is_operator or self.function._schema.name in _OVERWRITING  # noqa: SLF001
         if overwrites and isinstance(first, _Outline):
             return others if first.is_all else others | {first.memory}
         return _memories((self.args, self.kwargs))
 
     def perform(self, real: dict[int, torch.UntypedStorage]) -> None:
-        """Do it on the CPU, in the memory that stands for each; what is missing there is made."""
+        """Call the function on the CPU, in the storages that replace the recorded ones; missing ones are allocated."""
 
         def replace(value: Any) -> Any:
             if isinstance(value, _Outline):
@@ -245,7 +246,7 @@ class _Operation(NamedTuple):
 
 
 def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
-    """Return the operations on which wanted memory depends; values that are overwritten later do not count."""
+    """Return the operations that determine the wanted storages; values that are overwritten later do not count."""
     needed, alive = set(), set(wanted)
     for at in range(len(operations) - 1, -1, -1):
         changed = operations[at].changed()
@@ -256,7 +257,7 @@ def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
 
 
 def _outlined(values: Any) -> Any:
-    """Return nested arguments with outlines in place of tensors without memory."""
+    """Return nested arguments with outlines in place of tensors on the meta device."""
     return tree_map(
         lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
     )

@@ -1,4 +1,4 @@
-"""Memory: what a rank holds of a module's parameters, gradients and optimizer state, and should hold."""
+"""Memory estimate: the bytes of parameters, gradients and optimizer state that a rank holds and should hold."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..distributed.nested import iterate_tensors
-from ..state.dtensor import local_part
+from ..state.dtensor import local_shard
 
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """Which fraction of the whole each rank holds, as a strategy has it."""
+    """The fraction of a module's memory that a strategy keeps on each rank."""
 
     parameters: float = 1.0
     gradients: float = 1.0
@@ -26,7 +26,7 @@ class MemoryShare:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank."""
+    """The bytes on one rank."""
 
     parameters: float
     gradients: float
@@ -34,7 +34,7 @@ class Memory:
 
 
 def held_memory(module: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
-    """Return what this rank holds now."""
+    """Return the memory that this rank holds now."""
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     return Memory(
         parameters=_held(parameters),
@@ -44,7 +44,7 @@ def held_memory(module: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
 
 
 def expected_memory(module: nn.Module, optimizers: Sequence[Optimizer], share: MemoryShare) -> Memory:
-    """Return what a rank should hold when gradients and optimizer state are there."""
+    """Return the memory that a rank should hold once gradients and optimizer state exist."""
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     return Memory(
         parameters=_whole(parameters) * share.parameters,
@@ -58,14 +58,14 @@ def _expected_state(optimizer: Optimizer, share: float) -> float:
     held = _held(iterate_tensors(list(states.values())))
     if share == 1.0:
         return held
-    # this rank has the state of some parameters only, or of parts; the others have as much for each of their bytes
+    # this rank has the state of some parameters or shards only; the state of the others is as large per byte
     per_byte = held / (_held(states) or 1)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return per_byte * _whole(trained) * share
 
 
 def _held(tensors: Iterable[Tensor]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
 
 
 def _whole(tensors: Iterable[Tensor]) -> int:
@@ -73,10 +73,10 @@ def _whole(tensors: Iterable[Tensor]) -> int:
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the memory of what forward keeps for backward, parameters apart, in the thread that enters it.
+    """Counts the memory of the tensors that forward keeps for backward, without parameters, in the thread that enters.
 
-    What activation checkpointing drops does not count; what it keeps selectively may not either with a torch older than
-    2.14.
+    Tensors that activation checkpointing drops do not count. With a torch older than 2.14, those that it keeps
+    selectively may not count either.
     """
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def num_bytes(self) -> int:
-        """Of all storages kept, each once."""
+        """The size of all kept storages, each counted once."""
         return sum(self._sizes.values())
 
     def _note(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
         if not isinstance(whole, nn.Parameter):
-            storage = local_part(tensor.detach()).untyped_storage()
+            storage = local_shard(tensor.detach()).untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -1,4 +1,4 @@
-"""Precision: in which dtypes a module computes, keeps its parameters, and how small gradients survive."""
+"""Precision: the dtypes of a module's parameters and computation, and the scaling of its loss."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SHORT: Final = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": 
 
 
 class Precision:
-    """One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``64-true``, with Lightning's meaning.
+    """One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` and ``64-true``, with Lightning's meaning.
 
     ``-mixed`` keeps float32 parameters and autocasts the steps (``torch.amp``); ``16-mixed`` also scales the loss so
     that small float16 gradients survive (Micikevicius et al. 2018). ``-true`` converts parameters and inputs.
-    ``32``, ``16``, ``bf16`` and ``64`` are short for the first that they begin.
+    ``32``, ``16``, ``bf16`` and ``64`` are short for ``32-true``, ``16-mixed``, ``bf16-mixed`` and ``64-true``.
 
     Raises:
-        ConfigError: for a name that is none of these.
+        ConfigError: for any other name.
     """
 
     def __init__(self, name: str | int = "32-true") -> None:
@@ -41,12 +41,12 @@ class Precision:
         self.name = full
         self.param_dtype, self.autocast_dtype = _MODES[full]
         self.uses_scaler = self.autocast_dtype is torch.float16
-        """Whether gradients are computed of a scaled loss."""
+        """Whether the loss is scaled before backward."""
         self.is_plain = self.param_dtype is None and self.autocast_dtype is None
-        """Whether a step needs no context, and parameters and batches stay as they are."""
+        """Whether steps run without a context, and parameters and batches keep their dtypes."""
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the context in which a step runs: autocast, the parameters' dtype as default dtype, or nothing."""
+        """Return the context of a step: autocast, the parameters' dtype as the default dtype, or a null context."""
         if self.autocast_dtype is not None:
             return torch.autocast(device.type, dtype=self.autocast_dtype)
         if self.param_dtype is not None:
@@ -66,7 +66,7 @@ class Precision:
         return map_tensors(lambda tensor: _as_floating(tensor, dtype), batch)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return the gradient scaler; one that is disabled where this precision needs none."""
+        """Return the gradient scaler, disabled where this precision needs none."""
         return torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ def _as_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _DefaultDtype:
-    """The default dtype for new tensors while a step runs, and the old one after; enterable many times."""
+    """Sets the default dtype while a step runs, and restores the old one; it can be entered many times."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

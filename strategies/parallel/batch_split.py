@@ -1,4 +1,4 @@
-"""Cutting a batch into parts for several devices, and making one result of what the parts gave."""
+"""Batch splitting: slices for several devices are cut from a batch, and their results are combined."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ..distributed.nested import iterate_tensors, rebuild_mapping
 from ..errors import DataError, ModuleError
 
 
-def split(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
-    """Return a batch in at most so many parts, and the number of samples of each, as ``torch.chunk`` cuts.
+def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:
+    """Return at most `num_slices` slices of a batch, and the number of samples of each, as ``torch.chunk`` cuts.
 
-    Tensors are cut along their first dimension, lists with an entry for each sample likewise; a tensor without a
-    dimension, and anything else, is given to every part. A batch without a tensor to cut is one part.
+    Tensors are cut along their first dimension, and so are lists with an entry for each sample; a tensor without
+    dimensions, and anything else, is in every slice. A batch without a tensor to cut is one slice.
 
     Raises:
-        DataError: if tensors have different lengths, so that there is no telling which rows belong together.
+        DataError: if tensors have different lengths, so that rows that belong together are not known.
     """
     lengths = [len(tensor) for tensor in iterate_tensors(batch) if tensor.dim()]
-    if len(set(lengths)) > 1 and num_parts > 1:
+    if len(set(lengths)) > 1 and num_slices > 1:
         raise DataError(
-            f"A batch is cut into parts along the first dimension of its tensors, whose lengths are {lengths}; let "
-            "all have one row for each sample, or train on one device or with strategy='ddp'."
+            f"The tensors of a batch must have equal lengths to be cut into slices for several devices, got {lengths}; "
+            "give each tensor one row for each sample, or train on one device or with strategy='ddp'."
         )
     length = lengths[0] if lengths else 1
-    if num_parts == 1 or length <= 1:
+    if num_slices == 1 or length <= 1:
         return [batch], [length]
-    step = -(-length // num_parts)
+    step = -(-length // num_slices)
     starts = range(0, length, step)
-    parts = [_rows(batch, start, start + step, length) for start in starts]
-    return parts, [min(step, length - start) for start in starts]
+    slices = [_rows(batch, start, start + step, length) for start in starts]
+    return slices, [min(step, length - start) for start in starts]
 
 
 def _rows(data: Any, start: int, stop: int, length: int) -> Any:
@@ -48,73 +48,77 @@ def _rows(data: Any, start: int, stop: int, length: int) -> Any:
 
 
 def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
-    """Return what the whole batch would have given, of what its parts gave.
+    """Return the result for a whole batch, from those for its slices; `where` names them in errors.
 
-    Parts that gave None are left out. Numbers and tensors with a fraction are averaged, weighted by samples, and whole
-    numbers summed; tensors with a row for each sample are concatenated, lists with an entry for each sample likewise.
-    A dataclass that can be added is summed. Mappings, tuples and other dataclasses are combined entry by entry.
+    None is left out. Floating-point numbers and tensors are averaged, weighted by samples; integers are summed. Tensors
+    with a row for each sample are concatenated, and so are lists with an entry for each sample. A dataclass that can be
+    added is summed. Mappings, tuples and other dataclasses are combined entry by entry.
 
     Raises:
-        ModuleError: for results of which no one result can be made.
+        ModuleError: for results that cannot be combined.
     """
     given = [(result, size) for result, size in zip(results, sizes, strict=True) if result is not None]
     if len(given) <= 1:
         return given[0][0] if given else None
-    parts, sizes = [result for result, _ in given], [size for _, size in given]
-    first = parts[0]
-    if all(isinstance(part, Tensor) for part in parts):
-        return _combine_tensors(parts, sizes, where)
-    if len({type(part) for part in parts}) > 1:
-        raise _cannot(where, parts)
+    results, sizes = [result for result, _ in given], [size for _, size in given]
+    first = results[0]
+    if all(isinstance(result, Tensor) for result in results):
+        return _combine_tensors(results, sizes, where)
+    if len({type(result) for result in results}) > 1:
+        raise _cannot(where, results)
     if isinstance(first, Mapping):
-        if any(part.keys() != first.keys() for part in parts):
-            raise _cannot(where, [sorted(map(str, part)) for part in parts])
-        made = {key: combine([part[key] for part in parts], sizes, f"{where}[{key!r}]") for key in first}
+        if any(result.keys() != first.keys() for result in results):
+            raise _cannot(where, [sorted(map(str, result)) for result in results])
+        made = {key: combine([result[key] for result in results], sizes, f"{where}[{key!r}]") for key in first}
         return rebuild_mapping(first, made)
-    if isinstance(first, list) and [len(part) for part in parts] == list(sizes) and not _holds_rows(parts, sizes):
-        return [entry for part in parts for entry in part]
-    if isinstance(first, list | tuple) and any(len(part) != len(first) for part in parts):
-        raise _cannot(where, [f"{len(part)} entries" for part in parts])
+    if (
+        isinstance(first, list)
+        and [len(result) for result in results] == list(sizes)
+        and not _holds_rows(results, sizes)
+    ):
+        return [entry for result in results for entry in result]
+    if isinstance(first, list | tuple) and any(len(result) != len(first) for result in results):
+        raise _cannot(where, [f"{len(result)} entries" for result in results])
     if _is_dataclass(first) and hasattr(first, "__add__"):
-        return reduce(operator.add, parts)
+        return reduce(operator.add, results)
     if isinstance(first, list | tuple) or _is_dataclass(first):
-        return _by_child(lambda *children: combine(children, sizes, where), *parts)
-    return _combine_others(parts, sizes, where)
+        return _by_child(lambda *children: combine(children, sizes, where), *results)
+    return _combine_others(results, sizes, where)
 
 
-def _combine_tensors(parts: Sequence[Tensor], sizes: Sequence[int], where: str) -> Tensor:
-    has_rows = all(part.dim() and len(part) == size for part, size in zip(parts, sizes, strict=True))
-    if has_rows and all(part.shape[1:] == parts[0].shape[1:] for part in parts):
-        return torch.cat(list(parts))
-    if has_rows or any(part.shape != parts[0].shape for part in parts):
-        raise _cannot(where, [f"shape {tuple(part.shape)}" for part in parts])
-    has_fraction = parts[0].is_floating_point() or parts[0].is_complex()
-    return reduce(torch.add, _weighted(parts, sizes) if has_fraction else parts)
+def _combine_tensors(results: Sequence[Tensor], sizes: Sequence[int], where: str) -> Tensor:
+    has_rows = all(result.dim() and len(result) == size for result, size in zip(results, sizes, strict=True))
+    if has_rows and all(result.shape[1:] == results[0].shape[1:] for result in results):
+        return torch.cat(list(results))
+    if has_rows or any(result.shape != results[0].shape for result in results):
+        raise _cannot(where, [f"shape {tuple(result.shape)}" for result in results])
+    has_fraction = results[0].is_floating_point() or results[0].is_complex()
+    return reduce(torch.add, _weighted(results, sizes) if has_fraction else results)
 
 
-def _combine_others(parts: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
-    first = parts[0]
+def _combine_others(results: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
+    first = results[0]
     if isinstance(first, float):
-        return sum(_weighted(parts, sizes))
+        return sum(_weighted(results, sizes))
     if isinstance(first, int) and not isinstance(first, bool):
-        return sum(parts)
-    if isinstance(first, str | bool) and all(part == first for part in parts):
+        return sum(results)
+    if isinstance(first, str | bool) and all(result == first for result in results):
         return first
-    raise _cannot(where, parts)
+    raise _cannot(where, results)
 
 
-def _weighted(parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    return [part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
+def _weighted(results: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    return [result * (size / sum(sizes)) for result, size in zip(results, sizes, strict=True)]
 
 
-def _holds_rows(parts: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Return whether the entries of these lists are tensors with a row for each sample, and not one a sample."""
-    entries = [(entry, size) for part, size in zip(parts, sizes, strict=True) for entry in part]
+def _holds_rows(results: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+    """Return whether the entries of these lists are tensors with a row for each sample, not an entry for each."""
+    entries = [(entry, size) for result, size in zip(results, sizes, strict=True) for entry in result]
     return all(isinstance(entry, Tensor) and entry.dim() and len(entry) == size for entry, size in entries)
 
 
 def _by_child(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Return a structure like `first`, of what `function` makes of each child of it and of the others'."""
+    """Return a structure like `first`, with the result of `function` for each of its children and the others'."""
     if isinstance(first, Mapping):
         return rebuild_mapping(first, {key: function(first[key], *(other[key] for other in others)) for key in first})
     if isinstance(first, list | tuple):
@@ -122,7 +126,7 @@ def _by_child(function: Callable[..., Any], first: Any, *others: Any) -> Any:
         return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
     if _is_dataclass(first):
         names = [field.name for field in dataclasses.fields(first) if field.init]
-        changes = {name: function(*(getattr(one, name) for one in (first, *others))) for name in names}
+        changes = {name: function(*(getattr(data, name) for data in (first, *others))) for name in names}
         return dataclasses.replace(first, **changes)
     return first
 
@@ -131,10 +135,10 @@ def _is_dataclass(data: Any) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def _cannot(where: str, found: Sequence[Any]) -> ModuleError:
-    kinds = {type(one).__name__ for one in found}
-    shown = sorted(kinds) if len(kinds) > 1 else [one if isinstance(one, str) else f"{one!r:.60}" for one in found]
+def _cannot(where: str, results: Sequence[Any]) -> ModuleError:
+    kinds = {type(result).__name__ for result in results}
+    shown = sorted(kinds) if len(kinds) > 1 else [r if isinstance(r, str) else f"{r!r:.60}" for r in results]
     return ModuleError(
-        f"{where} returned, for the parts of one batch, {', '.join(shown)}, of which no one result can be made; return "
-        "tensors with a row for each sample, numbers, or mappings of those, with the same keys for every batch."
+        f"{where} must return what can be combined over the slices of a batch, got {', '.join(shown)}; return tensors "
+        "with a row for each sample, numbers, or mappings of those, with the same keys for every batch."
     )

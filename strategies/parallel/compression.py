@@ -1,4 +1,4 @@
-"""Gradients of DDP made smaller on their way, by torch's communication hooks."""
+"""Compression of the gradients that DDP sends, by torch's communication hooks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from ..errors import ConfigError
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 CommHook = tuple[object, Callable[[Any, Any], Any]]
-"""State and function of a hook of torch, or of the user."""
+"""The state and the function of a DDP communication hook, of torch or of the user."""
 
 _COMPRESSIONS: Final[tuple[Compression, ...]] = ("fp16", "bf16", "powersgd")
 
 
 def check_compression(hook: Compression | CommHook | None) -> None:
-    """Check that there is such a hook.
+    """Check that a hook exists.
 
     Raises:
-        ConfigError: for a name that none has.
+        ConfigError: for an unknown name.
     """
     if hook is not None and not isinstance(hook, tuple) and hook not in _COMPRESSIONS:
         raise ConfigError(
-            f"comm_hook={hook!r} is not known; choose one of {', '.join(_COMPRESSIONS)}, or give a state and a hook "
-            "of torch.distributed.algorithms.ddp_comm_hooks."
+            f"comm_hook={hook!r} is not known; choose one of {', '.join(_COMPRESSIONS)}, or give (state, hook) with a "
+            "hook of torch.distributed.algorithms.ddp_comm_hooks."
         )
 
 
 def register_compression(wrapper: Any, hook: Compression | CommHook) -> None:
-    """Let DDP compress gradients on their way."""
+    """Let DDP compress the gradients that it sends."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if isinstance(hook, tuple):
@@ -38,6 +38,6 @@ def register_compression(wrapper: Any, hook: Compression | CommHook) -> None:
         wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         compress = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
-        # Under a name of its own, and without annotations: torch refuses its bf16 hook, by name, on builds without NCCL
-        # (2.13), where it works; and any annotation that is no class of its own.
+        # A lambda: torch refuses its bf16 hook by name on builds without NCCL (2.13), where it works, and it refuses
+        # annotations other than its own classes.
         wrapper.register_comm_hook(None, lambda state, bucket: compress(state, bucket))  # noqa: PLW0108

@@ -1,4 +1,4 @@
-"""Mesh: how many ways parameters are replicated and sharded, and the ranks laid out by that."""
+"""Device mesh: the degrees of parallelism, and the ranks laid out by them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal
 from ..errors import ConfigError
 
 Replicas = int | Literal["nodes"]
-"""How many replicas there are; ``"nodes"`` is one for each node, and two on a single node."""
+"""The number of replicas; ``"nodes"`` means one for each node, and two on a single node."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The degrees of parallelism, from the slowest axis of the mesh to the fastest; their product is the world size.
+    """The degrees of parallelism, from the outermost axis of the mesh to the innermost; their product is world_size.
 
-    Ranks that are next to each other, and so on one node, lie along the last axis, which communicates most.
+    Neighbouring ranks, which are on one node, lie along the last axis, which communicates most. Each field is
+    an axis: the mesh, `world_size` and the text follow the fields.
     """
 
     dp_replicate: int = 1
@@ -24,23 +25,23 @@ class Degrees:
 
     @classmethod
     def of(cls, world_size: int, num_nodes: int, replicate: Replicas) -> Degrees:
-        """Return the degrees of so many processes, all of which shard or replicate.
+        """Return the degrees of `world_size` processes, which hold `replicate` replicas and shard each.
 
         Raises:
-            ConfigError: for a number of replicas that does not divide the number of processes.
+            ConfigError: for a number of replicas that does not divide `world_size`.
         """
         number = (num_nodes if num_nodes > 1 else 2) if replicate == "nodes" else replicate
         if isinstance(number, bool) or not isinstance(number, int) or number < 1 or world_size % number:
             divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
             meant = "" if number == replicate else f" (which is {number} here)"
             raise ConfigError(
-                f"replicate={replicate!r}{meant} does not divide the {world_size} process(es); give one of {divisors}."
+                f"replicate must divide world_size={world_size}, got {replicate!r}{meant}; give one of {divisors}."
             )
         return cls(number, world_size // number)
 
     @property
     def world_size(self) -> int:
-        """How many processes these are."""
+        """The number of processes."""
         return prod(getattr(self, field.name) for field in fields(self))
 
     def __str__(self) -> str:

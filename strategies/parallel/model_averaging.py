@@ -1,4 +1,4 @@
-"""ModelAverage: the replicas' parameters become their mean every some steps, by torch's model averagers."""
+"""ModelAverage: the parameters of replicas are averaged every few steps by torch's model averagers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class ModelAverage:
-    """Averages the parameters of one optimizer, by the number of its steps; torch's averager decides when.
+    """Averages the parameters of one optimizer over the ranks, when torch's averager says that it is due.
 
     Collective: every rank makes one, and calls `end_step` after each step of the optimizer.
     """
@@ -21,7 +21,7 @@ class ModelAverage:
     def __init__(self, optimizer: Optimizer, period: int | Mapping[int, int], warmup_steps: int) -> None:
         self._optimizer, self._warmup_steps = optimizer, warmup_steps
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="When.* period .*is 1")  # it works, and compares with DDP
+            warnings.filterwarnings("ignore", message="When.* period .*is 1")  # it lets a run be compared with DDP
             self._averager = _make_averager(period, warmup_steps)
 
     @property
@@ -35,7 +35,7 @@ class ModelAverage:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the next step still wants the gradients of all ranks."""
+        """Whether the next step still needs the gradients of all ranks."""
         return self.num_steps < self._warmup_steps
 
     def end_step(self) -> None:
@@ -47,7 +47,7 @@ class ModelAverage:
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def stand_ins() -> Iterator[nn.Parameter]:
-            # averagers give parameters new memory, and leave out those without a gradient, in which ranks may differ
+            # averagers replace the memory of parameters, and skip those without a gradient, which may differ by rank
             for parameter in parameters:
                 stand_in = nn.Parameter(parameter.detach(), requires_grad=False)
                 stand_in.grad = parameter.detach()
@@ -60,14 +60,14 @@ class ModelAverage:
                 parameter.copy_(average)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what differs between ranks before an average: parameters, and the optimizer's state of them."""
-        found: dict[str, Tensor] = {}
+        """Return the tensors that differ between ranks before an average: parameters and their optimizer state."""
+        tensors: dict[str, Tensor] = {}
         for index, parameter in enumerate(self._parameters()):
-            found[f"{index}"] = parameter.detach()
+            tensors[f"{index}"] = parameter.detach()
             for name, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    found[f"{index}.{name}"] = value
-        return found
+                    tensors[f"{index}.{name}"] = value
+        return tensors
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,10 +1,10 @@
-"""ShardedModule: a module of which each rank holds shards, and the steps that gather them part by part."""
+"""ShardedModule: each rank holds shards of a module, and steps gather them one unit at a time."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -18,65 +18,16 @@ from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS
 from ..module.deferred_init import DeferredInit, Places
 from ..module.precision import Precision
-from ..state.dtensor import is_shard, local_part, shard_like
-from .mesh import Degrees
+from ..state.dtensor import is_dtensor, local_shard, shard_like
 from .replica import copy_from_first
-from .sharding_policy import Policy, Reshard, ShardingPlan, find_units, make_plan
+from .sharding_policy import ShardingOptions
 from .step_caller import StepCaller
 
 _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
-    """What is sharded, how long it is gathered, and in which dtypes it is computed."""
-
-    policy: Policy | None = None
-    """Which parts are units, see `find_units`."""
-    reshard_after_forward: Reshard = True
-    """Whether parameters are freed after forward; or among how many ranks they are kept."""
-    forward_prefetch: int = 0
-    """How many units ahead parameters are gathered in forward."""
-    backward_prefetch: int = 0
-    """The same in backward."""
-    sync_each_micro_batch: bool = False
-    """Whether gradients meet after each micro-batch, or wait whole on each rank for the last of a step."""
-    cpu_offload: bool = False
-    """Whether parameters, gradients and optimizer state are on the CPU."""
-    mixed_precision: Any = None
-    """A ``MixedPrecisionPolicy`` of torch, in place of what the trainer's precision means."""
-
-    def validate(self, degrees: Degrees) -> None:
-        """Check what can be known before any process is started.
-
-        Raises:
-            ConfigError: for numbers that cannot be.
-        """
-        shards, reshard = degrees.dp_shard, self.reshard_after_forward
-        if not isinstance(reshard, bool) and (reshard < 2 or shards % reshard):
-            possible = [True, False, *(d for d in range(2, shards) if shards % d == 0)]
-            raise ConfigError(
-                f"reshard_after_forward={reshard} does not divide the {shards} shards of {degrees}; give one of "
-                f"{', '.join(map(str, possible))}."
-            )
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not possible; give a number of units, or 0.")
-
-    def find_units(self, module: nn.Module, precision: Precision) -> list[str]:
-        """Return the names of the units of a module."""
-        # statistics of a batch stay in float32
-        with_batch_norms = self.mixed_precision is None and precision.autocast_dtype is not None
-        return find_units(module, self.policy, with_batch_norms=with_batch_norms)
-
-    def plan(self, module: nn.Module, precision: Precision, degrees: Degrees) -> ShardingPlan:
-        """Return what would be sharded where."""
-        units = self.find_units(module, precision)
-        return make_plan(module, units, self.reshard_after_forward, str(degrees), degrees.dp_shard)
-
-
 class ShardedModule:
-    """This rank's shards of a module, which is sharded in place: units, then a root around the steps with the rest.
+    """Shards a module in place: its units, then a root around its steps with the rest of the parameters.
 
     In manual optimization each child is a root of its own, since gradients are computed inside the step. Collective:
     every rank makes one.
@@ -84,8 +35,8 @@ class ShardedModule:
     Args:
         module: the user's module, equal on all ranks afterwards.
         mesh: a DeviceMesh with the axis ``dp_shard``, and maybe ``dp_replicate`` before it.
-        collectives: those of all ranks.
-        device: where this rank computes.
+        collectives: over all ranks.
+        device: the device of this rank.
         precision: the trainer's.
         options: see `ShardingOptions`.
         is_manual: whether the module's step computes gradients and updates itself.
@@ -109,7 +60,7 @@ class ShardedModule:
         self.module = module
         self._mesh, self._collectives, self._device = mesh, collectives, device
         self._precision, self._options = precision, options
-        # what a manual step keeps would be outdated after its own updates
+        # parameters kept gathered would be outdated after the updates of a manual step
         self._reshards = True if is_manual else options.reshard_after_forward
         self._units = self._shard_units()
         self._caller = StepCaller(module, returns_tensors=True)
@@ -128,43 +79,43 @@ class ShardedModule:
     # --- sharding ----------------------------------------------------------------------------------------------------
 
     def _shard_units(self) -> list[Any]:
-        """Shard the parts that are units, inner ones first, and return them in the module's order."""
+        """Shard the submodules that are units, inner ones first, and return them in the module's order."""
         from torch.distributed.fsdp import FSDPModule
 
         module, policy = self.module, self._options.policy
         configure = getattr(module, "configure_sharding", None)
         if configure is not None:
             configure(self._mesh)
-        own = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        own = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
         if not own:
             names = self._options.find_units(module, self._precision)
             return [self._shard(module.get_submodule(name)) for name in reversed(names)][::-1]
         if own[0] is module or policy is not None:
-            found = f"policy={policy!r:.60} is given" if policy is not None else "the module itself is one of them"
+            reason = f"policy={policy!r:.60} is given" if policy is not None else "the module itself is one of them"
             raise ConfigError(
-                f"{type(module).__name__}.configure_sharding shards {len(own)} parts, but {found}; let it shard parts "
-                "of the module, whose rest the strategy shards, and leave policy out."
+                f"{type(module).__name__}.configure_sharding shards {len(own)} modules, but {reason}; let it shard "
+                "submodules only (the strategy shards the rest of the module), and leave policy out."
             )
         return list(own)
 
-    def _shard(self, part: nn.Module, *, is_root: bool = False) -> Any:
-        """Shard what a part has beyond the units inside of it. Collective: every rank calls it."""
+    def _shard(self, submodule: nn.Module, *, is_root: bool = False) -> Any:
+        """Shard the parameters of a submodule that are not in units inside it. Collective: every rank calls it."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        self._make_equal(part)
+        self._make_equal(submodule)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         return fully_shard(
-            part,
+            submodule,
             mesh=self._mesh,
-            # None is torch's default for a root, which keeps what backward needs first
-            reshard_after_forward=None if isinstance(part, StepCaller) and self._reshards else self._reshards,
-            mp_policy=self._mixed_precision(part, is_root=is_root),
+            # None is torch's default for a root: it keeps the parameters that backward needs first
+            reshard_after_forward=None if isinstance(submodule, StepCaller) and self._reshards else self._reshards,
+            mp_policy=self._mixed_precision(submodule, is_root=is_root),
             offload_policy=offload if self._options.cpu_offload else OffloadPolicy(),
         )
 
-    def _make_equal(self, part: nn.Module) -> None:
-        """Bring the tensors of a part that are not sharded yet to the device, with rank 0's values."""
-        tensors = [t for t in chain(part.parameters(), part.buffers()) if not (is_shard(t) or t.is_meta)]
+    def _make_equal(self, submodule: nn.Module) -> None:
+        """Move the tensors of a submodule that are not sharded yet to the device, and copy rank 0's values."""
+        tensors = [t for t in chain(submodule.parameters(), submodule.buffers()) if not (is_dtensor(t) or t.is_meta)]
         for tensor in tensors:
             tensor.data = tensor.data.to(self._device)
         copy_from_first(tensors, self._collectives)
@@ -174,61 +125,66 @@ class ShardedModule:
         module = self.module
         roots = list(_with_forward(module))
         inside = Counter(parameter for root in roots for parameter in set(root.parameters()))
-        wrong = [name for name, parameter in module.named_parameters() if inside[parameter] != 1]
-        if wrong:
+        misplaced = [name for name, parameter in module.named_parameters() if inside[parameter] != 1]
+        if misplaced:
             raise ModuleError(
-                f"{', '.join(wrong[:5])} of {type(module).__name__} belongs to no child, or to several, and "
-                "automatic_optimization=False: the parameters of a child are gathered when its forward is called; put "
-                "them into one child module."
+                f"{', '.join(misplaced[:5])} of {type(module).__name__} belongs to no child, or to several, and "
+                "automatic_optimization=False, where the parameters of a child are gathered when its forward is "
+                "called; put each parameter into one child module."
             )
         for root in roots:
-            if any(not is_shard(parameter) for parameter in root.parameters()):
+            if any(not is_dtensor(parameter) for parameter in root.parameters()):
                 self._shard(root, is_root=True)
             else:
                 self._make_equal(root)
         return [root for root in roots if next(root.parameters(), None) is not None]
 
-    def _mixed_precision(self, part: nn.Module, *, is_root: bool) -> Any:
+    def _mixed_precision(self, submodule: nn.Module, *, is_root: bool) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         given, dtype = self._options.mixed_precision, self._precision.autocast_dtype
-        if given is None and (dtype is None or isinstance(part, _BatchNorm)):
+        if given is None and (dtype is None or isinstance(submodule, _BatchNorm)):
             return MixedPrecisionPolicy()
         policy = given or MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=torch.float32,
             output_dtype=torch.float32,
-            # a batch holds targets as well as inputs, and autocast casts what it has to
-            cast_forward_inputs=not isinstance(part, StepCaller),
+            # a batch holds targets as well as inputs; autocast casts those that need it
+            cast_forward_inputs=not isinstance(submodule, StepCaller),
         )
-        # an inner part that returned float32 would meet the next one's parameters
+        # a unit that returned float32 would pass it to the next unit's half precision parameters
         return policy if is_root else replace(policy, output_dtype=None)
 
     def fill(self, deferred: DeferredInit, places: Places) -> None:
-        """Give what has no memory yet its shard of the values that were recorded. Collective: every rank calls it.
+        """Allocate the tensors on the meta device and fill them from the record. Collective: every rank calls it.
 
         Raises:
-            ModuleError: for tensors of which none were.
+            ModuleError: for tensors whose initialization was not recorded.
         """
         module = self.module
-        known = {name for names in places.values() for name in names}
+        recorded = {name for names in places.values() for name in names}
         empty = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
         if not empty:
             return
-        if empty - known:
+        if empty - recorded:
             raise ModuleError(
-                f"{', '.join(sorted(empty - known)[:5])} of {type(module).__name__} has no values, found it on the "
-                "meta device; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
+                f"{', '.join(sorted(empty - recorded)[:5])} of {type(module).__name__} is on the meta device and "
+                "has no values; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
             )
-        device = torch.device("cpu") if self._options.cpu_offload else self._device
-        whole: nn.Module = module if self._is_manual else self._roots[0]
-        whole._apply(lambda t: torch.empty_like(t, device=device if is_shard(t) else self._device) if t.is_meta else t)  # noqa: SLF001
+        shard_device = torch.device("cpu") if self._options.cpu_offload else self._device
+
+        def allocated(tensor: Tensor) -> Tensor:
+            device = shard_device if is_dtensor(tensor) else self._device
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        root: nn.Module = module if self._is_manual else self._roots[0]
+        root._apply(allocated)  # noqa: SLF001
         own = dict(_named_tensors(module))
 
         def take(name: str, value: Tensor) -> None:
             target = own[name]
             with torch.no_grad():
-                local_part(target).copy_(local_part(shard_like(value.to(target.dtype), target)))
+                local_shard(target).copy_(local_shard(shard_like(value.to(target.dtype), target)))
 
         deferred.generator = self._collectives.broadcast(deferred.generator).cpu()
         deferred.replay(places, take)
@@ -248,11 +204,11 @@ class ShardedModule:
         Raises:
             ModuleError: naming those that were.
         """
-        whole = [name for name, parameter in self.module.named_parameters() if not is_shard(parameter)]
+        whole = [name for name, parameter in self.module.named_parameters() if not is_dtensor(parameter)]
         if whole:
             raise ModuleError(
-                f"{', '.join(whole[:5])} of {type(self.module).__name__} came after the module was sharded, so that "
-                "its gradients would stay on their rank; create parameters in __init__ or configure_model."
+                f"{', '.join(whole[:5])} of {type(self.module).__name__} came after the module was sharded, and its "
+                "gradients would not be reduced; create parameters in __init__ or configure_model."
             )
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -275,33 +231,32 @@ class ShardedModule:
         finally:
             self._is_in_step = False
         if not torch.is_grad_enabled():
-            self.reshard()  # or hooks between steps would see, and change, copies of the parameters
+            self.reshard()  # or hooks between steps would see and change gathered copies of the parameters
         return self._caller.rebuild(output)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Be the module's ``forward``, which may also be called between steps; then it has to gather parameters."""
+        """Run the module's ``forward``; when it is called between steps, through the root, which gathers parameters."""
         return self._forward(*args, **kwargs) if self._is_in_step else self._run("forward", *args, **kwargs)
 
     def _check_batch(self, step_name: str, args: Sequence[Any]) -> None:
         self._checked_steps.add(step_name)
         for tensor in iterate_tensors(args):
-            if is_shard(tensor) or tensor.device != self._device:
-                found = "a DTensor" if is_shard(tensor) else f"on {tensor.device}"
+            if is_dtensor(tensor) or tensor.device != self._device:
+                place = "a DTensor" if is_dtensor(tensor) else f"on {tensor.device}"
                 raise ModuleError(
-                    f"{step_name} got a tensor of shape {tuple(tensor.shape)} that is {found}, but the ranks of the "
-                    f"mesh compute with plain tensors, this one on {self._device}; let transfer_batch_to_device bring "
-                    "it there."
+                    f"{step_name} must get plain tensors on {self._device}, got one of shape "
+                    f"{tuple(tensor.shape)} that is {place}; move it in transfer_batch_to_device."
                 )
 
     def reshard(self) -> None:
         """Free all gathered parameters."""
-        for part in dict.fromkeys((*self._roots, *self._units)):
-            part.reshard()
+        for submodule in dict.fromkeys((*self._roots, *self._units)):
+            submodule.reshard()
 
     def set_grad_sync(self, enabled: bool) -> None:
-        """Note that a micro-batch begins; only the last of a step synchronises, unless each is to."""
+        """Say whether the next backward reduces gradients; with ``sync_each_micro_batch`` each does."""
         if enabled == self._syncs:
-            return  # torch would walk the module
+            return  # torch walks the whole module
         self._syncs = enabled
         for root in self._roots:
             root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
@@ -309,7 +264,7 @@ class ShardedModule:
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module; in place of a container without a forward, its children."""
+    """Yield the children of a module, and in place of a container without a forward its children."""
     for child in module.children():
         if isinstance(child, CONTAINERS):
             yield from _with_forward(child)
@@ -327,10 +282,10 @@ def _names(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _match_inputs_of_norms(module: nn.Module) -> None:
-    """Let norms take inputs of another dtype than their parameters', gathered in half precision, as they do on GPUs."""
-    for part in module.modules():
-        if isinstance(part, _NORMS) and part.weight is not None:
-            part.register_forward_pre_hook(_match_input)
+    """Let norms take inputs of another dtype than their parameters, as they do on GPUs but not on the CPU."""
+    for submodule in module.modules():
+        if isinstance(submodule, _NORMS) and submodule.weight is not None:
+            submodule.register_forward_pre_hook(_match_input)
 
 
 def _match_input(norm: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -1,4 +1,4 @@
-"""ShardedOptimizer: an optimizer whose state is spread over the ranks by torch's ZeroRedundancyOptimizer."""
+"""ShardedOptimizer: torch's ZeroRedundancyOptimizer spreads the state of a user's optimizer over the ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from ..state.closures import needs_closure
+from ..state.optimizer_state import needs_closure
 
 
 class ShardedOptimizer:
     """A user's optimizer of which this rank keeps the state of some parameters and updates only those.
 
-    The user's object stays what schedulers, callbacks and gradient scaler hold: its groups have all parameters, and its
-    ``state`` what this rank owns. Only its ``step`` becomes another: this rank's part of it, then a broadcast of the
-    new parameters from their owners. Whole parameters are dealt, the largest first, to the rank with the least.
-    Collective: every rank makes one.
+    Schedulers, callbacks and the gradient scaler go on holding the user's object: its groups have all parameters, its
+    ``state`` those that this rank owns. Only its ``step`` is replaced: it updates the parameters that this rank owns,
+    then broadcasts the new parameters from their owners. Whole parameters are dealt to the ranks, the largest first,
+    always to the rank with the fewest elements. Collective: every rank makes one.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1.
 
@@ -36,24 +36,24 @@ class ShardedOptimizer:
                 "use strategy='ddp', or an optimizer that updates each parameter by itself."
             )
         self._optimizer = optimizer
-        # the groups become those of the user's optimizer: one dict each, seen by both
-        make: Any = self._make_own  # which torch calls as it would the class
+        # torch calls it as it would call the class; both optimizers share the dictionaries of the groups
+        make: Any = self._make_own
         self._zero: Any = ZeroRedundancyOptimizer(
             list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults
         )
         self._follow()
         step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
-        step._wrapped_by_lr_sched = True  # noqa: SLF001 - and so a scheduler made later does not wrap it
+        step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler made later does not wrap it
         vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
 
     def _make_own(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        """Return the user's optimizer once more, with this rank's parameters in its groups.
+        """Return a second optimizer of the user's class, with this rank's parameters in its groups.
 
-        Made as unpickling makes one: a constructor may have other arguments than the defaults of the groups.
+        It is made as unpickling makes one: a constructor may have other arguments than the defaults of the groups.
         """
         optimizer = self._optimizer
         own: Optimizer = object.__new__(type(optimizer))
-        # neither a scheduler's wrapper of the step nor hooks: they are for the user's object
+        # without the scheduler's wrapper of the step and without hooks, which are for the user's object
         attributes = {
             name: value
             for name, value in vars(optimizer).items()
@@ -64,10 +64,10 @@ class ShardedOptimizer:
 
     def owns(self, parameter: Any) -> bool:
         """Return whether this rank keeps the state of a parameter."""
-        return bool(self._zero._param_to_rank[parameter] == self._zero.rank)  # noqa: SLF001 - nothing public tells
+        return bool(self._zero._param_to_rank[parameter] == self._zero.rank)  # noqa: SLF001 - torch has no public name
 
     def _follow(self) -> None:
-        """Take over groups that were added to the user's optimizer, and groups and state that were loaded into it."""
+        """Take over groups that were added to the user's optimizer, and state that was loaded into it."""
         optimizer, zero = self._optimizer, self._zero
         for group in optimizer.param_groups[len(zero.param_groups) :]:
             zero.add_param_group(group)

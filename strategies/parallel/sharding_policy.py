@@ -1,4 +1,4 @@
-"""Sharding policy: which parts of a module are gathered and freed together, and a plan that shows it."""
+"""Sharding policy: options, the submodules that are gathered and freed together, and a plan that shows them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,33 +15,35 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
+from ..module.precision import Precision
+from .mesh import Degrees
 
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
-"""Module classes; a minimum number of parameters; or a function of a part's name and the part."""
+"""Module classes; a minimum number of parameters; or a function of a submodule's name and the submodule."""
 Reshard = bool | int
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a module whose parameters are gathered and freed together."""
+    """A submodule whose parameters are gathered and freed together."""
 
     name: str
-    """Its place in the module; empty for the root, which has what is in no other unit."""
+    """Its name in the module; empty for the root, which has the parameters that are in no other unit."""
     kind: str
     """Its class."""
     num_parameters: int
-    """Those of its own, without those of units inside of it."""
+    """Without those of units inside it."""
     num_bytes: int
-    """Of its parameters, all ranks together."""
+    """The size of its parameters, all ranks together."""
     bytes_a_rank: int
-    """Of its parameters, on the rank that has most."""
+    """The size of its parameters on the rank that has most."""
     reshard: Reshard
-    """Whether they are freed after forward, or kept among so many ranks."""
+    """Whether parameters are freed after forward; or among how many ranks they are kept."""
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What is sharded where: print it."""
+    """The units of a module and how they are sharded: print it."""
 
     units: tuple[Unit, ...]
     """In the module's order; the root is the last one."""
@@ -70,37 +73,86 @@ class ShardingPlan:
         return "\n".join([f"Sharded over {self.layout}:", *(line.rstrip() for line in lines)])
 
 
-def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
-    """Return the names of the parts of a module that are units of their own, outer ones before inner ones.
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """Which units are sharded, how long they stay gathered, and in which dtypes they compute."""
 
-    Without a policy these are the repeated blocks: parts of one class, two or more side by side in a ModuleList or a
-    Sequential, and not inside of another such block. A part that shares a parameter with the rest stays with the rest.
-    With `with_batch_norms` each batch norm is a unit, too.
+    policy: Policy | None = None
+    """Which submodules are units, see `find_units`."""
+    reshard_after_forward: Reshard = True
+    """Whether parameters are freed after forward; or among how many ranks they are kept."""
+    forward_prefetch: int = 0
+    """How many units ahead parameters are gathered in forward."""
+    backward_prefetch: int = 0
+    """The same in backward."""
+    sync_each_micro_batch: bool = False
+    """Whether gradients are reduced after each micro-batch, or kept whole on each rank until the last of a step."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer state are kept on the CPU."""
+    mixed_precision: Any = None
+    """A ``MixedPrecisionPolicy`` of torch, in place of the one for the trainer's precision."""
+
+    def validate(self, degrees: Degrees) -> None:
+        """Check what can be known before any process is started.
+
+        Raises:
+            ConfigError: for numbers that are not possible.
+        """
+        shards, reshard = degrees.dp_shard, self.reshard_after_forward
+        if not isinstance(reshard, bool) and (reshard < 2 or shards % reshard):
+            possible = [True, False, *(d for d in range(2, shards) if shards % d == 0)]
+            raise ConfigError(
+                f"reshard_after_forward must divide dp_shard={shards}, got {reshard}; give one of "
+                f"{', '.join(map(str, possible))}."
+            )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name} must be >= 0, got {getattr(self, name)}; give a number of units, or 0 for none."
+                )
+
+    def find_units(self, module: nn.Module, precision: Precision) -> list[str]:
+        """Return the names of the units of a module."""
+        # batch norms compute their statistics in float32
+        with_batch_norms = self.mixed_precision is None and precision.autocast_dtype is not None
+        return find_units(module, self.policy, with_batch_norms=with_batch_norms)
+
+    def plan(self, module: nn.Module, precision: Precision, degrees: Degrees) -> ShardingPlan:
+        """Return the units that the module would be sharded in."""
+        units = self.find_units(module, precision)
+        return make_plan(module, units, self.reshard_after_forward, str(degrees), degrees.dp_shard)
+
+
+def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
+    """Return the names of the submodules that are units of their own, outer ones before inner ones.
+
+    Without a policy these are the module's `repeated_blocks`. A submodule that shares a parameter with the rest of the
+    module stays with the rest. With `with_batch_norms` each batch norm is a unit, too.
 
     Raises:
-        ConfigError: for a policy that is none, or that matches no part.
+        ConfigError: for a policy that is not valid, or that matches no submodule.
         ModuleError: for parameters that cannot be sharded.
     """
     check_parameters(module)
-    parts = {name: part for name, part in module.named_modules() if name and _has_parameters(part)}
+    submodules = {name: child for name, child in module.named_modules() if name and _has_parameters(child)}
     if policy is None:
         chosen = {name for name, _ in repeated_blocks(module)}
     elif isinstance(policy, int) and not isinstance(policy, bool):
-        chosen = set(_large_parts(module, policy))
+        chosen = set(_large_submodules(module, policy))
     else:
-        is_meant = _predicate(policy)
-        chosen = {name for name, part in parts.items() if is_meant(name, part)}
-    found = {name for name in chosen if name in parts and not isinstance(parts[name], CONTAINERS)}
-    if policy is not None and not found:
-        kinds = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
+        is_unit = _predicate(policy)
+        chosen = {name for name, submodule in submodules.items() if is_unit(name, submodule)}
+    units = {name for name in chosen if name in submodules and not isinstance(submodules[name], CONTAINERS)}
+    if policy is not None and not units:
+        kinds = ", ".join(sorted({type(submodule).__name__ for submodule in submodules.values()}))
         raise ConfigError(
-            f"policy={policy!r:.80} matches no part of {type(module).__name__} with parameters and a forward of its "
-            f"own; it has {kinds}. Leave policy out to shard its repeated blocks."
+            f"policy={policy!r:.80} matches no submodule of {type(module).__name__} with parameters and a forward; it "
+            f"has {kinds}. Leave policy out to shard its repeated blocks."
         )
     if with_batch_norms:
-        found |= {name for name, part in parts.items() if isinstance(part, _BatchNorm)}
-    shared = _shared_parts(module, found)
-    return [name for name in parts if name in found - shared]
+        units |= {name for name, submodule in submodules.items() if isinstance(submodule, _BatchNorm)}
+    separate = units - _shared_submodules(module, units)
+    return [name for name in submodules if name in separate]
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -112,14 +164,14 @@ def check_parameters(module: nn.Module) -> None:
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ModuleError(
-            f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet, and cannot be sharded; call the "
-            "module once before fit, or name the sizes of its lazy layers."
+            f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet and cannot be sharded; call the module "
+            "once before fit, or give its lazy layers their sizes."
         )
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ModuleError(
-            f"{', '.join(scalars[:5])} of {type(module).__name__} has no dimension to shard, found shape []; give it "
-            "one: nn.Parameter(torch.zeros(1))."
+            f"{', '.join(scalars[:5])} of {type(module).__name__} must have a dimension to shard, got shape []; give "
+            "it one: nn.Parameter(torch.zeros(1))."
         )
 
 
@@ -127,56 +179,52 @@ def _predicate(policy: Policy) -> Predicate:
     predicate = as_predicate(policy)
     if predicate is None:
         raise ConfigError(
-            f"policy={policy!r:.80} is no sharding policy; give module classes, a number of parameters, or a function "
-            "of a part's name and the part."
+            "policy must be module classes, a number of parameters, or a function of a submodule's name and the "
+            f"submodule, got {policy!r:.80}; give one of these, or leave policy out."
         )
     return predicate
 
 
-def _large_parts(module: nn.Module, least: int) -> list[str]:
-    """Return the smallest parts that have so many parameters which are in no smaller one."""
+def _large_submodules(module: nn.Module, least: int) -> list[str]:
+    """Return the smallest submodules with at least `least` parameters that are not in a smaller one of them."""
     taken: set[nn.Parameter] = set()
-    found = []
-    for name, part in reversed(list(module.named_modules())):
-        own = [parameter for parameter in part.parameters() if parameter not in taken]
-        if name and not isinstance(part, CONTAINERS) and sum(p.numel() for p in own) >= least:
+    names = []
+    for name, submodule in reversed(list(module.named_modules())):
+        own = [parameter for parameter in submodule.parameters() if parameter not in taken]
+        if name and not isinstance(submodule, CONTAINERS) and sum(p.numel() for p in own) >= least:
             taken.update(own)
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
-def _shared_parts(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those parts that share a parameter with something outside of them."""
-    uses: Counter[nn.Parameter] = Counter()
-    for part in module.modules():
-        uses.update(parameter for parameter in part._parameters.values() if parameter is not None)  # noqa: SLF001
-    shared = set()
-    for name in names:
-        part = module.get_submodule(name)
-        inside: Counter[nn.Parameter] = Counter()
-        for inner in part.modules():
-            inside.update(parameter for parameter in inner._parameters.values() if parameter is not None)  # noqa: SLF001
-        if any(uses[parameter] > count for parameter, count in inside.items()):
-            shared.add(name)
-    return shared
+def _shared_submodules(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the submodules that share a parameter with a module outside them."""
+    uses = _uses(module)
+    inside = {name: _uses(module.get_submodule(name)) for name in names}
+    return {name for name, counts in inside.items() if any(uses[p] > count for p, count in counts.items())}
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Count by how many submodules each parameter is held."""
+    return Counter(parameter for child in module.modules() for parameter in child.parameters(recurse=False))
 
 
 def make_plan(module: nn.Module, names: Sequence[str], reshard: Reshard, layout: str, num_shards: int) -> ShardingPlan:
-    """Return the plan of a module whose parts of these names are units."""
+    """Return the plan of a module with units of these names, and a root for the rest."""
     taken: set[nn.Parameter] = set()
     units = []
     for name in [*reversed(names), ""]:
-        part = module.get_submodule(name)
-        own = [parameter for parameter in dict.fromkeys(part.parameters()) if parameter not in taken]
+        submodule = module.get_submodule(name)
+        own = [parameter for parameter in dict.fromkeys(submodule.parameters()) if parameter not in taken]
         taken.update(own)
         units.append(
             Unit(
                 name=name,
-                kind=type(part).__name__,
+                kind=type(submodule).__name__,
                 num_parameters=sum(parameter.numel() for parameter in own),
                 num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own),
                 bytes_a_rank=sum(_largest_share(parameter, num_shards) for parameter in own),
-                # torch keeps what the root has, which backward needs first
+                # torch keeps the parameters of the root, which backward needs first
                 reshard=reshard if name else False,
             )
         )
@@ -185,7 +233,7 @@ def make_plan(module: nn.Module, names: Sequence[str], reshard: Reshard, layout:
 
 def _largest_share(parameter: torch.Tensor, num_shards: int) -> int:
     rows = -(-parameter.shape[0] // num_shards)
-    # from the shape, for an index into a shard is a collective
+    # computed from the shape, since indexing a DTensor is a collective
     return rows * prod(parameter.shape[1:]) * parameter.element_size()
 
 

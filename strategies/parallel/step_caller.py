@@ -1,4 +1,4 @@
-"""StepCaller: a module whose ``forward`` is any step of another, for wrappers that need ``forward`` to be called."""
+"""StepCaller: a module whose ``forward`` calls any step of another, for wrappers such as DDP that call ``forward``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ _WITHOUT_SAMPLES: Final = "without samples"
 
 
 class StepCaller(nn.Module):
-    """What `DistributedDataParallel` wraps, in place of the user's module."""
+    """The module that ``DistributedDataParallel`` and ``fully_shard`` wrap, around the user's module.
+
+    Args:
+        module: the user's module.
+        returns_tensors: whether ``forward`` returns the tensors of what the step returned, as a list. The wrappers look
+            for tensors in it, and do not know classes such as `Loss`. `rebuild` puts the tensors back.
+    """
 
     def __init__(self, module: nn.Module, *, returns_tensors: bool) -> None:
         super().__init__()
@@ -22,11 +28,7 @@ class StepCaller(nn.Module):
         self._structure: Any = None
 
     def forward(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the step, or add up the parameters given in its place.
-
-        With `returns_tensors`, DDP gets the tensors of what the step returned as a list: it looks for them to find the
-        parameters that were used, and knows no classes such as `Loss`. `rebuild` puts them back.
-        """
+        """Call the step; or, for a rank without samples, return 0 times the parameters given in its place."""
         if step_name == _WITHOUT_SAMPLES:
             output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
         else:
@@ -38,7 +40,7 @@ class StepCaller(nn.Module):
         return list(iterate_tensors(output))
 
     def rebuild(self, output: Any) -> Any:
-        """Return what the step returned, with these tensors in place of its own."""
+        """Return what the step returned, with the wrapper's tensors in place of its own."""
         if not self.returns_tensors:
             return output
         structure, self._structure, tensors = self._structure, None, iter(output)

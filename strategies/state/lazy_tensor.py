@@ -1,9 +1,9 @@
-"""StoredTensor: a tensor in blocks of mapped files, of which each process reads what it uses."""
+"""StoredTensor: a tensor in blocks of mapped files; each process reads only the blocks that it uses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,22 +11,32 @@ from torch import Tensor
 from ..distributed.nested import map_tensors
 from ..errors import CheckpointError
 
-Block: TypeAlias = tuple[Tensor, Sequence[int]]
-"""A part of a tensor, and where it begins in the whole, one offset a dimension."""
+
+class Block(NamedTuple):
+    """A rectangular block of a tensor, and where it begins in the whole tensor."""
+
+    tensor: Tensor
+    offsets: Sequence[int]
+    """One a dimension."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Block:
+        """Return the only block of a tensor that is not cut."""
+        return cls(tensor, (0,) * tensor.dim())
 
 
 class StoredTensor(Tensor):
-    """A tensor that lies in blocks, which may be all of it on the disk; nothing is read before it is used.
+    """A tensor made of blocks that may be on disk; nothing is read before it is used.
 
-    `read_block`, ``clone()``, and ``copy_`` to another tensor read only what they copy. Everything else that torch does
-    with it sees a plain tensor on the CPU: it is then read as a whole, once, and stays in memory, with every change.
+    `read_block`, ``clone()``, and ``copy_`` to another tensor read only what they copy. All other functions of torch
+    see a plain tensor on the CPU: the tensor is then read as a whole, once, and stays in memory with every change.
 
     Args:
-        blocks: what makes up the tensor, without overlap or gap; they are never written to.
+        blocks: cover the tensor without overlap or gap; they are never written to.
     """
 
     def __new__(cls, blocks: Sequence[Block]) -> StoredTensor:
-        """Return one without elements: torch keeps its shape and dtype."""
+        """Return a tensor without elements, which has the shape and the dtype."""
         shape = [max(ends) for ends in zip(*(_ends(block) for block in blocks), strict=True)]
         outline = torch.empty(shape, dtype=blocks[0][0].dtype, device="meta")
         return torch.Tensor._make_subclass(cls, outline)  # noqa: SLF001 - as torch.nn.Parameter does
@@ -39,7 +49,7 @@ class StoredTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what needs no elements, copy what is only copied, and do the rest with the whole tensor."""
+        """Answer queries without elements, copy blocks, and call every other function with the whole tensor."""
         first = args[0] if args else None
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents it for subclasses
@@ -59,7 +69,7 @@ class StoredTensor(Tensor):
         return func(*map_tensors(_plain, tuple(args)), **map_tensors(_plain, dict(kwargs or {})))
 
     def copy_to(self, target: Tensor, offsets: Sequence[int]) -> None:
-        """Copy the block that begins at `offsets` and is as large as `target` into that."""
+        """Copy the block that begins at `offsets` and has the shape of `target` into `target`."""
         for block, begin in self._blocks if self._whole is None else [(self._whole, [0] * len(offsets))]:
             spans = [
                 (max(offset, at), min(offset + size, at + there))
@@ -68,14 +78,14 @@ class StoredTensor(Tensor):
             if all(start < stop for start, stop in spans):
                 if block.is_meta:
                     raise CheckpointError(
-                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node "
-                        "only: a snapshot in memory gives each rank what it has trained; read no more than that, or "
-                        "start from a checkpoint on disk."
+                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node: "
+                        "from a snapshot in memory each rank can read only what it has trained; read that, or start "
+                        "from a checkpoint on disk."
                     )
                 target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
 
     def whole(self) -> Tensor:
-        """Return the plain tensor, always the same."""
+        """Return the plain tensor, the same in every call."""
         if self._whole is None:
             self._whole, self._blocks = self.clone(), ()
         return self._whole
@@ -114,10 +124,10 @@ _ABOUT: Final[frozenset[Any]] = frozenset(
     | {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj}
     | _getters("shape", "dtype", "ndim", "layout", "requires_grad", "is_sparse", "is_quantized", "is_nested")
 )
-"""What shape and dtype answer."""
+"""Functions that need only shape and dtype."""
 _CONSTANT: Final[Mapping[Any, Any]] = {
     **dict.fromkeys(_getters("device"), torch.device("cpu")),
     **dict.fromkeys(_getters("is_meta", "is_cuda"), False),
 }
 _NOTHING_TO_DO: Final = frozenset({Tensor.detach, Tensor.cpu})
-"""What returns a tensor of the CPU without a gradient as it is."""
+"""Functions that return a CPU tensor without a gradient unchanged."""

@@ -77,7 +77,7 @@ def test_a_run_that_ends_before_is_reported_too():
 
 def test_activations_that_are_computed_again_do_not_count():
     setting = ActivationCheckpointing(modules=nn.Sequential, every=5)
-    assert [name for name, _ in setting.parts(Net())] == ["net"]
+    assert [name for name, _ in setting.submodules(Net())] == ["net"]
     assert report(activation_checkpointing=setting)[0]["activations"] == 2 * 8 * BATCH * WIDTH
 
 

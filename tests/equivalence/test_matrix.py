@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matrix import CASES, LINES, UNEVEN, compare, run, train
 
-from echelon.strategies.registry import _BY_NAME
+from echelon.strategies.placement import BY_NAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 ONE_PROCESS = LINES[0]
@@ -55,7 +55,7 @@ def test_a_fit_that_starts_processes_ends_in_the_caller_like_one_process(line, e
 
 
 def test_every_strategy_is_in_the_matrix():
-    assert {line.strategy for line in LINES} == set(_BY_NAME)
+    assert {line.strategy for line in LINES} == set(BY_NAME)
 
 
 def test_the_page_of_the_results_has_every_line_and_case():

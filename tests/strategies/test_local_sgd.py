@@ -269,7 +269,7 @@ def test_a_checkpoint_of_another_strategy_begins_the_warm_up(two_ranks):
 
 def test_an_optimizer_that_evaluates_the_loss_is_refused(two_ranks):
     for ends in two_ranks:
-        assert ends["refused"].startswith("ConfigError: strategy='local_sgd' cannot average LBFGS")
+        assert ends["refused"].startswith("ConfigError: strategy='local_sgd' does not work with LBFGS")
 
 
 def test_neighbours_may_average_more_often_than_all():
@@ -289,13 +289,13 @@ def test_on_one_process_it_is_one_process():
 @pytest.mark.parametrize(
     ("options", "settings", "message"),
     [
-        ({"period": 0}, {}, "period=0 is not possible"),
-        ({"period": {}}, {}, "period={} is not possible"),
-        ({"period": {2: 3, 4: 2}}, {}, "averages over .* ranks, but there are 2"),
-        ({"period": {2: 1}}, {}, "but there are 2"),
-        ({"warmup_steps": -1}, {}, "warmup_steps=-1 is not possible"),
-        ({}, {"precision": "16-mixed"}, "precision='16-mixed' leaves out steps"),
-        ({"ddp": DDPOptions(static_graph=True)}, {}, "static_graph=True needs gradients"),
+        ({"period": 0}, {}, "period must be >= 1, got 0; give the number"),
+        ({"period": {}}, {}, "period must be >= 1, got {}; give the number"),
+        ({"period": {2: 3, 4: 2}}, {}, "divide world_size=2, got .*; give such numbers, and 2 for the longest"),
+        ({"period": {2: 1}}, {}, "must average over numbers of ranks that divide world_size=2"),
+        ({"warmup_steps": -1}, {}, "warmup_steps must be >= 0, got -1; give a number"),
+        ({}, {"precision": "16-mixed"}, "precision='16-mixed', which skips steps"),
+        ({"ddp": DDPOptions(static_graph=True)}, {}, "static_graph=True, which needs the gradients"),
         ({"ddp": DDPOptions(sync_batchnorm=True)}, {}, "sync_batchnorm=True needs GPUs"),
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from echelon import DDPStrategy, Trainer
+from echelon import DDPStrategy, ElasticStrategy, FSDPStrategy, LocalSGDStrategy, Trainer
 from echelon.strategies import Precision, place
 from echelon.strategies.errors import ConfigError
 
@@ -84,3 +84,60 @@ def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):
 def test_settings_that_cannot_be_are_refused_before_a_process_starts(settings, message):
     with pytest.raises(ConfigError, match=message):
         Trainer(strategy=DDPStrategy(**settings), accelerator="cpu", devices=2)
+
+
+def test_lightnings_names_of_what_is_here_are_known():
+    def chosen(name):
+        return Trainer(strategy=name, accelerator="cpu", devices=1, barebones=True).strategy
+
+    for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
+        assert (chosen(name).name, chosen(name).options.find_unused_parameters) == ("ddp", False)
+        assert not chosen(f"{name}_find_unused_parameters_false").options.find_unused_parameters
+        assert chosen(f"{name}_find_unused_parameters_true").options.find_unused_parameters
+    assert chosen("single_device").name == "single"
+    assert chosen("fsdp_cpu_offload").options.cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("deepspeed", "does not have Lightning's strategy='deepspeed'; use 'fsdp' instead"),
+        ("deepspeed_stage_1_offload", "does not have Lightning's strategy='deepspeed_stage_1_offload'; use 'zero'"),
+        ("deepspeed_stage_3", "use 'fsdp' instead"),
+        ("xla", "use 'ddp' instead"),
+        ("single_xla", "use 'single' instead"),
+        ("model_parallel", "use 'fsdp' instead"),
+        ("dddp", "strategy='dddp' is not a known strategy. Did you mean 'ddp'"),
+        ("quantum", "Choose one of: auto, ddp, dp, elastic, fsdp, hsdp, local_sgd, single, zero"),
+        (DDPStrategy, r"got the class DDPStrategy; write strategy=DDPStrategy\(\)"),
+        (["ddp"], r"must be a strategy of Echelon or the name of one, got \['ddp'\]; use one of single, dp, ddp"),
+        (None, "got None; use one of single"),
+    ],
+)
+def test_what_is_no_strategy_is_refused_with_the_nearest_one(strategy, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(strategy=strategy, accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (
+            "dp",
+            "inner must be a strategy whose workers can be started again, got 'dp'; use one of ddp, zero, fsdp, hsdp",
+        ),
+        ("single", "got 'single'; use one of ddp"),
+        (LocalSGDStrategy(), "got 'local_sgd'; use one of ddp"),
+        (ElasticStrategy("ddp"), "got 'elastic'; use one of ddp"),
+        ("fdsp", "inner='fdsp' is not a known strategy. Did you mean 'fsdp'"),
+        (FSDPStrategy, r"write inner=FSDPStrategy\(\)"),
+    ],
+)
+def test_what_an_elastic_strategy_cannot_contain_is_refused_with_what_it_can(inner, message):
+    with pytest.raises(ConfigError, match=message):
+        ElasticStrategy(inner)
+
+
+def test_an_elastic_strategy_contains_what_the_registry_knows():
+    assert ElasticStrategy("hsdp").inner.replicate == "nodes"
+    assert ElasticStrategy("ddp_find_unused_parameters_true").inner.options.find_unused_parameters

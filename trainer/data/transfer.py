@@ -64,7 +64,7 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = precision.convert_batch(batch)
-        batch = strategy.to_device(batch) if move is None else move(batch, strategy.device, dataloader_idx)
+        batch = strategy.batch_to_device(batch) if move is None else move(batch, strategy.device, dataloader_idx)
         return after(batch, dataloader_idx) if after is not None else batch
 
     return transfer

@@ -73,7 +73,9 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
             for dataloader_idx in range(len(data.loaders)):
                 _evaluate_loader(session, name, dataloader_idx, limit)
             if progress.predictions is not None:
-                progress.predictions = in_dataset_order(session.strategy.all_gather_object(progress.predictions))
+                progress.predictions = in_dataset_order(
+                    session.strategy.collectives.all_gather_object(progress.predictions)
+                )
             hooks.call(f"on_{name}_epoch_end")
             values = metrics.end_stage()
             if stage not in ("sanity_check", "predict"):
@@ -151,13 +153,13 @@ def _in_lockstep(
         item = next(batches, None)
         spare = spare if item is None else item
         owner = -strategy.world_size if item is None else -strategy.rank
-        has_any, lacks_any, first = strategy.all_reduce(
+        has_any, lacks_any, first = strategy.collectives.all_reduce(
             [float(item is not None), float(spare is None), float(owner)], "max"
         )
         if not has_any:
             return
         if lacks_any:
-            shared = strategy.broadcast(item, src=-int(first))
+            shared = strategy.collectives.broadcast(item, src=-int(first))
             spare = shared if spare is None else spare
         if item is not None:
             yield item

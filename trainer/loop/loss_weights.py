@@ -78,7 +78,7 @@ class Weights:
             like = self.losses[0]
             return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
         like = self._like(self._strategy)
-        count = self._strategy.all_reduce(as_tensor(self._count, like))
+        count = self._strategy.collectives.all_reduce(as_tensor(self._count, like))
         return self._planned / nonzero(count)
 
     def _like(self, strategy: Strategy) -> Tensor:
@@ -90,6 +90,8 @@ class Weights:
             total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
         else:
             like = self._like(self._strategy)
-            total = self._strategy.all_reduce(sum((loss.detach() for loss in self.losses), like.detach() * 0), "mean")
+            total = self._strategy.collectives.all_reduce(
+                sum((loss.detach() for loss in self.losses), like.detach() * 0), "mean"
+            )
         correction = self.correction(counts_units=self.has_units)
         return total if correction is None else total * correction

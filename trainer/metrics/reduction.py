@@ -135,12 +135,14 @@ class Reduction:
         for key in self.lines:
             vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
         # on the CPU, whatever the device is: the numbers are read there
-        rows: list[list[float]] = self._strategy.all_gather(torch.tensor(vector, dtype=torch.float64)).tolist()
+        rows: list[list[float]] = self._strategy.collectives.all_gather(
+            torch.tensor(vector, dtype=torch.float64)
+        ).tolist()
         return rows
 
     def _agree(self, mine: Mapping[str, Share]) -> None:
         """Take the lines of all ranks into the list, in the order of ranks."""
-        proposed = self._strategy.all_gather_object([self._described(share) for share in mine.values()])
+        proposed = self._strategy.collectives.all_gather_object([self._described(share) for share in mine.values()])
         for rank, lines in enumerate(proposed):
             for line in lines:
                 known = self.lines.setdefault(line.key, line)
@@ -149,7 +151,9 @@ class Reduction:
         homeless = [line for line in self.lines.values() if line.path == ""]
         if not homeless:
             return
-        lacking = self._strategy.all_gather_object([line.name for line in homeless if line.key not in self._metrics])
+        lacking = self._strategy.collectives.all_gather_object(
+            [line.name for line in homeless if line.key not in self._metrics]
+        )
         for rank, names in enumerate(lacking):
             if names:
                 raise ModuleError(
@@ -169,7 +173,7 @@ class Reduction:
         if not keys:
             return partials
         own = {key: mine[key].accumulator.partial()[0].cpu() for key in keys if key in mine}
-        of_ranks = self._strategy.all_gather_object(own)
+        of_ranks = self._strategy.collectives.all_gather_object(own)
         for key in keys:
             values = torch.cat([values[key] for values in of_ranks if key in values])
             partials[key] = partials[key]._replace(total=values)
@@ -186,7 +190,9 @@ class Reduction:
             for key in keys
             if partials[key].first_rank == rank
         }
-        return {key: value for values in self._strategy.all_gather_object(own) for key, value in values.items()}
+        return {
+            key: value for values in self._strategy.collectives.all_gather_object(own) for key, value in values.items()
+        }
 
     def _compute(self, line: Line) -> Tensor:
         metric = self._metrics.get(line.key)

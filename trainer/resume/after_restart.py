@@ -32,7 +32,8 @@ def go_on(session: Session) -> None:
     A run that had saved nothing yet keeps its folders and starts again. So does, in a program of several fits, one that
     had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
-    strategy, supervisor = session.strategy, session.strategy.supervisor
+    strategy = session.strategy
+    supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None:
         return
     recovery = session.recovery = Recovery(next(_FITS), MemoryWriter(supervisor.snapshots))
@@ -59,7 +60,8 @@ def go_on(session: Session) -> None:
 
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     """Keep for later rounds where this run logs, and what it began with."""
-    strategy, supervisor, recovery = session.strategy, session.strategy.supervisor, session.recovery
+    strategy, recovery = session.strategy, session.recovery
+    supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
         return
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
@@ -70,14 +72,15 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
 
 def note_end(session: Session) -> None:
     """Tell the agent whether this round has trained to the end, or was asked to end, as nodes come or leave."""
-    supervisor = session.strategy.supervisor
+    supervisor: Supervisor | None = session.strategy.supervisor
     if supervisor is not None and session.interruption.is_requested:
         supervisor.cut_short()
 
 
 def note_checkpoint(session: Session, path: Path) -> None:
     """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
-    supervisor, recovery = session.strategy.supervisor, session.recovery
+    recovery = session.recovery
+    supervisor: Supervisor | None = session.strategy.supervisor
     if supervisor is not None and recovery is not None and session.strategy.rank == 0:
         name = f"checkpoints/{recovery.fit}"
         known = [one for one in supervisor.notices.read(name) or [] if one != str(path.absolute())]

@@ -67,7 +67,7 @@ def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> d
         state = checkpoint.load(path, lazy=lazy, verify=verify, share=share)
     except EchelonError as raised:
         error = raised
-    faults = strategy.all_gather_object(None if error is None else str(error))
+    faults = strategy.collectives.all_gather_object(None if error is None else str(error))
     if error is not None:
         raise error
     for rank, fault in enumerate(faults):

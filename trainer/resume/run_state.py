@@ -63,7 +63,7 @@ def _training_state(session: Session) -> dict[str, Any]:
     assert session.train_data is not None
     datamodule = session.datamodule
     own = session.train_data.state_dict(), capture_rng()
-    data, rng = zip(*session.strategy.all_gather_object(own), strict=True)
+    data, rng = zip(*session.strategy.collectives.all_gather_object(own), strict=True)
     session.state.seconds = session.interruption.elapsed()
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],

@@ -108,12 +108,12 @@ class Settings:
     """Switch off what costs time: loggers, checkpoints, progress bar, summary, sanity check, ``self.log``."""
 
     def __post_init__(self) -> None:
+        check_strategy(self.strategy)
         _check_types(self)
         _check_counts(self)
         _check_amounts(self)
         _check_combinations(self)
         Precision(self.precision)
-        check_strategy(self.strategy)
         profiler_by_name(self.profiler)
         parse_duration("max_time", self.max_time)
 

@@ -33,7 +33,7 @@ class Meetings:
         now, interruption = time.monotonic(), self._interruption
         steps, seconds = step - self._last[0], now - self._last[1]
         flags = float(should_stop), float(has_failed), float(interruption.received or 0)
-        flags_of_all = self._strategy.all_reduce([*flags, interruption.elapsed(), seconds], "max")
+        flags_of_all = self._strategy.collectives.all_reduce([*flags, interruption.elapsed(), seconds], "max")
         wishes, failures, signal, elapsed, slowest = flags_of_all
         interruption.agree(int(signal), elapsed)
         self._last = (step, now)

@@ -256,7 +256,7 @@ def test_ranks_of_ddp_and_fsdp_end_the_same():
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
-# --- which parts
+# --- which submodules
 
 
 def test_blocks_are_found_where_they_repeat():
@@ -273,8 +273,8 @@ def test_blocks_are_found_where_they_repeat():
 
 def test_each_nth_part_is_taken_from_the_first_one():
     module = Net()
-    assert [name for name, _ in ActivationCheckpointing(every=2).parts(module)] == ["blocks.0", "blocks.2"]
-    assert [name for name, _ in ActivationCheckpointing(every=9).parts(module)] == ["blocks.0"]
+    assert [name for name, _ in ActivationCheckpointing(every=2).submodules(module)] == ["blocks.0", "blocks.2"]
+    assert [name for name, _ in ActivationCheckpointing(every=9).submodules(module)] == ["blocks.0"]
 
 
 def test_a_module_without_blocks_is_refused_with_what_was_looked_for():
@@ -283,7 +283,7 @@ def test_a_module_without_blocks_is_refused_with_what_was_looked_for():
             super().__init__()
             self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
-    with pytest.raises(ConfigError, match="side by side in a ModuleList or a Sequential. Name the parts") as error:
+    with pytest.raises(ConfigError, match="side by side in a ModuleList or a Sequential. Name them: Act") as error:
         fit(Small(), "full")
     assert "Small, which consists of Linear, ReLU, Sequential" in str(error.value)
     with pytest.raises(ConfigError, match="it looked for modules=<class 'torch.nn.modules.conv.Conv2d'>"):
@@ -293,11 +293,23 @@ def test_a_module_without_blocks_is_refused_with_what_was_looked_for():
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (lambda: ActivationCheckpointing(mode="selectiv"), "mode='selectiv' .* Did you mean 'selective'"),
-        (lambda: ActivationCheckpointing(every=0), "every=0 of ActivationCheckpointing is not possible"),
-        (lambda: ActivationCheckpointing(modules=3), "modules=3 of ActivationCheckpointing names no parts"),
+        (
+            lambda: ActivationCheckpointing(mode="selectiv"),
+            "or None, got 'selectiv'. Did you mean 'selective'",
+        ),
+        (
+            lambda: ActivationCheckpointing(every=0),
+            "every of .* must be an int >= 1, got 0; give 1",
+        ),
+        (
+            lambda: ActivationCheckpointing(modules=3),
+            "modules of .* must be .*, got 3; give one of these",
+        ),
         (lambda: ActivationCheckpointing(mode=None), r"mode=None, offload=False\) does nothing"),
-        (lambda: Trainer(activation_checkpointing=0), "every=0 of ActivationCheckpointing is not possible"),
+        (
+            lambda: Trainer(activation_checkpointing=0),
+            "every of .* must be an int >= 1, got 0; give 1",
+        ),
         (lambda: Trainer(activation_checkpointing=True), "activation_checkpointing=True has the wrong type bool"),
         (lambda: Trainer(activation_checkpointing="half"), "activation_checkpointing='half' has the wrong type"),
     ],
@@ -387,7 +399,7 @@ def test_a_block_in_two_lists_is_one_part():
             self.second = nn.ModuleList(self.first)
 
     module, setting = Shared(), ActivationCheckpointing()
-    assert [name for name, _ in setting.parts(module)] == ["first.0", "first.1"]
+    assert [name for name, _ in setting.submodules(module)] == ["first.0", "first.1"]
     with checkpointed(module, setting):
         copied = copy.deepcopy(module)
         assert vars(copied.first[0])["forward"].__self__ is copied.first[0]

@@ -1,4 +1,4 @@
-"""A batch is cut into parts by its samples, and what the parts give becomes what the whole would have given."""
+"""A batch is cut into slices by its samples, and their results become what the whole batch would have given."""
 
 from collections import UserDict
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def test_a_batch_without_rows_is_one_part():
 def test_rows_that_do_not_belong_together_are_an_error_where_they_would_be_cut():
     batch = [torch.zeros(8), torch.zeros(3)]
     assert split(batch, 1) == ([batch], [8])
-    with pytest.raises(DataError, match=r"whose lengths are \[8, 3\]; let all have one row for each sample"):
+    with pytest.raises(DataError, match=r"must have equal lengths .*got \[8, 3\]; give each tensor one row"):
         split(batch, 2)
 
 
@@ -114,7 +114,7 @@ def test_results_of_parts_become_the_result_of_the_whole():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
 
 
-def test_parts_that_give_nothing_are_left_out():
+def test_results_that_are_none_are_left_out():
     assert combine([None, None], [2, 2], "training_step") is None
     results = [torch.tensor(1.0), None, torch.tensor(4.0)]
     assert combine(results, [2, 5, 1], "training_step").item() == 2.0
@@ -123,14 +123,14 @@ def test_parts_that_give_nothing_are_left_out():
 @pytest.mark.parametrize(
     ("results", "found"),
     [
-        ([torch.zeros(3, 2), torch.zeros(2, 4)], r"step returned.*shape \(3, 2\), shape \(2, 4\)"),
-        ([{"a": 1}, {"b": 1}], r"step returned.*\['a'\], \['b'\]"),
-        ([{"a": torch.zeros(())}, {"a": 1.0}], r"step\['a'\] returned.*Tensor, float"),
+        ([torch.zeros(3, 2), torch.zeros(2, 4)], r"step must return.*shape \(3, 2\), shape \(2, 4\)"),
+        ([{"a": 1}, {"b": 1}], r"step must return.*\['a'\], \['b'\]"),
+        ([{"a": torch.zeros(())}, {"a": 1.0}], r"step\['a'\] must return.*Tensor, float"),
         ([(1, 2), (1,)], "2 entries, 1 entries"),
-        ([{"a": "x"}, {"a": "y"}], r"step\['a'\] returned.*x, y"),
+        ([{"a": "x"}, {"a": "y"}], r"step\['a'\] must return.*x, y"),
         ([object(), object()], "object"),
     ],
 )
-def test_results_of_which_no_one_result_can_be_made_are_an_error(results, found):
+def test_results_that_cannot_be_combined_are_an_error(results, found):
     with pytest.raises(ModuleError, match=rf"(?s){found}.*return tensors with a row for each sample"):
         combine(results, [3, 2], "step")

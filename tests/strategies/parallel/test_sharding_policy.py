@@ -1,4 +1,4 @@
-"""Which parts of a module are units, and how the plan shows it."""
+"""The submodules that are units, and how the plan shows them."""
 
 import pytest
 from torch import nn
@@ -41,7 +41,7 @@ class Model(nn.Module):
 )
 def test_a_policy_chooses_units(policy, expected):
     if not expected:
-        with pytest.raises(ValueError, match="matches no part of Model"):
+        with pytest.raises(ValueError, match="matches no submodule of Model"):
             find_units(Model(), policy)
         return
     assert find_units(Model(), policy) == expected
