@@ -20,7 +20,7 @@ from .parallel.mesh import Degrees, Replicas, make_mesh
 from .parallel.replica import copy_from_first
 from .parallel.sharded_module import ShardedModule, ShardingOptions
 from .parallel.sharding_policy import Policy, Reshard, ShardingPlan
-from .state.dtensor import clip_by_norm, gather_whole, is_shard, local_part, shard_like
+from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, shard_like
 from .strategy import ClipAlgorithm, Strategy
 
 
@@ -123,7 +123,7 @@ class FSDPStrategy(Strategy):
         if self.group is None:
             super().setup_module(module, is_manual=is_manual)
             return
-        if any(is_shard(parameter) for parameter in module.parameters()):
+        if any(is_dtensor(parameter) for parameter in module.parameters()):
             if self._sharded is None or self._sharded.module is not module:
                 raise ConfigError(
                     f"{type(module).__name__} is sharded already, not by this {type(self).__name__}; go on with the "
@@ -178,13 +178,13 @@ class FSDPStrategy(Strategy):
             self._sharded.set_grad_sync(enabled)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        gradients = [local_part(p.grad) for p in self.module.parameters() if p.grad is not None]
+        gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
         held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parts = [local_part(gradient) for gradient in held]
+        parts = [local_shard(gradient) for gradient in held]
         if algorithm == "norm":
             clip_by_norm(parts, limit, self.collectives, self.degrees.dp_replicate)
         elif parts:

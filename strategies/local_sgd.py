@@ -15,7 +15,7 @@ from .module.precision import Precision
 from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions
 from .replicated import ReplicaStrategy
-from .state.closures import needs_closure
+from .state.optimizer_state import needs_closure
 
 _NUM_STEPS: Final = "local_sgd_steps"
 """Under what a checkpoint holds, with an optimizer's state, the number of its steps."""

@@ -12,8 +12,7 @@ from .module.memory_estimate import MemoryShare
 from .parallel.replica import DDPOptions
 from .parallel.sharded_optimizer import ShardedOptimizer
 from .replicated import ReplicaStrategy
-from .state.optimizer_state import parameter_names
-from .state.sharded import Sharded
+from .state.optimizer_state import Sharded, parameter_names
 
 
 class ZeroStrategy(ReplicaStrategy):

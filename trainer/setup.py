@@ -18,7 +18,7 @@ from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
-from ..strategies.state.closures import needs_closure
+from ..strategies.state.optimizer_state import needs_closure
 from .checks import check_callbacks
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ...strategies import Strategy
 from ...strategies.errors import CheckpointError
-from ...strategies.state.dtensor import local_part, shard_like, with_part
+from ...strategies.state.dtensor import local_shard, shard_like, with_local_shard
 
 AverageOne = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 AverageMany = Callable[..., None]
@@ -85,7 +85,7 @@ class AveragedWeights:
                 "were, or without weight averaging."
             )
         for name, average in zip(self._live.names, self._model.module.parameters(), strict=True):
-            average.copy_(local_part(shard_like(state[name], self._live.parameters_of.get(name))))
+            average.copy_(local_shard(shard_like(state[name], self._live.parameters_of.get(name))))
         self._model.n_averaged.fill_(count)
         self.count = count
 
@@ -121,11 +121,11 @@ class _Live(nn.Module):
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return a part, as `parameters` yields them, as a tensor that knows of which whole."""
         like = self.parameters_of.get(name)
-        return part if like is None else with_part(like, part)
+        return part if like is None else with_local_shard(like, part)
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:  # type: ignore[override]  # parts are no Parameter
         """Yield what is averaged; of what is sharded, this rank's part."""
-        yield from (local_part(parameter) for parameter in self.parameters_of.values())
+        yield from (local_shard(parameter) for parameter in self.parameters_of.values())
         yield from (getattr(owner, key) for owner, key in self._averaged.values())
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:

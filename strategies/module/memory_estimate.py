@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..distributed.nested import iterate_tensors
-from ..state.dtensor import local_part
+from ..state.dtensor import local_shard
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _expected_state(optimizer: Optimizer, share: float) -> float:
 
 
 def _held(tensors: Iterable[Tensor]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
 
 
 def _whole(tensors: Iterable[Tensor]) -> int:
@@ -91,7 +91,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
     def _note(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
         if not isinstance(whole, nn.Parameter):
-            storage = local_part(tensor.detach()).untyped_storage()
+            storage = local_shard(tensor.detach()).untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

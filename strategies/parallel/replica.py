@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
 from .compression import CommHook, Compression, check_compression, register_compression
-from .gradients import average_gradients
 from .step_caller import StepCaller, zero_loss_of
 
 
@@ -177,3 +176,32 @@ def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None
     with torch.no_grad():
         for tensor, first in zip(mine, collectives.broadcast([tensor.detach() for tensor in mine]), strict=True):
             tensor.copy_(first)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], collectives: Collectives) -> None:
+    """Replace each gradient by its mean over ranks, one collective a dtype. Collective: every rank calls it.
+
+    A parameter without a gradient on some ranks counts as 0 there; without one on any, it keeps none. Several backwards
+    in a row add up as they should: what has been averaged already is equal on all ranks and stays so.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for group in by_dtype.values():
+        _average(group, collectives)
+
+
+def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
+    """Average gradients of one dtype; behind them travels which parameters have one."""
+    like = parameters[0]
+    has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device)
+    gradients = [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in parameters]
+    flat = collectives.all_reduce(torch.cat([*gradients, has_gradient]), "mean")
+    averaged = flat[: -len(parameters)].split([p.numel() for p in parameters])
+    for parameter, gradient, fraction in zip(parameters, averaged, flat[-len(parameters) :].tolist(), strict=True):
+        if not fraction:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.copy_(gradient.view_as(parameter))

@@ -18,7 +18,7 @@ from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS
 from ..module.deferred_init import DeferredInit, Places
 from ..module.precision import Precision
-from ..state.dtensor import is_shard, local_part, shard_like
+from ..state.dtensor import is_dtensor, local_shard, shard_like
 from .mesh import Degrees
 from .replica import copy_from_first
 from .sharding_policy import Policy, Reshard, ShardingPlan, find_units, make_plan
@@ -164,7 +164,7 @@ class ShardedModule:
 
     def _make_equal(self, part: nn.Module) -> None:
         """Bring the tensors of a part that are not sharded yet to the device, with rank 0's values."""
-        tensors = [t for t in chain(part.parameters(), part.buffers()) if not (is_shard(t) or t.is_meta)]
+        tensors = [t for t in chain(part.parameters(), part.buffers()) if not (is_dtensor(t) or t.is_meta)]
         for tensor in tensors:
             tensor.data = tensor.data.to(self._device)
         copy_from_first(tensors, self._collectives)
@@ -182,7 +182,7 @@ class ShardedModule:
                 "them into one child module."
             )
         for root in roots:
-            if any(not is_shard(parameter) for parameter in root.parameters()):
+            if any(not is_dtensor(parameter) for parameter in root.parameters()):
                 self._shard(root, is_root=True)
             else:
                 self._make_equal(root)
@@ -220,15 +220,20 @@ class ShardedModule:
                 f"{', '.join(sorted(empty - known)[:5])} of {type(module).__name__} has no values, found it on the "
                 "meta device; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
             )
-        device = torch.device("cpu") if self._options.cpu_offload else self._device
-        whole: nn.Module = module if self._is_manual else self._roots[0]
-        whole._apply(lambda t: torch.empty_like(t, device=device if is_shard(t) else self._device) if t.is_meta else t)  # noqa: SLF001
+        shard_device = torch.device("cpu") if self._options.cpu_offload else self._device
+
+        def allocated(tensor: Tensor) -> Tensor:
+            device = shard_device if is_dtensor(tensor) else self._device
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        root: nn.Module = module if self._is_manual else self._roots[0]
+        root._apply(allocated)  # noqa: SLF001
         own = dict(_named_tensors(module))
 
         def take(name: str, value: Tensor) -> None:
             target = own[name]
             with torch.no_grad():
-                local_part(target).copy_(local_part(shard_like(value.to(target.dtype), target)))
+                local_shard(target).copy_(local_shard(shard_like(value.to(target.dtype), target)))
 
         deferred.generator = self._collectives.broadcast(deferred.generator).cpu()
         deferred.replay(places, take)
@@ -248,7 +253,7 @@ class ShardedModule:
         Raises:
             ModuleError: naming those that were.
         """
-        whole = [name for name, parameter in self.module.named_parameters() if not is_shard(parameter)]
+        whole = [name for name, parameter in self.module.named_parameters() if not is_dtensor(parameter)]
         if whole:
             raise ModuleError(
                 f"{', '.join(whole[:5])} of {type(self.module).__name__} came after the module was sharded, so that "
@@ -285,8 +290,8 @@ class ShardedModule:
     def _check_batch(self, step_name: str, args: Sequence[Any]) -> None:
         self._checked_steps.add(step_name)
         for tensor in iterate_tensors(args):
-            if is_shard(tensor) or tensor.device != self._device:
-                found = "a DTensor" if is_shard(tensor) else f"on {tensor.device}"
+            if is_dtensor(tensor) or tensor.device != self._device:
+                found = "a DTensor" if is_dtensor(tensor) else f"on {tensor.device}"
                 raise ModuleError(
                     f"{step_name} got a tensor of shape {tuple(tensor.shape)} that is {found}, but the ranks of the "
                     f"mesh compute with plain tensors, this one on {self._device}; let transfer_batch_to_device bring "

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from ..state.closures import needs_closure
+from ..state.optimizer_state import needs_closure
 
 
 class ShardedOptimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,18 @@ from torch import Tensor
 from ..distributed.nested import map_tensors
 from ..errors import CheckpointError
 
-Block: TypeAlias = tuple[Tensor, Sequence[int]]
-"""A part of a tensor, and where it begins in the whole, one offset a dimension."""
+
+class Block(NamedTuple):
+    """A rectangular block of a tensor, and where it begins in the whole tensor."""
+
+    tensor: Tensor
+    offsets: Sequence[int]
+    """One a dimension."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Block:
+        """Return the only block of a tensor that is not cut."""
+        return cls(tensor, (0,) * tensor.dim())
 
 
 class StoredTensor(Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,3 +61,19 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer evaluates the loss itself, several times a step: LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class Sharded(dict[str, Any]):
+    """A mapping in the state of a strategy whose entries are spread over the ranks: these are what this rank owns.
+
+    Every other rank has others, under other names, and none has all: ``{"state": Sharded(own), "param_groups": [...]}``
+    on every rank, if need be with an empty one. A checkpoint holds the entries of all ranks, each written by its owner;
+    they are loaded as one plain dict. What stands outside of it is equal on all ranks and written by rank 0. A DTensor
+    needs no such mark: it knows which shard of it is here.
+    """

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.strategies.snapshots.snapshots import MemorySnapshots
-from echelon.strategies.state.sharded import Sharded
+from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import MemoryWriter, load
 
 NODES = (0, 0, 1)

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...strategies.errors import CheckpointError, MissingDependencyError
-from ...strategies.state.lazy_tensor import StoredTensor
-from ...strategies.state.pieces import Piece, is_sharded, layout_of, own_piece, replicas_of, writes
-from ...strategies.state.sharded import Sharded
+from ...strategies.state.dtensor import is_dtensor, layout_of, own_block, replicas_of, writes
+from ...strategies.state.lazy_tensor import Block, StoredTensor
+from ...strategies.state.optimizer_state import Sharded
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -47,7 +47,7 @@ _REMEDY: Final = (
 )
 
 
-def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Piece]]:
+def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
     """Return `value` as what JSON can hold, and its tensors under the keys that the JSON refers to.
 
     `path` is what errors call the value (``state['optimizers']``); `prefix` begins the tensors' keys. Tensors are
@@ -80,7 +80,7 @@ class Encoder:
     """Encodes values for one rank: those of rank 0 and, of other ranks, only what they own."""
 
     def __init__(self, *, is_first: bool = True) -> None:
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, Block] = {}
         """The tensors, or blocks of them, that this rank is to write, by key."""
         self.entries: dict[str, dict[str, Any]] = {}
         """What each `Sharded` became, by its place: the same object as in what `encode` returned."""
@@ -95,7 +95,7 @@ class Encoder:
         self._cuts: dict[tuple[object, ...], Any] = {}
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
-        self._kept: list[Piece] = []  # what is written elsewhere; or its memory would become another tensor's
+        self._kept: list[Block] = []  # what is written elsewhere; or its memory would become another tensor's
 
     @property
     def replicas(self) -> set[int]:
@@ -176,7 +176,7 @@ class Encoder:
         )
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
-        is_shard = is_sharded(tensor)
+        is_shard = is_dtensor(tensor)
         unfit = "" if is_shard else _unfit(tensor)
         if unfit:
             raise CheckpointError(f"{path} is {unfit}; make it a dense tensor before saving.")
@@ -184,7 +184,7 @@ class Encoder:
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
             )
-        piece = _plain(own_piece(tensor, path) if is_shard else Piece.whole(tensor.detach()))
+        piece = _plain(own_block(tensor, path) if is_shard else Block.whole(tensor.detach()))
         memory = _memory(piece.tensor)
         if memory in self._known:
             return self._known[memory]
@@ -213,14 +213,14 @@ class Encoder:
         return unique
 
 
-def _plain(piece: Piece) -> Piece:
+def _plain(piece: Block) -> Block:
     """Return what can be written: without lazy conjugation or negation, complex numbers as pairs."""
     tensor, offsets = piece
     if tensor.is_complex():
         tensor, offsets = torch.view_as_real(tensor.resolve_conj()), (*offsets, 0)
     elif not tensor.is_neg():
         return piece
-    return Piece(tensor.resolve_neg(), offsets)
+    return Block(tensor.resolve_neg(), offsets)
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import shard_like
-from ...strategies.state.pieces import Piece
+from ...strategies.state.lazy_tensor import Block
 from .files import MappedFile, explain
 from .loading import load
 from .manifest import MANIFEST
@@ -155,7 +155,7 @@ def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
     return {name: tensor for file in names for name, tensor in _plain(read_tensors(MappedFile(folder / file))).items()}
 
 
-def _plain(content: tuple[dict[str, Piece], dict[str, str]]) -> dict[str, Tensor]:
+def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
     pieces, notes = content
     weights = {name: piece.tensor for name, piece in pieces.items()}
     # safetensors.torch.save_model notes of each tied name which one holds its tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
 from ...strategies.snapshots.index import OUTLINE
-from ...strategies.state.pieces import Piece
+from ...strategies.state.lazy_tensor import Block
 from .encoding import decode
 from .files import FileRecord, MappedFile, explain
 from .manifest import LARGEST_JSON, Manifest, read_manifest
@@ -53,7 +53,7 @@ def load(
     encoded = _read_state(files[STATE])
     state: dict[str, Any] = {}
     for part in wanted:
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Block]] = {}
         for name in manifest.parts[part]:
             for key, piece in read_tensors(files[name])[0].items():
                 pieces.setdefault(key, []).append(piece)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.errors import CheckpointError
-from ...strategies.state.lazy_tensor import StoredTensor
-from ...strategies.state.pieces import Piece
+from ...strategies.state.lazy_tensor import Block, StoredTensor
 from .encoding import SAFETENSORS_DTYPES
 from .files import FileRecord, HashedFile, MappedFile
 
@@ -42,7 +41,7 @@ class Layout:
     size: int
 
 
-def lay_out(pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> Layout:
+def lay_out(pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
     """Return the layout of a file; its header has the metadata that torch's HuggingFaceStorageReader looks for.
 
     `notes` are further metadata.
@@ -69,7 +68,7 @@ def lay_out(pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None)
     return Layout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
-def write_tensors(path: Path, pieces: Mapping[str, Piece], notes: Mapping[str, str] | None = None) -> FileRecord:
+def write_tensors(path: Path, pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, tensor by tensor: no second copy of the state is made."""
     layout = lay_out(pieces, notes)
     with HashedFile(path) as file:
@@ -88,7 +87,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
-def read_tensors(file: MappedFile) -> tuple[dict[str, Piece], dict[str, str]]:
+def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
     """Return the tensors of a safetensors file, as views of its mapped memory, and its metadata.
 
     Raises:
@@ -139,7 +138,7 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
         raise ValueError(f"tensors of {end} bytes in all, but there are {size}")
 
 
-def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any] | None) -> Piece:
+def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any] | None) -> Block:
     dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):
@@ -149,10 +148,10 @@ def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any
     view = payload[start:stop]
     if payload.storage_offset() % dtype.itemsize or start % dtype.itemsize:
         view = view.clone()  # written by someone else, unaligned
-    return Piece((view.view(dtype) if len(view) else torch.empty(0, dtype=dtype)).view(shape), tuple(offsets))
+    return Block((view.view(dtype) if len(view) else torch.empty(0, dtype=dtype)).view(shape), tuple(offsets))
 
 
-def collect(parts: Mapping[str, Sequence[Piece]], *, lazily: bool = False) -> Callable[[str], Tensor]:
+def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
     """Return a function from a tensor's name to it, put together where it is in shards.
 
     With `lazily` it is a `StoredTensor`, if it has dimensions: nothing of the files is read now.
@@ -171,7 +170,7 @@ def collect(parts: Mapping[str, Sequence[Piece]], *, lazily: bool = False) -> Ca
     return tensor
 
 
-def _join(name: str, pieces: Sequence[Piece], *, lazily: bool) -> Tensor:
+def _join(name: str, pieces: Sequence[Block], *, lazily: bool) -> Tensor:
     _check_blocks(name, pieces)
     pieces = [piece for piece in pieces if piece.tensor.numel()] or pieces[:1]
     if len(pieces) == 1 and not lazily:
@@ -181,7 +180,7 @@ def _join(name: str, pieces: Sequence[Piece], *, lazily: bool) -> Tensor:
     return stored if lazily and (stored.dim() or not is_here) else stored.clone()
 
 
-def _check_blocks(name: str, pieces: Sequence[Piece]) -> None:
+def _check_blocks(name: str, pieces: Sequence[Block]) -> None:
     """Check that pieces make up a tensor: none overlaps another, and nothing is missing."""
     if len(pieces) == 1 and not any(pieces[0].offsets):
         return

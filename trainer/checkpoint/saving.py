@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from ...strategies.errors import CheckpointError
-from ...strategies.state.pieces import Piece
+from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed
 from .encoding import TENSOR_TAGS, Encoder
 from .files import FileRecord, write_bytes
@@ -35,7 +35,7 @@ class Snapshot:
 
     values: Mapping[str, Any]
     """Per part everything but tensors, as JSON values; only rank 0's are written."""
-    pieces: Mapping[str, Mapping[str, Piece]]
+    pieces: Mapping[str, Mapping[str, Block]]
     """Per part the tensors that this rank writes, by key."""
     entries: Mapping[str, Mapping[str, dict[str, Any]]]
     """Per part that differs between ranks: its `Sharded` mappings by place, which are inside `values`."""

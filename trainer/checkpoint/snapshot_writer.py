@@ -18,7 +18,7 @@ from ...strategies.errors import EchelonError
 from ...strategies.snapshots.index import FileEntry
 from ...strategies.snapshots.shared_file import MemoryFile, checksum
 from ...strategies.snapshots.snapshots import Draft, MemorySnapshots, Share, SnapshotCost
-from ...strategies.state.pieces import Piece
+from ...strategies.state.lazy_tensor import Block
 from .files import FileRecord
 from .manifest import MANIFEST
 from .safetensors_file import lay_out
@@ -128,7 +128,7 @@ class MemoryWriter:
         # the thread needs the values only; it must not keep tensors alive
         return replace(snapshot, pieces={part: {} for part in snapshot.pieces}), filled
 
-    def _room(self, draft: Draft, name: str, pieces: Mapping[str, Piece]) -> _Room:
+    def _room(self, draft: Draft, name: str, pieces: Mapping[str, Block]) -> _Room:
         """Return the file for some tensors: that of two snapshots ago, if they were the same."""
         signature = [(key, piece.tensor.shape, piece.tensor.dtype, piece.offsets) for key, piece in pieces.items()]
         known = self._rooms.get(draft.path / name)
@@ -173,7 +173,7 @@ class MemoryWriter:
             self._snapshots.cost = None if self._snapshots.is_broken else cost
 
 
-def _groups(snapshot: Snapshot) -> Iterator[tuple[str, bool, dict[str, Piece]]]:
+def _groups(snapshot: Snapshot) -> Iterator[tuple[str, bool, dict[str, Block]]]:
     """Give for each part its tensors that are equal on all ranks, and then those of this rank."""
     for part, pieces in snapshot.pieces.items():
         for is_own in (False, True):

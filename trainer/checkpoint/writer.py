@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.distributed.process_group import ProcessGroup
-from ...strategies.state.pieces import Piece
+from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
 from .coordinator import Ranks
 from .pruning import remove
@@ -183,9 +183,9 @@ class AsyncWriter:
         if self._ranks is not None:
             self._ranks.end()
 
-    def _allocate(self, snapshot: Snapshot) -> dict[str, dict[str, Piece]]:
+    def _allocate(self, snapshot: Snapshot) -> dict[str, dict[str, Block]]:
         previous, self._buffers = self._buffers, {}
-        staged: dict[str, dict[str, Piece]] = {}
+        staged: dict[str, dict[str, Block]] = {}
         for part, pieces in snapshot.pieces.items():
             staged[part] = {}
             for key, piece in pieces.items():
@@ -194,7 +194,7 @@ class AsyncWriter:
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[part, key] = buffer
-                staged[part][key] = Piece(buffer, piece.offsets)
+                staged[part][key] = Block(buffer, piece.offsets)
         return staged
 
     def _write(self, path: Path, snapshot: Snapshot, later: Copies, ready: torch.cuda.Event | None) -> None:

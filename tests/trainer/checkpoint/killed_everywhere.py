@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from echelon.strategies.state.sharded import Sharded
+from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import Ranks, SyncWriter, list_checkpoints, load, newest_valid, point, remove, save
 from echelon.trainer.checkpoint.atomic_folder import is_stranded, sweep, unfinished
 

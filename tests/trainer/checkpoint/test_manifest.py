@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from echelon.strategies.errors import CheckpointError
-from echelon.strategies.state.pieces import Piece
+from echelon.strategies.state.lazy_tensor import Block
 from echelon.trainer.checkpoint import load, save
 from echelon.trainer.checkpoint.files import MappedFile
 from echelon.trainer.checkpoint.manifest import MANIFEST, read_manifest
@@ -108,8 +108,8 @@ def sharded(folder: Path) -> torch.Tensor:
     del manifest.files["model.safetensors"]
     (folder / "model.safetensors").unlink()
     shards = [
-        {"w": Piece(whole[:4], (0, 0)), "b": Piece(torch.ones(2), (0,))},
-        {"w": Piece(whole[4:], (4, 0))},
+        {"w": Block(whole[:4], (0, 0)), "b": Block(torch.ones(2), (0,))},
+        {"w": Block(whole[4:], (4, 0))},
     ]
     names = [f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
     for name, pieces in zip(names, shards, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from echelon.strategies.errors import CheckpointError
-from echelon.strategies.state.sharded import Sharded
+from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import AsyncWriter, Ranks, SyncWriter, Writer, load, save, verify
 from echelon.trainer.checkpoint.manifest import read_manifest
 

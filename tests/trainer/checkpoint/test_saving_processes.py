@@ -12,7 +12,7 @@ from torch import distributed as dist
 from echelon.strategies.cluster.environment import Environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import CheckpointError
-from echelon.strategies.state.sharded import Sharded
+from echelon.strategies.state.optimizer_state import Sharded
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load, make_writer
 from echelon.trainer.checkpoint.files import MappedFile

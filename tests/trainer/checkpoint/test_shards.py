@@ -17,8 +17,7 @@ from torch import Tensor
 
 from echelon.strategies.errors import CheckpointError
 from echelon.strategies.state.dtensor import shard_like
-from echelon.strategies.state.lazy_tensor import read_block
-from echelon.strategies.state.pieces import Piece
+from echelon.strategies.state.lazy_tensor import Block, read_block
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import AsyncWriter, Ranks, SyncWriter, export, load, load_weights, save, verify
 from echelon.trainer.checkpoint.files import MappedFile
@@ -167,8 +166,8 @@ def test_blocks_are_read_and_files_exported_in_less_memory_than_the_checkpoint_h
     assert torch.equal(load_file(file)["layer.3"][:, 0], row)
 
 
-def pieces_at(offsets: Iterable[Sequence[int]], shape: Sequence[int] = (2, 2)) -> list[Piece]:
-    return [Piece(torch.zeros(*shape), tuple(offset)) for offset in offsets]
+def pieces_at(offsets: Iterable[Sequence[int]], shape: Sequence[int] = (2, 2)) -> list[Block]:
+    return [Block(torch.zeros(*shape), tuple(offset)) for offset in offsets]
 
 
 @pytest.mark.parametrize(
@@ -180,11 +179,11 @@ def pieces_at(offsets: Iterable[Sequence[int]], shape: Sequence[int] = (2, 2)) -
         pytest.param(pieces_at([(2, 0)]), id="without a beginning"),
         pytest.param(pieces_at([(0, 0), (0, 2), (2, 0)]), id="without a corner"),
         pytest.param(pieces_at([(0, 0), (1, 1), (2, 2), (0, 2)]), id="overlap in two directions"),
-        pytest.param([*pieces_at([(0, 0)]), Piece(torch.zeros(2, 2).int(), (2, 0))], id="two dtypes"),
+        pytest.param([*pieces_at([(0, 0)]), Block(torch.zeros(2, 2).int(), (2, 0))], id="two dtypes"),
     ],
 )
 @pytest.mark.parametrize("lazily", [False, True])
-def test_blocks_that_make_up_no_tensor_are_refused(pieces: list[Piece], lazily: bool) -> None:
+def test_blocks_that_make_up_no_tensor_are_refused(pieces: list[Block], lazily: bool) -> None:
     with pytest.raises(
         CheckpointError, match=r"shards of 'x' do not make up its shape, found .*; use another checkpoint"
     ):
@@ -193,17 +192,17 @@ def test_blocks_that_make_up_no_tensor_are_refused(pieces: list[Piece], lazily: 
 
 def test_shards_of_different_numbers_of_dimensions_are_refused() -> None:
     with pytest.raises(CheckpointError, match="do not make up"):
-        collect({"x": [*pieces_at([(0, 0)]), Piece(torch.zeros(2), (2,))]})("x")
+        collect({"x": [*pieces_at([(0, 0)]), Block(torch.zeros(2), (2,))]})("x")
 
 
 def test_empty_blocks_beside_others_count_nothing() -> None:
-    pieces = [*pieces_at([(0, 0)]), Piece(torch.zeros(0, 2), (9, 0)), Piece(torch.ones(1, 2), (2, 0))]
+    pieces = [*pieces_at([(0, 0)]), Block(torch.zeros(0, 2), (9, 0)), Block(torch.ones(1, 2), (2, 0))]
     assert collect({"x": pieces}, lazily=True)("x").shape == (3, 2)
     assert collect({"x": pieces[:1] + pieces[2:]})("x")[2].tolist() == [1, 1]
 
 
 def test_a_file_to_be_read_only_is_mapped_without_a_warning(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a.safetensors", {"x": Piece.whole(torch.ones(3))})
+    write_tensors(tmp_path / "a.safetensors", {"x": Block.whole(torch.ones(3))})
     pieces, _ = read_tensors(MappedFile(tmp_path / "a.safetensors", is_private=False))
     assert pieces["x"].tensor.sum() == 3
 
