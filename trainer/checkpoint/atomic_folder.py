@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -144,9 +145,8 @@ def _move(new: Path, path: Path) -> None:
     """Give `new` the name `path`; what had that name is deleted afterwards."""
     if new.is_symlink() and (path.is_symlink() or not path.exists()):
         new.replace(path)
-    elif not os.path.lexists(path):
-        new.rename(path)
-    elif not _exchange(new, path):
+    # exchanged once more, should another writer have taken the name since the first attempt
+    elif not (_exchange(new, path) or _rename(new, path) or _exchange(new, path)):
         # no atomic exchange here (NFS, macOS): if we die between these two lines, the old one is found as stranded
         old = _temporary(path, "old")
         path.rename(old)
@@ -154,6 +154,17 @@ def _move(new: Path, path: Path) -> None:
         sync(path.parent)
         _delete(old)
     sync(path.parent)
+
+
+def _rename(new: Path, path: Path) -> bool:
+    """Give `new` the name `path`; False where that is taken."""
+    try:
+        new.rename(path)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+            return False
+        raise
+    return True
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -262,7 +262,7 @@ def _decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
     content = encoded[tag]
     if tag in TENSOR_TAGS:
         found = tensor(content)
-        found = _as_complex(found) if encoded.get("complex") else found
+        found = torch.view_as_complex(found) if encoded.get("complex") else found
         return found if tag == "$tensor" else _to_numpy(found, scalar=tag == "$number")
     if tag == "$dict":
         return {_decode(name, tensor): _decode(item, tensor) for name, item in content}
@@ -271,11 +271,6 @@ def _decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
     if tag in _FROM_ITEMS:
         return _FROM_ITEMS[tag](_decode(content, tensor))
     return _FROM_TEXT[tag](content)
-
-
-def _as_complex(pairs: Tensor) -> Tensor:
-    # torch views as complex only what begins at a whole number of pairs in its memory, which is that of the file
-    return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
 
 
 def _to_numpy(tensor: Tensor, *, scalar: bool) -> Any:

@@ -28,6 +28,8 @@ SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 
 _ALIGNMENT: Final = 64
 _LONGEST_HEADER: Final = 100_000_000
+_SMALL: Final = 64 << 10
+"""Bytes; a tensor of no more is read at once: a generator's state, which code without torch's dispatch takes."""
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
@@ -99,23 +101,12 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
         if not all(isinstance(text, str) for text in notes.values()):
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
-        if file.whole_size == file.size:
-            payload = _bytes_of(file)[start:]
-        else:  # only the outline is here
-            payload = torch.empty(file.whole_size - start, dtype=torch.uint8, device="meta")
-        _check_coverage([entry["data_offsets"] for entry in header.values()], len(payload))
-        return {name: _piece(entry, payload, sharding.get(name)) for name, entry in header.items()}, notes
+        _check_coverage([entry["data_offsets"] for entry in header.values()], file.whole_size - start)
+        return {name: _piece(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"{file.path} is not a sound safetensors file ({error}); use another checkpoint."
         ) from None
-
-
-def _bytes_of(file: MappedFile) -> Tensor:
-    with warnings.catch_warnings():
-        # torch says of a file mapped to be read only that writing to the tensor would end the process
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(file.data, dtype=torch.uint8)[: file.size]
 
 
 def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
@@ -138,23 +129,37 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
         raise ValueError(f"tensors of {end} bytes in all, but there are {size}")
 
 
-def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any] | None) -> Block:
+def _piece(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None) -> Block:
     dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):
         raise ValueError(f"shape {shape!r:.80} at {offsets!r:.80}")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"shape {shape!r:.80} of {dtype} in {stop - start} bytes")
-    view = payload[start:stop]
-    if payload.storage_offset() % dtype.itemsize or start % dtype.itemsize:
-        view = view.clone()  # written by someone else, unaligned
-    return Block((view.view(dtype) if len(view) else torch.empty(0, dtype=dtype)).view(shape), tuple(offsets))
+    if start == stop or file.whole_size != file.size:  # where only the outline is here, there are no elements
+        return Block(torch.empty(shape, dtype=dtype, device="cpu" if start == stop else "meta"), tuple(offsets))
+    content = _bytes_of(file, begin + start, stop - start)
+    if (begin + start) % dtype.itemsize:
+        content = content.clone()  # written by someone else, unaligned
+    return Block(content.view(dtype).view(shape), tuple(offsets))
+
+
+def _bytes_of(file: MappedFile, start: int, size: int) -> Tensor:
+    """Return bytes of the mapped memory as a tensor whose storage is they alone.
+
+    A view of a storage that is the whole file would not do: ``Generator.set_state`` reads a storage from its beginning,
+    and ``torch.save`` writes all of it.
+    """
+    with warnings.catch_warnings():
+        # torch says of a file mapped to be read only that writing to the tensor would end the process
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(file.data, dtype=torch.uint8, count=size, offset=start)
 
 
 def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
     """Return a function from a tensor's name to it, put together where it is in shards.
 
-    With `lazily` it is a `StoredTensor`, if it has dimensions: nothing of the files is read now.
+    With `lazily` it is a `StoredTensor`, unless it is small: nothing of the files is read now.
     """
     known: dict[str, Tensor] = {}
 
@@ -173,11 +178,13 @@ def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Ca
 def _join(name: str, pieces: Sequence[Block], *, lazily: bool) -> Tensor:
     _check_blocks(name, pieces)
     pieces = [piece for piece in pieces if piece.tensor.numel()] or pieces[:1]
-    if len(pieces) == 1 and not lazily:
-        return pieces[0].tensor
     stored = StoredTensor(pieces)
     is_here = not any(piece.tensor.is_meta for piece in pieces)
-    return stored if lazily and (stored.dim() or not is_here) else stored.clone()
+    if is_here and stored.numel() * stored.element_size() <= _SMALL:
+        return stored.clone()
+    if lazily:
+        return stored
+    return pieces[0].tensor if is_here and len(pieces) == 1 else stored.clone()
 
 
 def _check_blocks(name: str, pieces: Sequence[Block]) -> None:

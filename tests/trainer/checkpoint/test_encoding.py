@@ -244,3 +244,22 @@ def test_only_the_parts_asked_for_are_read(tmp_path: Path) -> None:
     assert load(tmp_path / "a.ckpt", parts=["model"])["model"]["w"] == 1
     with pytest.raises(CheckpointError, match="no part 'modell'. Did you mean 'model'"):
         load(tmp_path / "a.ckpt", parts=["modell"])
+
+
+@pytest.mark.parametrize("lazy", [(), ("model",)])
+def test_a_loaded_tensor_owns_its_storage(lazy: tuple[str, ...], tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = {"first": torch.ones(100_000), "generator": generator.get_state(), "last": torch.ones(7, dtype=torch.int8)}
+    expected = torch.rand(4, generator=generator)
+    save(tmp_path / "a.ckpt", {"model": state, "callbacks": {"mine": state}})
+    loaded = load(tmp_path / "a.ckpt", lazy=lazy)
+    tensors = [*loaded["callbacks"]["mine"].values(), loaded["model"]["generator"], loaded["model"]["last"]]
+    for tensor in tensors:
+        assert type(tensor) is Tensor
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.add_(0)  # it may be written to
+    for part in (loaded["callbacks"]["mine"], loaded["model"]):
+        # torch reads the state from the beginning of the storage, wherever the tensor begins
+        generator.set_state(part["generator"])
+        assert torch.equal(torch.rand(4, generator=generator), expected)

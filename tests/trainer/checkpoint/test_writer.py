@@ -91,7 +91,7 @@ def test_a_value_that_cannot_be_saved_is_refused_at_once(writer: Writer, tmp_pat
     verify(tmp_path / "b.ckpt")
 
 
-@pytest.mark.parametrize("method", ["check", "close", "save", "point", "remove"])
+@pytest.mark.parametrize("method", ["raise_if_failed", "close", "save", "point", "remove"])
 def test_a_failed_write_is_raised_by_whatever_is_called_next(method: str, tmp_path: Path) -> None:
     save(tmp_path / "old.ckpt", state(0))
     (tmp_path / "taken.ckpt").write_text("a file in the way")
