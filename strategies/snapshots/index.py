@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 INDEX: Final = "index.json"
-OUTLINE: Final = ".outline"
-"""Ends the name of a file of which only the beginning is here, that tells what is in it."""
 
 
 @dataclass(frozen=True)

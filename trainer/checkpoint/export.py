@@ -32,13 +32,13 @@ def export(path: str | Path, destination: str | Path) -> Path:
     destination = Path(destination)
     file = destination if destination.suffix == ".safetensors" else destination / _NAME
     weights = read_weights(Path(path), lazily=True)  # one tensor at a time is in memory
-    encoded, pieces = encode(weights, "weights", "")
+    encoded, blocks = encode(weights, "weights", "")
     # as safetensors.torch.save_model does: a tied name is noted with the one that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value["$tensor"] != name}
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(temporary, pieces, tied)
+        write_tensors(temporary, blocks, tied)
         temporary.replace(file)
         sync(file.parent)
     except OSError as error:

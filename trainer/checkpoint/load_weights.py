@@ -156,8 +156,8 @@ def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
 
 
 def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
-    pieces, notes = content
-    weights = {name: piece.tensor for name, piece in pieces.items()}
+    blocks, notes = content
+    weights = {name: block.tensor for name, block in blocks.items()}
     # safetensors.torch.save_model notes of each tied name which one holds its tensor
     weights.update({name: weights[kept] for name, kept in notes.items() if kept in weights and name not in weights})
     return weights

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
-from ...strategies.snapshots.index import OUTLINE
-from ...strategies.state.lazy_tensor import Block
-from .encoding import decode
+from ...strategies.state.lazy_tensor import OUTLINE, Block
 from .files import FileRecord, MappedFile, explain
 from .manifest import LARGEST_JSON, Manifest, read_manifest
 from .safetensors_file import collect, read_tensors
 from .saving import STATE
+from .tags import decode
 
 
 def load(
@@ -53,11 +52,11 @@ def load(
     encoded = _read_state(files[STATE])
     state: dict[str, Any] = {}
     for part in wanted:
-        pieces: dict[str, list[Block]] = {}
+        blocks: dict[str, list[Block]] = {}
         for name in manifest.parts[part]:
-            for key, piece in read_tensors(files[name])[0].items():
-                pieces.setdefault(key, []).append(piece)
-        state[part] = decode(encoded.get(part), collect(pieces, lazily=part in lazy))
+            for key, block in read_tensors(files[name])[0].items():
+                blocks.setdefault(key, []).append(block)
+        state[part] = decode(encoded.get(part), collect(blocks, lazily=part in lazy))
     return state
 
 

@@ -43,20 +43,20 @@ class Layout:
     size: int
 
 
-def lay_out(pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
+def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
     """Return the layout of a file; its header has the metadata that torch's HuggingFaceStorageReader looks for.
 
     `notes` are further metadata.
     """
     # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
-    order = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
-    sharding = {name: {"saved_offsets": list(pieces[name].offsets)} for name in order}
+    order = sorted(blocks, key=lambda name: -blocks[name].tensor.element_size())
+    sharding = {name: {"saved_offsets": list(blocks[name].offsets)} for name in order}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_KEY: json.dumps(sharding), **(notes or {})}
     header: dict[str, Any] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     end = 0
     for name in order:
-        tensor = pieces[name].tensor
+        tensor = blocks[name].tensor
         starts[name], end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
@@ -70,13 +70,13 @@ def lay_out(pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     return Layout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
-def write_tensors(path: Path, pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
+def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, tensor by tensor: no second copy of the state is made."""
-    layout = lay_out(pieces, notes)
+    layout = lay_out(blocks, notes)
     with HashedFile(path) as file:
         file.write(layout.header)
         for name in layout.places:
-            given = pieces[name].tensor
+            given = blocks[name].tensor
             # one that is stored is read here, and not kept: no more than one is in memory
             tensor = given.clone() if isinstance(given, StoredTensor) else given.cpu().contiguous()
             file.write(memory_of(tensor), lasts=tensor is given)
@@ -102,7 +102,7 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
         _check_coverage([entry["data_offsets"] for entry in header.values()], file.whole_size - start)
-        return {name: _piece(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
+        return {name: _block(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"{file.path} is not a sound safetensors file ({error}); use another checkpoint."
@@ -129,7 +129,7 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
         raise ValueError(f"tensors of {end} bytes in all, but there are {size}")
 
 
-def _piece(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None) -> Block:
+def _block(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None) -> Block:
     dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):
@@ -175,34 +175,34 @@ def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Ca
     return tensor
 
 
-def _join(name: str, pieces: Sequence[Block], *, lazily: bool) -> Tensor:
-    _check_blocks(name, pieces)
-    pieces = [piece for piece in pieces if piece.tensor.numel()] or pieces[:1]
-    stored = StoredTensor(pieces)
-    is_here = not any(piece.tensor.is_meta for piece in pieces)
+def _join(name: str, blocks: Sequence[Block], *, lazily: bool) -> Tensor:
+    _check_blocks(name, blocks)
+    blocks = [block for block in blocks if block.tensor.numel()] or blocks[:1]
+    stored = StoredTensor(blocks)
+    is_here = not any(block.tensor.is_meta for block in blocks)
     if is_here and stored.numel() * stored.element_size() <= _SMALL:
         return stored.clone()
     if lazily:
         return stored
-    return pieces[0].tensor if is_here and len(pieces) == 1 else stored.clone()
+    return blocks[0].tensor if is_here and len(blocks) == 1 else stored.clone()
 
 
-def _check_blocks(name: str, pieces: Sequence[Block]) -> None:
-    """Check that pieces make up a tensor: none overlaps another, and nothing is missing."""
-    if len(pieces) == 1 and not any(pieces[0].offsets):
+def _check_blocks(name: str, blocks: Sequence[Block]) -> None:
+    """Check that blocks make up a tensor: none overlaps another, and nothing is missing."""
+    if len(blocks) == 1 and not any(blocks[0].offsets):
         return
-    spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in pieces if p.tensor.numel()]
-    are_alike = len({(piece.tensor.dtype, piece.tensor.dim()) for piece in pieces}) == 1
+    spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in blocks if p.tensor.numel()]
+    are_alike = len({(block.tensor.dtype, block.tensor.dim()) for block in blocks}) == 1
     if not (spans and are_alike and _are_apart(spans) and _are_complete(spans)):
-        found = ", ".join(f"{list(p.tensor.shape)} of {p.tensor.dtype} at {list(p.offsets)}" for p in pieces[:5])
+        found = ", ".join(f"{list(p.tensor.shape)} of {p.tensor.dtype} at {list(p.offsets)}" for p in blocks[:5])
         raise CheckpointError(
-            f"The {len(pieces)} shards of {name!r} do not make up its shape, found {found}; use another checkpoint."
+            f"The {len(blocks)} shards of {name!r} do not make up its shape, found {found}; use another checkpoint."
         )
 
 
 def _are_apart(spans: Sequence[Sequence[tuple[int, int]]]) -> bool:
     cut = [index for index, along in enumerate(zip(*spans, strict=True)) if len(set(along)) > 1]
-    if len(cut) == 1:  # the usual case, for which a thousand pieces take no time
+    if len(cut) == 1:  # the usual case, for which a thousand blocks take no time
         along = sorted(span[cut[0]] for span in spans)
         return all(stop <= start for (_, stop), (start, _) in pairwise(along))
     return all(

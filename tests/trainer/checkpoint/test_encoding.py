@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import random
+import sys
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -17,6 +20,19 @@ from torch import Tensor, nn
 
 from echelon.strategies.errors import CheckpointError
 from echelon.trainer.checkpoint import load, save
+
+
+class Mode(enum.Enum):
+    """Members whose value JSON lacks."""
+
+    FAST = (1, "fast")
+
+
+class Level(enum.IntEnum):
+    """Members that are numbers."""
+
+    LOW = 1
+
 
 PLAIN: dict[str, Any] = {
     "none": None,
@@ -37,6 +53,8 @@ PLAIN: dict[str, Any] = {
     "path": Path("a/../b"),
     "torch": [torch.bfloat16, torch.device("cuda", 1), torch.Size([2, 3])],
     "python rng": random.Random(3).getstate(),
+    "namespaces": [Namespace(a=(1, 2), b=Namespace()), Namespace()],
+    "enums": [Mode.FAST, Level.LOW],
 }
 TENSORS: dict[str, Tensor] = {
     str(dtype): torch.arange(6).reshape(2, 3).to(dtype)
@@ -82,6 +100,14 @@ def assert_same(first: Any, second: Any) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_value_comes_back_with_its_type(name: str, tmp_path: Path) -> None:
     assert_same(roundtrip(PLAIN[name], tmp_path), PLAIN[name])
+
+
+def test_an_enum_member_whose_class_is_gone_comes_back_as_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.ckpt", {"part": Mode.FAST})
+    monkeypatch.delitem(sys.modules, __name__)
+    assert load(tmp_path / "a.ckpt")["part"] == (1, "fast")
 
 
 def test_nan_comes_back(tmp_path: Path) -> None:
