@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, in the layout of torch.distributed.checkpoint's HuggingFace storage."""
+"""Safetensors files, in the layout of torch.distributed.checkpoint's HuggingFace storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .files import FileRecord, HashedFile, MappedFile
 # For 1 GB that took 2.9 s and 2.1 GB of memory beside the state (torch.save: 0.9 s; this: 0.9 s, none; torch 2.14.1).
 
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-"""Where torch's HuggingFaceStorageWriter keeps the offsets of a shard in its whole tensor."""
+"""The key under which torch's HuggingFaceStorageWriter keeps the offsets of a shard in its whole tensor."""
 
 _ALIGNMENT: Final = 64
 _LONGEST_HEADER: Final = 100_000_000
@@ -35,19 +35,16 @@ _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file before it has its tensors."""
+    """The header of a safetensors file, and the place of each tensor."""
 
     header: bytes
     places: Mapping[str, int]
-    """Where each tensor begins, counted in bytes from the file's beginning; in order."""
+    """The first byte of each tensor in the file, in order."""
     size: int
 
 
 def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of a file; its header has the metadata that torch's HuggingFaceStorageReader looks for.
-
-    `notes` are further metadata.
-    """
+    """Return the layout of a file, with the metadata that torch's HuggingFaceStorageReader needs, and `notes`."""
     # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
     order = sorted(blocks, key=lambda name: -blocks[name].tensor.element_size())
     sharding = {name: {"saved_offsets": list(blocks[name].offsets)} for name in order}
@@ -77,14 +74,14 @@ def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, s
         file.write(layout.header)
         for name in layout.places:
             given = blocks[name].tensor
-            # one that is stored is read here, and not kept: no more than one is in memory
+            # a stored tensor is read here, and not kept: one at a time is in memory
             tensor = given.clone() if isinstance(given, StoredTensor) else given.cpu().contiguous()
             file.write(memory_of(tensor), lasts=tensor is given)
         return file.finish()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, uncopied; the caller keeps the tensor alive."""
+    """Return the memory of a contiguous CPU tensor; the caller keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -115,7 +112,7 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
         raise ValueError(f"a header of {length} bytes in a file of {file.size}")
     header = json.loads(file.data[8 : 8 + length])
     if not isinstance(header, dict):
-        raise TypeError("a header that is no JSON object")
+        raise TypeError("a header that is not a JSON object")
     return header, 8 + length
 
 
@@ -156,8 +153,8 @@ def _bytes_of(file: MappedFile, start: int, size: int) -> Tensor:
         return torch.frombuffer(file.data, dtype=torch.uint8, count=size, offset=start)
 
 
-def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
-    """Return a function from a tensor's name to it, put together where it is in shards.
+def collect(blocks: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
+    """Return a function that returns a tensor by its name, put together of its blocks.
 
     With `lazily` it is a `StoredTensor`, unless it is small: nothing of the files is read now.
     """
@@ -165,11 +162,11 @@ def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Ca
 
     def tensor(name: str) -> Tensor:
         if name not in known:
-            if name not in parts:
+            if name not in blocks:
                 raise CheckpointError(
-                    f"state.json speaks of a tensor {name!r} that no file holds; use another checkpoint."
+                    f"state.json refers to a tensor {name!r}, which no file holds; use another checkpoint."
                 )
-            known[name] = _join(name, parts[name], lazily=lazily)
+            known[name] = _join(name, blocks[name], lazily=lazily)
         return known[name]
 
     return tensor
@@ -188,7 +185,7 @@ def _join(name: str, blocks: Sequence[Block], *, lazily: bool) -> Tensor:
 
 
 def _check_blocks(name: str, blocks: Sequence[Block]) -> None:
-    """Check that blocks make up a tensor: none overlaps another, and nothing is missing."""
+    """Check that blocks neither overlap nor leave gaps."""
     if len(blocks) == 1 and not any(blocks[0].offsets):
         return
     spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in blocks if p.tensor.numel()]

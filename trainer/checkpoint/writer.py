@@ -24,7 +24,7 @@ from .saving_by_ranks import SavingGroup
 _logger = logging.getLogger("echelon")
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Pairs of a buffer and the tensor to copy to it."""
+"""Pairs of a buffer and the tensor to be copied into it."""
 
 
 class Writer:
@@ -191,8 +191,8 @@ class AsyncWriter(Writer):
                 task = self._tasks.popleft()
             try:
                 task()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's thread raises it
-                # said here too, since a program that is ending calls nothing more
+            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+                # logged here too, since a program that is ending calls no other method
                 _logger.error("%s", error)
                 with self._lock:
                     self._error, self.has_failed = error, True
@@ -211,7 +211,7 @@ def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
 
 
 def _now(copies: Copies) -> torch.cuda.Event | None:
-    """Mark the present end of the device's work, which a copy in another thread has to wait for."""
+    """Return an event after the work that the device has been given; a copy in another thread has to wait for it."""
     if not any(tensor.is_cuda for _, tensor in copies):
         return None
     event = torch.cuda.Event()
@@ -220,7 +220,7 @@ def _now(copies: Copies) -> torch.cuda.Event | None:
 
 
 def copy_all(copies: Copies, ready: torch.cuda.Event | None = None) -> None:
-    """Copy tensors to their buffers, if need be once the device has come to `ready`; return when it is done."""
+    """Copy tensors into their buffers, on a device after the event `ready`, and return when that is done."""
     if not any(tensor.is_cuda for _, tensor in copies):
         for buffer, tensor in copies:
             buffer.copy_(tensor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...strategies.errors import CheckpointError
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.export import export
-from ..checkpoint.finding import Found, list_checkpoints
+from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _line(checkpoint: Found) -> str:
+def _line(checkpoint: FoundCheckpoint) -> str:
     if checkpoint.manifest is None:
         return f"damaged     {checkpoint.path.name}: {checkpoint.fault}"
     size = _bytes(sum(file.size for file in checkpoint.manifest.files.values()))

@@ -26,15 +26,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(snippets) == 2
     monkeypatch.chdir(folder)
-    (folder / "snippet.py").write_text(code)
-    names = runpy.run_path(str(folder / "snippet.py"))
-    weights, state = names["weights"], names["state"]
-    assert isinstance(weights, dict)
-    assert isinstance(state, dict)
-    nn.Linear(3, 2).load_state_dict(weights)
-    assert state["trainer"]["global_step"] == 400
+    for code in snippets:
+        (folder / "snippet.py").write_text(code)
+        names = runpy.run_path(str(folder / "snippet.py"))
+        weights, state = names["weights"], names["state"]
+        assert isinstance(weights, dict)
+        assert isinstance(state, dict)
+        nn.Linear(3, 2).load_state_dict(weights)
+        assert state["trainer"]["global_step"] == 400
+    nn.Linear(3, 2).load_state_dict(torch.load("model.pt", weights_only=True))
+    with pytest.raises(IsADirectoryError):
+        torch.load("last.ckpt", weights_only=True)
 
 
 def test_the_manifest_hash_is_computed_as_the_page_says(folder: Path) -> None:
