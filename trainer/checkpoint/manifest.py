@@ -110,7 +110,9 @@ def _parse(content: dict[str, Any]) -> Manifest:
     parts = {part: list(names) for part, names in content["parts"].items()}
     for name in [*files, *(name for names in parts.values() for name in names)]:
         if not _FILE_NAME.fullmatch(name) or name not in files:
-            raise CheckpointError(f"manifest.json names a file {name!r}, which no checkpoint has; use another one.")
+            raise CheckpointError(
+                f"manifest.json names a file {name!r}, which cannot be part of a checkpoint; use another one."
+            )
     return Manifest(
         echelon_version=str(content["echelon_version"]),
         torch_version=str(content["torch_version"]),
