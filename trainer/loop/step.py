@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
 from ...strategies import Strategy
-from ...strategies.state.closures import needs_closure
+from ...strategies.state.optimizer_state import needs_closure
 from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of, outputs_for_hooks
