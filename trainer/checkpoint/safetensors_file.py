@@ -54,7 +54,7 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     end = 0
     for name in order:
         tensor = blocks[name].tensor
-        starts[name], end = end, end + tensor.numel() * tensor.element_size()
+        starts[name], end = end, end + _size(tensor)
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -70,19 +70,28 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
 def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, tensor by tensor: no second copy of the state is made."""
     layout = lay_out(blocks, notes)
+    stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
+    # stored tensors are read into one buffer, not each into memory of its own: malloc keeps what is freed in between
+    buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
     with HashedFile(path) as file:
         file.write(layout.header)
         for name in layout.places:
             given = blocks[name].tensor
-            # a stored tensor is read here, and not kept: one at a time is in memory
-            tensor = given.clone() if isinstance(given, StoredTensor) else given.cpu().contiguous()
+            if isinstance(given, StoredTensor):
+                tensor = buffer[: _size(given)].view(given.dtype).view(given.shape).copy_(given)
+            else:
+                tensor = given.cpu().contiguous()
             file.write(memory_of(tensor), lasts=tensor is given)
         return file.finish()
 
 
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; the caller keeps the tensor alive."""
-    size = tensor.numel() * tensor.element_size()
+    size = _size(tensor)
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
@@ -177,7 +186,7 @@ def _join(name: str, blocks: Sequence[Block], *, lazily: bool) -> Tensor:
     blocks = [block for block in blocks if block.tensor.numel()] or blocks[:1]
     stored = StoredTensor(blocks)
     is_here = not any(block.tensor.is_meta for block in blocks)
-    if is_here and stored.numel() * stored.element_size() <= _SMALL:
+    if is_here and _size(stored) <= _SMALL:
         return stored.clone()
     if lazily:
         return stored
