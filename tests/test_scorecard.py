@@ -30,7 +30,7 @@ ALLOWED = {
     scorecard.errors_without_value_or_remedy: (
         r"checkpoint/finding.py:\d+ .*: ; CheckpointError$",
         r"checkpoint/loading.py:\d+ .* (is not in the manifest|is missing|has   bytes, not)",
-        r"checkpoint/coordinator.py:\d+ .* _read$",  # what another rank has said
+        r"(?s)checkpoint/saving_by_ranks.py:\d+ lacks a value: .*; wait_for$",  # the error of another rank
     ),
 }
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 INDEX: Final = "index.json"
-OUTLINE: Final = ".outline"
-"""Suffix of a file of which this node has only the beginning, which lists its tensors."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import EchelonError
+from ..state.lazy_tensor import OUTLINE
 from .exchange import FileTransfer, SnapshotExchange
-from .index import OUTLINE, SnapshotIndex, read_index, write_index
+from .index import SnapshotIndex, read_index, write_index
 from .shared_file import MemoryFile, checksum
 
 Holders: TypeAlias = Mapping[str, Sequence[int]]

@@ -11,6 +11,9 @@ from torch import Tensor
 from ..distributed.nested import map_tensors
 from ..errors import CheckpointError
 
+OUTLINE: Final = ".outline"
+"""Ends the name of a file of tensors of which only the header is here; their elements are on another node."""
+
 
 class Block(NamedTuple):
     """A rectangular block of a tensor, and where it begins in the whole tensor."""

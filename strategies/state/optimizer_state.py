@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
     """Return a state by name as ``optimizer.load_state_dict`` takes it; the inverse of `state_by_name`.
 
     Raises:
-        CheckpointError: if the state has other parameters or another number of parameter groups.
+        CheckpointError: if the state is of other parameters, of another number of groups, or of another optimizer.
     """
     names = parameter_names(optimizer, module)
     saved_names = [name for group in state["param_groups"] for name in group["params"]]
@@ -50,12 +50,25 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
             f"The optimizer state must have {len(here)} parameter groups as this optimizer has, got {len(saved)}; "
             "configure the optimizer as it was saved."
         )
+    _check_kind(optimizer, saved)
     position = {name: index for index, name in enumerate(names)}
     return {
         # cloned, since tensors of a checkpoint may be views of its file
         "state": {position[name]: map_tensors(Tensor.clone, dict(value)) for name, value in state["state"].items()},
         "param_groups": [{**old, "params": new["params"]} for old, new in zip(saved, here, strict=True)],
     }
+
+
+def _check_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the state of another kind of optimizer, which would end in a KeyError at the next step."""
+    for group, here in zip(saved, optimizer.param_groups, strict=True):
+        # settings that newer versions of torch have added are filled in as it loads; only both tell another kind
+        lacking, unknown = sorted(optimizer.defaults.keys() - group.keys()), sorted(group.keys() - here.keys())
+        if lacking and unknown:
+            raise CheckpointError(
+                f"The optimizer is {type(optimizer).__name__} with {lacking}, the saved one had {unknown} instead; "
+                "configure the optimizer as it was saved, or load the weights only (echelon.load_weights)."
+            )
 
 
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:

@@ -1,22 +1,20 @@
 """Checkpoints: safetensors and JSON in a folder that is committed atomically. Imports strategies and callbacks."""
 
 from .atomic_folder import point
-from .coordinator import Ranks
 from .export import export
-from .finding import list_checkpoints, newest_valid, resolve
+from .finding import list_checkpoints, newest_valid, remove, resolve
 from .load_weights import Difference, difference, load_into, load_weights
 from .loading import load, verify
-from .pruning import remove
 from .saving import save
+from .saving_by_ranks import SavingGroup
 from .snapshot_writer import MemoryWriter
-from .writer import AsyncWriter, SyncWriter, Writer, make_writer
+from .writer import AsyncWriter, Writer, make_writer
 
 __all__ = [
     "AsyncWriter",
     "Difference",
     "MemoryWriter",
-    "Ranks",
-    "SyncWriter",
+    "SavingGroup",
     "Writer",
     "difference",
     "export",

@@ -1,8 +1,9 @@
-"""Committing a folder: it appears under its name whole or not at all, and what it replaces goes only then."""
+"""Atomic commit of a folder, which appears under its name whole or not at all; what it replaces goes only then."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -28,13 +29,13 @@ _RENAME_EXCHANGE: Final = 2
 
 @contextmanager
 def committed(path: Path) -> Iterator[Path]:
-    """Give a new folder to write to, and make it appear as `path` when the block ends without an error.
+    """Yield a new folder to write to, and make it appear as `path` when the block ends without an error.
 
-    A checkpoint or link of that name is replaced; at no instant is there none. Everything written by the block has to
-    be on the disk already.
+    A checkpoint or link of that name is replaced, in one step. The block has to bring everything that it writes to the
+    disk.
 
     Raises:
-        CheckpointError: if it cannot be written, or if `path` is something else than a checkpoint.
+        CheckpointError: if it cannot be written, or if `path` is not a checkpoint.
     """
     path = path.absolute()
     _check_replaceable(path)
@@ -75,10 +76,10 @@ def discard(path: Path) -> None:
 
 
 def point(link: str | Path, path: str | Path) -> None:
-    """Make `link` a relative symbolic link to the checkpoint at `path`, replacing what it was, atomically.
+    """Make `link` a relative symbolic link to the checkpoint at `path`, atomically, in place of what it was.
 
     Raises:
-        CheckpointError: if `path` is no checkpoint, or `link` is something else than a link or a checkpoint.
+        CheckpointError: if `path` is not a checkpoint, or `link` is neither a link nor a checkpoint.
     """
     link, path = Path(link).absolute(), Path(path).absolute()
     if not (path / MANIFEST).is_file():
@@ -95,9 +96,9 @@ def point(link: str | Path, path: str | Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Clear away what dead writers left in `folder`; a checkpoint that they were replacing comes back."""
+    """Delete what dead writers left in `folder`; a checkpoint that they were replacing gets its name back."""
     for entry in unfinished(folder):
-        with suppress(OSError):  # another run clears away the same, or it is not ours to delete
+        with suppress(OSError):  # another run deletes the same, or it is not ours to delete
             if not _is_abandoned(entry):
                 continue
             if is_stranded(entry):
@@ -108,19 +109,19 @@ def sweep(folder: Path) -> None:
 
 def is_stranded(path: Path) -> bool:
     """Return whether a folder is a checkpoint whose writer died while replacing it: whole, but not under its name."""
-    found = _TEMPORARY.fullmatch(path.name)
-    if found is None or found["kind"] != "old":
+    name = _TEMPORARY.fullmatch(path.name)
+    if name is None or name["kind"] != "old":
         return False
-    return (path / MANIFEST).is_file() and not os.path.lexists(path.with_name(found["name"]))
+    return (path / MANIFEST).is_file() and not os.path.lexists(path.with_name(name["name"]))
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return what writes or removals left, or have under way, in a folder."""
+    """Return the temporary folders of writes and removals in a folder: those under way, and those left behind."""
     return [entry for entry in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(entry.name)] if folder.is_dir() else []
 
 
 def sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,9 +145,8 @@ def _move(new: Path, path: Path) -> None:
     """Give `new` the name `path`; what had that name is deleted afterwards."""
     if new.is_symlink() and (path.is_symlink() or not path.exists()):
         new.replace(path)
-    elif not os.path.lexists(path):
-        new.rename(path)
-    elif not _exchange(new, path):
+    # exchanged once more, should another writer have taken the name since the first attempt
+    elif not (_exchange(new, path) or _rename(new, path) or _exchange(new, path)):
         # no atomic exchange here (NFS, macOS): if we die between these two lines, the old one is found as stranded
         old = _temporary(path, "old")
         path.rename(old)
@@ -154,6 +154,17 @@ def _move(new: Path, path: Path) -> None:
         sync(path.parent)
         _delete(old)
     sync(path.parent)
+
+
+def _rename(new: Path, path: Path) -> bool:
+    """Give `new` the name `path`; False where that is taken."""
+    try:
+        new.rename(path)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+            return False
+        raise
+    return True
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -185,7 +196,7 @@ def _temporary(path: Path, kind: str) -> Path:
 
 @functools.cache
 def _host() -> str:
-    """Name the space in which a process id means something: this boot of this machine, this container."""
+    """Return a name of this boot of this machine and this container, in which a process id is unique."""
     identity = socket.gethostname()
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -200,16 +211,16 @@ def _host() -> str:
 
 
 def _parse(entry: Path) -> re.Match[str]:
-    found = _TEMPORARY.fullmatch(entry.name)
-    assert found is not None
-    return found
+    match = _TEMPORARY.fullmatch(entry.name)
+    assert match is not None
+    return match
 
 
 def _is_abandoned(entry: Path) -> bool:
-    """Return whether the writer is dead: here its process tells, elsewhere a day without a write does."""
-    found = _parse(entry)
-    if found["host"] == _host():
-        return not _is_alive(int(found["pid"]))
+    """Return whether the writer is dead; one on another machine counts as dead after a day without a write."""
+    name = _parse(entry)
+    if name["host"] == _host():
+        return not _is_alive(int(name["pid"]))
     files = list(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else []
     return time.time() - max(file.lstat().st_mtime for file in (entry, *files)) > _SILENCE
 

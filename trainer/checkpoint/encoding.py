@@ -1,14 +1,13 @@
-"""Nested values as JSON plus named tensors, and back, exactly: nothing is pickled."""
+"""Encoder of nested values as JSON and named tensors, without pickle; `decode` in tags.py returns them exactly."""
 
 from __future__ import annotations
 
-import base64
 import math
 import sys
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
-from datetime import date, datetime, timedelta
-from pathlib import Path, PosixPath, WindowsPath
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...strategies.errors import CheckpointError, MissingDependencyError
+from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import is_dtensor, layout_of, own_block, replicas_of, writes
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import Sharded
+from .tags import COLLECTIONS, SCALARS
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -39,71 +39,55 @@ SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
-TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
-"""What marks an object that stands for a tensor of the files."""
-
 _REMEDY: Final = (
     "store numbers, strings, tensors, or lists and dicts of them (state_dict and load_state_dict can translate)"
 )
 
 
 def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
-    """Return `value` as what JSON can hold, and its tensors under the keys that the JSON refers to.
+    """Return `value` as JSON values, and its tensors under the keys that they refer to.
 
-    `path` is what errors call the value (``state['optimizers']``); `prefix` begins the tensors' keys. Tensors are
-    not copied. Those that are the same memory (tied weights) have one key.
+    Args:
+        value: Plain values and tensors, nested. Tensors are not copied; those that are the same memory (tied weights)
+            have one key.
+        path: The name of the value in errors (``state['optimizers']``).
+        prefix: Begins the tensors' keys.
 
     Raises:
         CheckpointError: for a value that is neither plain nor a dense tensor, with its place and what to do.
     """
     encoder = Encoder()
-    return encoder.encode(value, path, prefix), encoder.pieces
-
-
-def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the value that `encode` was given; `tensor` returns the one of a key.
-
-    Raises:
-        CheckpointError: if it is not what `encode` writes.
-    """
-    try:
-        return _decode(encoded, tensor)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"state.json holds what no checkpoint writer writes ({error!r}); use another one."
-        ) from None
+    return encoder.encode(value, path, prefix), encoder.blocks
 
 
 class Encoder:
-    """Encodes values for one rank: those of rank 0 and, of other ranks, only what they own."""
+    """Encodes the values of one rank: rank 0 writes all of them, the others what they alone hold."""
 
     def __init__(self, *, is_first: bool = True) -> None:
-        self.pieces: dict[str, Block] = {}
+        self.blocks: dict[str, Block] = {}
         """The tensors, or blocks of them, that this rank is to write, by key."""
         self.entries: dict[str, dict[str, Any]] = {}
-        """What each `Sharded` became, by its place: the same object as in what `encode` returned."""
-        self.is_shared = False
-        """Whether ranks differ in what they hold."""
+        """Each encoded `Sharded`, by its place: the same object as in the return value of `encode`."""
+        self.is_distributed = False
+        """Whether ranks hold different values."""
         self.own: set[str] = set()
-        """The keys of those pieces that other ranks do not have, but for replicas of this one."""
+        """The keys of the blocks that only this rank and its replicas hold."""
         self.layout: dict[str, int] = {}
         """The degrees of parallelism of the DTensors, by axis of their mesh."""
         self._is_first = self._is_own = is_first
         self._is_in_sharded = False
-        self._cuts: dict[tuple[object, ...], Any] = {}
+        self._placements: dict[tuple[object, ...], Any] = {}
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
-        self._kept: list[Block] = []  # what is written elsewhere; or its memory would become another tensor's
+        self._kept: list[Block] = []  # written by other ranks; if freed, another tensor could get their address
 
     @property
     def replicas(self) -> set[int]:
-        """The ranks that hold the same blocks of DTensors as this one, of which each writes some."""
-        return {rank for tensor in self._cuts.values() for rank in replicas_of(tensor)}
+        """The ranks that hold the same blocks of DTensors as this one; each of them writes some."""
+        return {rank for tensor in self._placements.values() for rank in replicas_of(tensor)}
 
     def encode(self, value: Any, path: str, key: str) -> Any:
-        """Return `value` as what JSON can hold; see the function `encode`."""
+        """Return `value` as JSON values; see the function `encode`."""
         try:
             return self._encode(value, path, key)
         except RecursionError:
@@ -121,11 +105,11 @@ class Encoder:
             return self._sharded(value, path, key)
         if kind in (dict, OrderedDict):
             return self._mapping(value, path, key)
-        if kind in _SEQUENCES:
+        if kind in COLLECTIONS:
             items = [self._encode(item, f"{path}[{index}]", _join(key, index)) for index, item in enumerate(value)]
-            return items if kind is list else {_SEQUENCES[kind]: items}
-        if kind in _SCALARS:
-            tag, write = _SCALARS[kind]
+            return {COLLECTIONS[kind]: items} if COLLECTIONS[kind] else items
+        if kind in SCALARS:
+            tag, write = SCALARS[kind]
             return {tag: write(value)}
         return self._rare(value, path, key)
 
@@ -133,7 +117,7 @@ class Encoder:
         odd = [name for name in value if type(name) is not str or name.startswith("$")]
         if odd:
             raise CheckpointError(f"{path} is sharded and has the name {odd[0]!r}; use strings without a leading '$'.")
-        self.is_shared = self._is_own = self._is_in_sharded = True
+        self.is_distributed = self._is_own = self._is_in_sharded = True
         encoded: dict[str, Any] = self._mapping(value, path, key)
         self._is_own, self._is_in_sharded = self._is_first, False
         self.entries[key] = encoded
@@ -161,19 +145,27 @@ class Encoder:
             return {"$deque": self._encode(list(value), path, key), "maxlen": value.maxlen}
         if kind is Counter:
             return {"$counter": self._encode([[name, count] for name, count in value.items()], path, key)}
+        if kind is Namespace:
+            return {"$namespace": self._mapping(vars(value), path, key)}
+        if isinstance(value, Enum):
+            member = f"{kind.__module__}:{kind.__qualname__}", value.name
+            return {"$enum": [*member, self._encode(value.value, path, key)]}
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
-            try:
-                tensor = torch.from_numpy(numpy.array(value, order="C"))
-            except TypeError:
-                raise CheckpointError(
-                    f"{path} is a NumPy array of {value.dtype}, found {value!r:.80}; {_REMEDY}."
-                ) from None
-            tag = "$array" if kind is numpy.ndarray else "$number"
-            return {tag: self._tensor(tensor, path, key), **_complex_mark(tensor)}
+            return self._array(value, path, key, numpy)
         raise CheckpointError(
             f"{path} is of type {kind.__qualname__}, found {value!r:.80}: a checkpoint cannot hold it; {_REMEDY}."
         )
+
+    def _array(self, value: Any, path: str, key: str, numpy: Any) -> Any:
+        try:
+            tensor = torch.from_numpy(numpy.array(value, order="C"))
+        except TypeError:
+            raise CheckpointError(
+                f"{path} is a NumPy array of {value.dtype}, found {value!r:.80}; {_REMEDY}."
+            ) from None
+        tag = "$array" if type(value) is numpy.ndarray else "$number"
+        return {tag: self._tensor(tensor, path, key), **_complex_mark(tensor)}
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
         is_shard = is_dtensor(tensor)
@@ -184,24 +176,24 @@ class Encoder:
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
             )
-        piece = _plain(own_block(tensor, path) if is_shard else Block.whole(tensor.detach()))
-        memory = _memory(piece.tensor)
+        block = _plain(own_block(tensor, path) if is_shard else Block.whole(tensor.detach()))
+        memory = _memory(block.tensor)
         if memory in self._known:
             return self._known[memory]
         unique = self._new_key(key)
-        if piece.tensor.numel():
+        if block.tensor.numel():
             self._known[memory] = unique
         if is_shard:
-            self.is_shared = True
+            self.is_distributed = True
             self.layout |= layout_of(tensor)
             any_tensor: Any = tensor
-            self._cuts[id(any_tensor.device_mesh), any_tensor.placements] = tensor
+            self._placements[id(any_tensor.device_mesh), any_tensor.placements] = tensor
         if is_shard or self._is_in_sharded:
             self.own.add(unique)
-        if writes(tensor, piece, key) if is_shard else self._is_own:
-            self.pieces[unique] = piece
+        if writes(tensor, block, key) if is_shard else self._is_own:
+            self.blocks[unique] = block
         else:
-            self._kept.append(piece)
+            self._kept.append(block)
         return unique
 
     def _new_key(self, key: str) -> str:
@@ -213,25 +205,25 @@ class Encoder:
         return unique
 
 
-def _plain(piece: Block) -> Block:
-    """Return what can be written: without lazy conjugation or negation, complex numbers as pairs."""
-    tensor, offsets = piece
+def _plain(block: Block) -> Block:
+    """Return a block that can be written: without lazy conjugation or negation, complex numbers as pairs."""
+    tensor, offsets = block
     if tensor.is_complex():
         tensor, offsets = torch.view_as_real(tensor.resolve_conj()), (*offsets, 0)
     elif not tensor.is_neg():
-        return piece
+        return block
     return Block(tensor.resolve_neg(), offsets)
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Return what tells whether two tensors are the same elements."""
+    """Return a value that is equal for two tensors if they are the same elements."""
     if isinstance(tensor, StoredTensor):
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _unfit(tensor: Tensor) -> str:
-    """Say why the elements of a tensor are not simply in its memory; empty if they are."""
+    """Return why the elements of a tensor are not simply in its memory; empty if they are."""
     if is_lazy(tensor):
         return "a lazy parameter that has no shape yet"
     if is_traceable_wrapper_subclass(tensor):
@@ -249,77 +241,3 @@ def _join(key: str, name: object) -> str:
 
 def _complex_mark(tensor: Tensor) -> dict[str, bool]:
     return {"complex": True} if tensor.is_complex() else {}
-
-
-def _decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    if isinstance(encoded, list):
-        return [_decode(item, tensor) for item in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    tag = next(iter(encoded), "")
-    if not tag.startswith("$"):
-        return {name: _decode(item, tensor) for name, item in encoded.items()}
-    content = encoded[tag]
-    if tag in TENSOR_TAGS:
-        found = tensor(content)
-        found = _as_complex(found) if encoded.get("complex") else found
-        return found if tag == "$tensor" else _to_numpy(found, scalar=tag == "$number")
-    if tag == "$dict":
-        return {_decode(name, tensor): _decode(item, tensor) for name, item in content}
-    if tag == "$deque":
-        return deque(_decode(content, tensor), maxlen=encoded["maxlen"])
-    if tag in _FROM_ITEMS:
-        return _FROM_ITEMS[tag](_decode(content, tensor))
-    return _FROM_TEXT[tag](content)
-
-
-def _as_complex(pairs: Tensor) -> Tensor:
-    # torch views as complex only what begins at a whole number of pairs in its memory, which is that of the file
-    return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
-
-
-def _to_numpy(tensor: Tensor, *, scalar: bool) -> Any:
-    try:
-        array = tensor.numpy()
-    except RuntimeError as error:
-        raise MissingDependencyError(f"This checkpoint holds NumPy arrays ({error}): pip install numpy") from None
-    return array[()] if scalar else array
-
-
-def _known_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
-    return found
-
-
-_SEQUENCES: Final[dict[type, str]] = {list: "", tuple: "$tuple", torch.Size: "$size"}
-_SCALARS: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
-    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
-    complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
-    timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
-    datetime: ("$datetime", datetime.isoformat),
-    date: ("$date", date.isoformat),
-    PosixPath: ("$path", str),
-    WindowsPath: ("$path", str),
-    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
-    torch.device: ("$device", str),
-}
-_FROM_ITEMS: Final[dict[str, Callable[[list[Any]], Any]]] = {
-    "$tuple": tuple,
-    "$size": torch.Size,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$counter": lambda pairs: Counter(dict(pairs)),
-}
-_FROM_TEXT: Final[dict[str, Callable[[Any], Any]]] = {
-    "$float": float,
-    "$bytes": lambda text: base64.b64decode(text, validate=True),
-    "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),
-    "$timedelta": lambda parts: timedelta(*parts),
-    "$datetime": datetime.fromisoformat,
-    "$date": date.fromisoformat,
-    "$path": Path,
-    "$dtype": _known_dtype,
-    "$device": torch.device,
-}

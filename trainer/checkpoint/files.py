@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written with their hash, brought to the disk, read as private memory maps."""
+"""Files of a checkpoint, written with their hash and flushed to the disk, and read as private memory maps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BLOCK: Final = 8 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of a file: its size in bytes and the hash of its content in hex.
+    """The entry of a file in the manifest: its size in bytes and the hash of its content in hex.
 
-    In a snapshot in memory the hash is empty: its index has a checksum that is made in a tenth of the time.
+    In a snapshot in memory the hash is empty: its index has a checksum that takes a tenth of the time.
     """
 
     size: int
@@ -33,7 +33,7 @@ class FileRecord:
 
 
 class HashedFile:
-    """A new file that is hashed in a second thread while it is written; on leaving it is on the disk."""
+    """A new file, hashed in a second thread while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -53,7 +53,7 @@ class HashedFile:
         os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview, *, lasts: bool = True) -> None:
-        """Append `data`; where it does not last unchanged until `finish`, wait until it is hashed."""
+        """Append `data`; wait until it is hashed unless it `lasts`, unchanged, until `finish`."""
         if len(data) < 1 << 16:
             self._small += data
             if len(self._small) >= _BLOCK:
@@ -65,7 +65,7 @@ class HashedFile:
             self._join()
 
     def finish(self) -> FileRecord:
-        """Bring the file to the disk and return its size and hash."""
+        """Flush the file to the disk and return its size and hash."""
         self._flush()
         os.fsync(self._descriptor)
         self._join()
@@ -79,7 +79,7 @@ class HashedFile:
     def _put(self, block: memoryview) -> None:
         try:
             self._pending.append(self._pool.submit(self._hash.update, block))
-        except RuntimeError:  # the program is ending, and a write still under way may start no thread
+        except RuntimeError:  # at interpreter exit no thread can be started, and a write may still be under way
             self._join()
             self._hash.update(block)
         self._size += len(block)
@@ -92,17 +92,17 @@ class HashedFile:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Write a new file and bring it to the disk."""
+    """Write a new file and flush it to the disk."""
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
 
 
 class MappedFile:
-    """A file of a checkpoint as memory: private, so that changes of it change nothing on the disk, or to be read only.
+    """A file of a checkpoint as memory: private, so that writing to it changes no file, or read-only.
 
-    What is read only does not count as memory of this process, however large it is. Where only the beginning of a file
-    is here, `whole_size` is greater than `size`.
+    A read-only one does not count as memory of this process, however large it is. Where only the header of a file is
+    here, `whole_size` is greater than `size`.
     """
 
     def __init__(self, path: Path, *, is_private: bool = True) -> None:
@@ -111,10 +111,10 @@ class MappedFile:
         # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is not a regular file; use another checkpoint.")
-            self.size = self.whole_size = found.st_size
+            self.size = self.whole_size = status.st_size
             self.data = mmap.mmap(descriptor, 0, access=access) if self.size else mmap.mmap(-1, 1)
         finally:
             os.close(descriptor)
@@ -130,7 +130,7 @@ class MappedFile:
 
 
 def explain(error: OSError) -> str:
-    """Return what the operating system said, and what to do about it."""
+    """Return the operating system's error as text, with a remedy."""
     remedies = {
         errno.ENOSPC: "free some space, or save elsewhere",
         errno.EDQUOT: "free some of your quota, or save elsewhere",

@@ -1,4 +1,4 @@
-"""Finding checkpoints: all of a folder by age, the newest valid one, and the one that the user means."""
+"""Checkpoints of a folder: all by age, the newest valid one, the one that the user means, and their removal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...strategies.errors import CheckpointError
-from .atomic_folder import is_stranded
+from .atomic_folder import discard, is_stranded
 from .files import explain
 from .loading import verify
 from .manifest import MANIFEST, Manifest, read_manifest
@@ -19,20 +19,20 @@ _logger = logging.getLogger("echelon")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder that is, or was meant to be, a checkpoint."""
 
     path: Path
     saved_at: str
     manifest: Manifest | None
     fault: str = ""
-    """Why the manifest cannot be used; empty if it can."""
+    """The reason why the manifest cannot be used; empty if it can."""
 
 
-def list_checkpoints(*folders: str | Path) -> list[Found]:
+def list_checkpoints(*folders: str | Path) -> list[FoundCheckpoint]:
     """Return the checkpoints of folders, oldest first, those with a damaged manifest included; links are left out."""
-    found = [_look(path) for folder in folders for path in _children(Path(folder)) if _is_candidate(path)]
-    return sorted(found, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
+    paths = [path for folder in folders for path in _children(Path(folder)) if _is_candidate(path)]
+    return sorted(map(_look, paths), key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
 def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
@@ -59,7 +59,7 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
         return checkpoint.path
     if faults:
         raise CheckpointError(
-            f"No checkpoint in {_names(folders)} can be used; start anew without one. {' '.join(faults)}"
+            f"No checkpoint in {_names(folders)} can be used; train from the start without one. {' '.join(faults)}"
         )
     return None
 
@@ -67,11 +67,11 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
 def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None) -> Path | None:
     """Return the checkpoint that the user means: a path, or ``last`` for the newest valid one of `folders`.
 
-    With `part`, ``last`` passes over those without it.
-    ``last`` gives None where there is no checkpoint yet, so that the first run of a job needs no other command.
+    With `part`, ``last`` passes over those without it. ``last`` gives None where there is no checkpoint yet, so that a
+    run is started and restarted by one command.
 
     Raises:
-        CheckpointError: if the path is absent, or is something else than a checkpoint, with what it is.
+        CheckpointError: if the path is absent, or is not a checkpoint; it says what is there.
     """
     if ckpt_path == "last":
         return newest_valid(*folders, part=part)
@@ -80,7 +80,7 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
         return path
     if path.is_symlink() and not path.exists():
         raise CheckpointError(
-            f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which is gone; give another one."
+            f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which is gone; give another path."
         )
     if path.is_file():
         raise CheckpointError(
@@ -88,7 +88,7 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
             "for the weights of such a file, call echelon.load_weights."
         )
     if not path.exists():
-        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another one.{_nearest(path)}")
+        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     if inside:
         raise CheckpointError(
@@ -100,13 +100,45 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
     )
 
 
-def _look(path: Path) -> Found:
+def remove(path: str | Path) -> bool:
+    """Delete a checkpoint and return True; the newest valid one of its folder is left alone.
+
+    A newer one counts as valid if its files have their sizes: reading all bytes at every save would take too long.
+
+    Raises:
+        CheckpointError: if `path` is not a checkpoint folder, or cannot be deleted.
+    """
+    path = Path(path).absolute()
+    siblings = list_checkpoints(path.parent)
+    index = next((index for index, checkpoint in enumerate(siblings) if checkpoint.path == path), None)
+    if index is None:
+        raise CheckpointError(f"{path} is not a checkpoint folder and is left alone; delete it by hand.")
+    is_newest = not any(_is_complete(newer) for newer in siblings[index + 1 :])
+    if is_newest and _is_complete(siblings[index]):
+        _logger.warning("%s is the newest valid checkpoint of its folder, so it is not deleted.", path)
+        return False
+    discard(path)
+    return True
+
+
+def _look(path: Path) -> FoundCheckpoint:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="microseconds")
-        return Found(path, changed, None, str(error))
-    return Found(path, manifest.saved_at, manifest)
+        return FoundCheckpoint(path, changed, None, str(error))
+    return FoundCheckpoint(path, manifest.saved_at, manifest)
+
+
+def _is_complete(checkpoint: FoundCheckpoint) -> bool:
+    if checkpoint.manifest is None:
+        return False
+    try:
+        return all(
+            (checkpoint.path / name).stat().st_size == file.size for name, file in checkpoint.manifest.files.items()
+        )
+    except OSError:
+        return False
 
 
 def _is_candidate(path: Path) -> bool:
@@ -125,12 +157,12 @@ def _children(folder: Path) -> Iterable[Path]:
 
 
 def _nearest(path: Path) -> str:
-    there = [child.name for child in _children(path.parent) if not child.name.startswith(".")]
-    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.4)
+    names = [child.name for child in _children(path.parent) if not child.name.startswith(".")]
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
     if near:
         return f" {path.parent} has {', '.join(near)}."
     return (
-        f" {path.parent} has {len(there)} other entries." if path.parent.is_dir() else f" Neither does {path.parent}."
+        f" {path.parent} has {len(names)} other entries." if path.parent.is_dir() else f" Neither does {path.parent}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights alone: from any checkpoint that is safe to read, into any module, with a readable account of what differs."""
+"""Weights alone, from any file that is safe to read into any module, with a list of their differences."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SHOWN: Final = 10
 
 @dataclass(frozen=True)
 class Difference:
-    """How weights and a module disagree."""
+    """The differences between weights and a module."""
 
     missing: Sequence[str] = ()
-    """Names of the module that the weights lack."""
+    """Names that only the module has."""
     unexpected: Sequence[str] = ()
-    """Names of the weights that the module lacks."""
+    """Names that only the weights have."""
     mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]] = ()
     """Names with the module's shape and the weights' shape."""
 
@@ -64,7 +64,7 @@ def load_weights(
         exclude: Patterns of the names to leave out.
 
     Raises:
-        CheckpointError: if it is none of these, is damaged, or if no name matches.
+        CheckpointError: if it is none of these, if it is damaged, or if no name matches.
     """
     weights = read_weights(Path(path))
     chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
@@ -77,7 +77,7 @@ def load_weights(
 
 
 def difference(module: nn.Module, weights: Mapping[str, Any]) -> Difference:
-    """Compare names and shapes; a tied name counts as there when one of its twins is."""
+    """Compare names and shapes; of names for one tensor (tied weights), one is enough."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     present = {id(own[name]) for name in weights if name in own}
     shapes = [
@@ -98,17 +98,17 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     Raises:
         CheckpointError: with `strict`, for any difference, before anything is copied.
     """
-    found = difference(module, weights)
-    if strict and found:
+    differences = difference(module, weights)
+    if strict and differences:
         raise CheckpointError(
             f"The weights do not fit {type(module).__name__}; choose names with include= and exclude=, "
-            f"or load with strict=False what fits.\n{found}"
+            f"or load with strict=False what fits.\n{differences}"
         )
-    unfit = {*found.unexpected, *(name for name, _, _ in found.mismatched)}
+    unfit = {*differences.unexpected, *(name for name, _, _ in differences.mismatched)}
     own = module.state_dict()
     fit = {name: shard_like(weight, own.get(name)) for name, weight in weights.items() if name not in unfit}
     module.load_state_dict(fit, strict=False)
-    return found
+    return differences
 
 
 def _section(title: str, names: Sequence[str]) -> list[str]:
@@ -123,7 +123,7 @@ def _matches(name: str, patterns: str | Iterable[str]) -> bool:
 
 
 def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
-    """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is put together."""
+    """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is read."""
     try:
         if path.is_dir():
             return _read_folder(path, lazily=lazily)
@@ -156,9 +156,9 @@ def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
 
 
 def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
-    pieces, notes = content
-    weights = {name: piece.tensor for name, piece in pieces.items()}
-    # safetensors.torch.save_model notes of each tied name which one holds its tensor
+    blocks, notes = content
+    weights = {name: block.tensor for name, block in blocks.items()}
+    # in the metadata, safetensors.torch.save_model gives for each tied name the one that holds its tensor
     weights.update({name: weights[kept] for name, kept in notes.items() if kept in weights and name not in weights})
     return weights
 

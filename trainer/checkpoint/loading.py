@@ -1,4 +1,4 @@
-"""Loading: every byte is verified before any of it is used."""
+"""Loading of checkpoints, which verifies every byte before any of it is used."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
-from ...strategies.snapshots.index import OUTLINE
-from ...strategies.state.lazy_tensor import Block
-from .encoding import decode
+from ...strategies.state.lazy_tensor import OUTLINE, Block
 from .files import FileRecord, MappedFile, explain
 from .manifest import LARGEST_JSON, Manifest, read_manifest
 from .safetensors_file import collect, read_tensors
 from .saving import STATE
+from .tags import decode
 
 
 def load(
@@ -28,18 +27,18 @@ def load(
 ) -> dict[str, Any]:
     """Return the state that `save` was given, or only some of its parts; tensors are on the CPU.
 
-    Tensors are private views of the mapped files, unless several ranks have written parts of them: reading is lazy,
-    writing to them changes no file. Clone what should outlive the files on a network file system.
+    Each tensor has a storage of its own. That of a large one is the mapped file, unless several ranks have written it:
+    reading is lazy, and writing to it changes no file. Clone what is to outlive the file on a network file system.
 
     Args:
         path: A checkpoint folder.
         parts: Top-level keys of the state; None for all.
-        lazy: Those of which no tensor is put together or counts as memory before it is used: a `StoredTensor`.
+        lazy: Those parts whose large tensors are not read before they are used: each is a `StoredTensor`.
         verify: Compare the hash of every file that is read. False only for a checkpoint just verified.
-        share: (i, n) to compare only each n-th file, from the i-th on, where others compare the rest.
+        share: (i, n) to compare only each n-th file, from the i-th on, as other processes compare the rest.
 
     Raises:
-        CheckpointError: if the checkpoint is absent, damaged, foreign, or has no such part.
+        CheckpointError: if the checkpoint is absent, damaged, not Echelon's, or has no such part.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -49,15 +48,17 @@ def load(
             raise CheckpointError(f"{folder} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
     names = [STATE, *(name for part in wanted for name in manifest.parts[part])]
     constant = {name for part in wanted if part in lazy for name in manifest.parts[part]}
-    files = open_files(folder, manifest, names, verify=names[share[0] :: share[1]] if verify else (), constant=constant)
+    files = _open_files(
+        folder, manifest, names, verify=names[share[0] :: share[1]] if verify else (), constant=constant
+    )
     encoded = _read_state(files[STATE])
     state: dict[str, Any] = {}
     for part in wanted:
-        pieces: dict[str, list[Block]] = {}
+        blocks: dict[str, list[Block]] = {}
         for name in manifest.parts[part]:
-            for key, piece in read_tensors(files[name])[0].items():
-                pieces.setdefault(key, []).append(piece)
-        state[part] = decode(encoded.get(part), collect(pieces, lazily=part in lazy))
+            for key, block in read_tensors(files[name])[0].items():
+                blocks.setdefault(key, []).append(block)
+        state[part] = decode(encoded.get(part), collect(blocks, lazily=part in lazy))
     return state
 
 
@@ -69,11 +70,11 @@ def verify(path: str | Path) -> Manifest:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    open_files(folder, manifest, manifest.files, verify=manifest.files, constant=manifest.files)
+    _open_files(folder, manifest, manifest.files, verify=manifest.files, constant=manifest.files)
     return manifest
 
 
-def open_files(
+def _open_files(
     folder: Path,
     manifest: Manifest,
     names: Iterable[str],
@@ -81,9 +82,9 @@ def open_files(
     verify: Collection[str],
     constant: Collection[str] = (),
 ) -> dict[str, MappedFile]:
-    """Open files of a checkpoint, of the size that the manifest tells; those of `verify` of the hash, too.
+    """Map files of a checkpoint, and compare their sizes with the manifest; those of `verify` also their hashes.
 
-    Those of `constant` are never changed in memory.
+    Those of `constant` are mapped read-only.
 
     Raises:
         CheckpointError: naming each damaged file and what is wrong with it.
@@ -113,7 +114,7 @@ def open_files(
 
 def _open(path: Path, record: FileRecord, *, is_private: bool) -> MappedFile:
     outline = path.with_name(path.name + OUTLINE)
-    has_outline = outline.exists() and not path.exists()  # in a snapshot in memory, of what this node does not read
+    has_outline = outline.exists() and not path.exists()
     try:
         file = MappedFile(outline if has_outline else path, is_private=is_private)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, written last and protected by its own hash."""
+"""The manifest lists the files of a checkpoint; it is written last and protected by its own hash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT: Final = "echelon-checkpoint"
 FORMAT_VERSION: Final = 1
 
 LARGEST_JSON: Final = 256 << 20
-"""Bytes; what is larger is not parsed."""
+"""Bytes; a larger file is not parsed."""
 
 _BEFORE_HASH: Final = b',\n "sha256": "'
 _AFTER_HASH: Final = b'"\n}\n'
@@ -34,9 +34,9 @@ class Manifest:
     saved_at: str
     """UTC, ISO 8601 with microseconds: sorts as text."""
     mesh: Mapping[str, int]
-    """The degrees of parallelism that saved; empty for one process."""
+    """The degrees of parallelism of the run; empty for one process."""
     parts: Mapping[str, Sequence[str]]
-    """Per top-level key of the state, the files that hold its tensors; its other values are in ``state.json``."""
+    """For each top-level key of the state, the files with its tensors; its other values are in ``state.json``."""
     parameters: Sequence[str]
     """The names of the model's tensors."""
     files: Mapping[str, FileRecord]
@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: if it is absent, damaged, or of a format that this version does not know.
+        CheckpointError: if it is absent, damaged, or of an unknown version of the format.
     """
     path = folder / MANIFEST
     try:
@@ -111,7 +111,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
     for name in [*files, *(name for names in parts.values() for name in names)]:
         if not _FILE_NAME.fullmatch(name) or name not in files:
             raise CheckpointError(
-                f"manifest.json names a file {name!r}, which cannot be part of a checkpoint; do not use it."
+                f"manifest.json names a file {name!r}, which cannot be part of a checkpoint; use another one."
             )
     return Manifest(
         echelon_version=str(content["echelon_version"]),

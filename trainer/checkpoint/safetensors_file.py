@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, in the layout of torch.distributed.checkpoint's HuggingFace storage."""
+"""Safetensors files, in the layout of torch.distributed.checkpoint's HuggingFace storage."""
 
 from __future__ import annotations
 
@@ -24,38 +24,37 @@ from .files import FileRecord, HashedFile, MappedFile
 # For 1 GB that took 2.9 s and 2.1 GB of memory beside the state (torch.save: 0.9 s; this: 0.9 s, none; torch 2.14.1).
 
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-"""Where torch's HuggingFaceStorageWriter keeps the offsets of a shard in its whole tensor."""
+"""The key under which torch's HuggingFaceStorageWriter keeps the offsets of a shard in its whole tensor."""
 
 _ALIGNMENT: Final = 64
 _LONGEST_HEADER: Final = 100_000_000
+_SMALL: Final = 64 << 10
+"""Bytes; a tensor of no more is read at once: a generator's state, which code without torch's dispatch takes."""
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file before it has its tensors."""
+    """The header of a safetensors file, and the place of each tensor."""
 
     header: bytes
     places: Mapping[str, int]
-    """Where each tensor begins, counted in bytes from the file's beginning; in order."""
+    """The first byte of each tensor in the file, in order."""
     size: int
 
 
-def lay_out(pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of a file; its header has the metadata that torch's HuggingFaceStorageReader looks for.
-
-    `notes` are further metadata.
-    """
+def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
+    """Return the layout of a file, with the metadata that torch's HuggingFaceStorageReader needs, and `notes`."""
     # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
-    order = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
-    sharding = {name: {"saved_offsets": list(pieces[name].offsets)} for name in order}
+    order = sorted(blocks, key=lambda name: -blocks[name].tensor.element_size())
+    sharding = {name: {"saved_offsets": list(blocks[name].offsets)} for name in order}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_KEY: json.dumps(sharding), **(notes or {})}
     header: dict[str, Any] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     end = 0
     for name in order:
-        tensor = pieces[name].tensor
-        starts[name], end = end, end + tensor.numel() * tensor.element_size()
+        tensor = blocks[name].tensor
+        starts[name], end = end, end + _size(tensor)
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -68,22 +67,31 @@ def lay_out(pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     return Layout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
-def write_tensors(path: Path, pieces: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
+def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, tensor by tensor: no second copy of the state is made."""
-    layout = lay_out(pieces, notes)
+    layout = lay_out(blocks, notes)
+    stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
+    # stored tensors are read into one buffer, not each into memory of its own: malloc keeps what is freed in between
+    buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
     with HashedFile(path) as file:
         file.write(layout.header)
         for name in layout.places:
-            given = pieces[name].tensor
-            # one that is stored is read here, and not kept: no more than one is in memory
-            tensor = given.clone() if isinstance(given, StoredTensor) else given.cpu().contiguous()
+            given = blocks[name].tensor
+            if isinstance(given, StoredTensor):
+                tensor = buffer[: _size(given)].view(given.dtype).view(given.shape).copy_(given)
+            else:
+                tensor = given.cpu().contiguous()
             file.write(memory_of(tensor), lasts=tensor is given)
         return file.finish()
 
 
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, uncopied; the caller keeps the tensor alive."""
-    size = tensor.numel() * tensor.element_size()
+    """Return the memory of a contiguous CPU tensor; the caller keeps the tensor alive."""
+    size = _size(tensor)
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
@@ -99,23 +107,12 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
         if not all(isinstance(text, str) for text in notes.values()):
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
-        if file.whole_size == file.size:
-            payload = _bytes_of(file)[start:]
-        else:  # only the outline is here
-            payload = torch.empty(file.whole_size - start, dtype=torch.uint8, device="meta")
-        _check_coverage([entry["data_offsets"] for entry in header.values()], len(payload))
-        return {name: _piece(entry, payload, sharding.get(name)) for name, entry in header.items()}, notes
+        _check_coverage([entry["data_offsets"] for entry in header.values()], file.whole_size - start)
+        return {name: _block(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"{file.path} is not a sound safetensors file ({error}); use another checkpoint."
         ) from None
-
-
-def _bytes_of(file: MappedFile) -> Tensor:
-    with warnings.catch_warnings():
-        # torch says of a file mapped to be read only that writing to the tensor would end the process
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(file.data, dtype=torch.uint8)[: file.size]
 
 
 def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
@@ -124,7 +121,7 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
         raise ValueError(f"a header of {length} bytes in a file of {file.size}")
     header = json.loads(file.data[8 : 8 + length])
     if not isinstance(header, dict):
-        raise TypeError("a header that is no JSON object")
+        raise TypeError("a header that is not a JSON object")
     return header, 8 + length
 
 
@@ -138,64 +135,80 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
         raise ValueError(f"tensors of {end} bytes in all, but there are {size}")
 
 
-def _piece(entry: Mapping[str, Any], payload: Tensor, sharding: Mapping[str, Any] | None) -> Block:
+def _block(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None) -> Block:
     dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):
         raise ValueError(f"shape {shape!r:.80} at {offsets!r:.80}")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"shape {shape!r:.80} of {dtype} in {stop - start} bytes")
-    view = payload[start:stop]
-    if payload.storage_offset() % dtype.itemsize or start % dtype.itemsize:
-        view = view.clone()  # written by someone else, unaligned
-    return Block((view.view(dtype) if len(view) else torch.empty(0, dtype=dtype)).view(shape), tuple(offsets))
+    if start == stop or file.whole_size != file.size:  # where only the outline is here, there are no elements
+        return Block(torch.empty(shape, dtype=dtype, device="cpu" if start == stop else "meta"), tuple(offsets))
+    content = _bytes_of(file, begin + start, stop - start)
+    if (begin + start) % dtype.itemsize:
+        content = content.clone()  # written by someone else, unaligned
+    return Block(content.view(dtype).view(shape), tuple(offsets))
 
 
-def collect(parts: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
-    """Return a function from a tensor's name to it, put together where it is in shards.
+def _bytes_of(file: MappedFile, start: int, size: int) -> Tensor:
+    """Return bytes of the mapped memory as a tensor whose storage is they alone.
 
-    With `lazily` it is a `StoredTensor`, if it has dimensions: nothing of the files is read now.
+    A view of a storage that is the whole file would not do: ``Generator.set_state`` reads a storage from its beginning,
+    and ``torch.save`` writes all of it.
+    """
+    with warnings.catch_warnings():
+        # torch says of a file mapped to be read only that writing to the tensor would end the process
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(file.data, dtype=torch.uint8, count=size, offset=start)
+
+
+def collect(blocks: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
+    """Return a function that returns a tensor by its name, put together of its blocks.
+
+    With `lazily` it is a `StoredTensor`, unless it is small: nothing of the files is read now.
     """
     known: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
         if name not in known:
-            if name not in parts:
+            if name not in blocks:
                 raise CheckpointError(
-                    f"state.json speaks of a tensor {name!r} that no file holds; use another checkpoint."
+                    f"state.json refers to a tensor {name!r}, which no file holds; use another checkpoint."
                 )
-            known[name] = _join(name, parts[name], lazily=lazily)
+            known[name] = _join(name, blocks[name], lazily=lazily)
         return known[name]
 
     return tensor
 
 
-def _join(name: str, pieces: Sequence[Block], *, lazily: bool) -> Tensor:
-    _check_blocks(name, pieces)
-    pieces = [piece for piece in pieces if piece.tensor.numel()] or pieces[:1]
-    if len(pieces) == 1 and not lazily:
-        return pieces[0].tensor
-    stored = StoredTensor(pieces)
-    is_here = not any(piece.tensor.is_meta for piece in pieces)
-    return stored if lazily and (stored.dim() or not is_here) else stored.clone()
+def _join(name: str, blocks: Sequence[Block], *, lazily: bool) -> Tensor:
+    _check_blocks(name, blocks)
+    blocks = [block for block in blocks if block.tensor.numel()] or blocks[:1]
+    stored = StoredTensor(blocks)
+    is_here = not any(block.tensor.is_meta for block in blocks)
+    if is_here and _size(stored) <= _SMALL:
+        return stored.clone()
+    if lazily:
+        return stored
+    return blocks[0].tensor if is_here and len(blocks) == 1 else stored.clone()
 
 
-def _check_blocks(name: str, pieces: Sequence[Block]) -> None:
-    """Check that pieces make up a tensor: none overlaps another, and nothing is missing."""
-    if len(pieces) == 1 and not any(pieces[0].offsets):
+def _check_blocks(name: str, blocks: Sequence[Block]) -> None:
+    """Check that blocks neither overlap nor leave gaps."""
+    if len(blocks) == 1 and not any(blocks[0].offsets):
         return
-    spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in pieces if p.tensor.numel()]
-    are_alike = len({(piece.tensor.dtype, piece.tensor.dim()) for piece in pieces}) == 1
+    spans = [[(o, o + n) for o, n in zip(p.offsets, p.tensor.shape, strict=True)] for p in blocks if p.tensor.numel()]
+    are_alike = len({(block.tensor.dtype, block.tensor.dim()) for block in blocks}) == 1
     if not (spans and are_alike and _are_apart(spans) and _are_complete(spans)):
-        found = ", ".join(f"{list(p.tensor.shape)} of {p.tensor.dtype} at {list(p.offsets)}" for p in pieces[:5])
+        found = ", ".join(f"{list(p.tensor.shape)} of {p.tensor.dtype} at {list(p.offsets)}" for p in blocks[:5])
         raise CheckpointError(
-            f"The {len(pieces)} shards of {name!r} do not make up its shape, found {found}; use another checkpoint."
+            f"The {len(blocks)} shards of {name!r} do not make up its shape, found {found}; use another checkpoint."
         )
 
 
 def _are_apart(spans: Sequence[Sequence[tuple[int, int]]]) -> bool:
     cut = [index for index, along in enumerate(zip(*spans, strict=True)) if len(set(along)) > 1]
-    if len(cut) == 1:  # the usual case, for which a thousand pieces take no time
+    if len(cut) == 1:  # the usual case, for which a thousand blocks take no time
         along = sorted(span[cut[0]] for span in spans)
         return all(stop <= start for (_, stop), (start, _) in pairwise(along))
     return all(

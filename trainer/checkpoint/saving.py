@@ -1,4 +1,4 @@
-"""Saving: a state becomes safetensors and JSON, and last the manifest that makes it a checkpoint."""
+"""Saving of a state as safetensors and JSON, and last of the manifest that makes the folder a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import torch
 from ...strategies.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed
-from .encoding import TENSOR_TAGS, Encoder
+from .encoding import Encoder
 from .files import FileRecord, write_bytes
 from .manifest import LARGEST_JSON, MANIFEST, Manifest
 from .safetensors_file import write_tensors
+from .tags import TENSOR_TAGS
 
 STATE: Final = "state.json"
 MODEL: Final = "model"
@@ -30,29 +31,46 @@ MODEL: Final = "model"
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What one rank has to write of a state."""
+class EncodedState:
+    """A state as one rank is to write it."""
 
     values: Mapping[str, Any]
-    """Per part everything but tensors, as JSON values; only rank 0's are written."""
-    pieces: Mapping[str, Mapping[str, Block]]
+    """Per part the JSON values; only rank 0's are written."""
+    blocks: Mapping[str, Mapping[str, Block]]
     """Per part the tensors that this rank writes, by key."""
     entries: Mapping[str, Mapping[str, dict[str, Any]]]
     """Per part that differs between ranks: its `Sharded` mappings by place, which are inside `values`."""
     mesh: Mapping[str, int]
     own: Mapping[str, Collection[str]]
-    """Per part the keys of those pieces that differ between ranks, or are blocks of what does."""
+    """Per part the keys of the blocks that only this rank and its replicas hold."""
     replicas: Collection[int]
-    """The ranks that hold the same blocks as this one, of which each writes some."""
+    """The ranks that hold the same blocks as this one; each of them writes some."""
 
     @property
-    def is_shared(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether other ranks have something to write; all ranks give the same answer."""
         return bool(self.entries)
 
+    def add_entries(self, rank: int, entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+        """Put the entries of another rank into this state, which is rank 0's.
+
+        Raises:
+            CheckpointError: for an entry that two ranks own.
+        """
+        for part, places in entries.items():
+            for place, theirs in places.items():
+                ours = self.entries[part][place]
+                twice = sorted(ours.keys() & theirs.keys())
+                if twice:
+                    raise CheckpointError(
+                        f"state[{part!r}] has the entry {twice[0]!r} on rank {rank} and on a lower one; "
+                        "give it one owner."
+                    )
+                ours.update(theirs)
+
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """The files that one rank has written: their records, and per part their names."""
 
     files: Mapping[str, FileRecord]
@@ -68,25 +86,25 @@ def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] 
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or if the disk refuses.
     """
-    write(Path(path), take(state, mesh))
+    write(Path(path), encode_state(state, mesh))
 
 
-def take(
+def encode_state(
     state: Mapping[str, Any],
     mesh: Mapping[str, int] | None = None,
     *,
     rank: int = 0,
     world_size: int = 1,
     writes_common: bool | None = None,
-) -> Snapshot:
+) -> EncodedState:
     """Encode what this rank has to write of `state`; tensors are referred to, not copied.
 
     Args:
-        state: parts by name.
-        mesh: degrees of parallelism, for the manifest; default: those of the DTensors, and replicas of the rest.
-        rank: this process; 0 writes all that is equal on all ranks.
-        world_size: the number of processes.
-        writes_common: whether this rank writes what is equal on all; by default, if it is rank 0.
+        state: Parts by name.
+        mesh: Degrees of parallelism, for the manifest; default: those of the DTensors, and replicas of the rest.
+        rank: This process; 0 writes all that is equal on all ranks.
+        world_size: The number of processes.
+        writes_common: Whether this rank writes what is equal on all; by default, if it is rank 0.
     """
     is_first = rank == 0 if writes_common is None else writes_common
     encoders: dict[str, Encoder] = {}
@@ -96,10 +114,10 @@ def take(
             raise CheckpointError(f"state has a part {part!r} of type {type(part).__name__}; name parts by strings.")
         encoders[part] = Encoder(is_first=is_first)
         values[part] = encoders[part].encode(value, f"state[{part!r}]", "" if part == MODEL else part)
-    return Snapshot(
+    return EncodedState(
         values=values,
-        pieces={part: encoder.pieces for part, encoder in encoders.items()},
-        entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_shared},
+        blocks={part: encoder.blocks for part, encoder in encoders.items()},
+        entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_distributed},
         mesh=dict(mesh or _layout(encoders.values(), world_size)),
         own={part: encoder.own for part, encoder in encoders.items()},
         replicas={rank, *(other for encoder in encoders.values() for other in encoder.replicas)},
@@ -107,50 +125,50 @@ def take(
 
 
 def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
-    """Return the degrees of parallelism of the ranks that take a state."""
-    found = {axis: degree for encoder in encoders for axis, degree in encoder.layout.items()}
-    replicas = world_size // math.prod(found.values())
-    return ({"dp_replicate": replicas} if replicas > 1 else {}) | found
+    """Return the degrees of parallelism of the ranks that hold a state."""
+    layout = {axis: degree for encoder in encoders for axis, degree in encoder.layout.items()}
+    replicas = world_size // math.prod(layout.values())
+    return ({"dp_replicate": replicas} if replicas > 1 else {}) | layout
 
 
-def write(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot as the checkpoint folder `path`."""
-    text = to_json(snapshot.values)
+def write(path: Path, encoded: EncodedState) -> None:
+    """Write a state as the checkpoint folder `path`."""
+    text = to_json(encoded.values)
     with committed(path) as folder:
-        finish(folder, snapshot, [write_own(folder, snapshot)], text)
+        finish(folder, encoded, [write_own(folder, encoded)], text)
 
 
-def write_own(folder: Path, snapshot: Snapshot, rank: int = 0, world_size: int = 1) -> Written:
-    """Write the tensors of this rank, a file a part."""
+def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:
+    """Write the tensors of this rank, one file a part."""
     files: dict[str, FileRecord] = {}
-    parts: dict[str, list[str]] = {part: [] for part in snapshot.pieces}
-    stems = stems_of(snapshot.pieces)
-    for part, pieces in snapshot.pieces.items():
-        if pieces:
-            is_share = part in snapshot.entries and world_size > 1
-            name = file_name(stems[part], rank, world_size) if is_share else file_name(stems[part])
+    parts: dict[str, list[str]] = {part: [] for part in encoded.blocks}
+    stems = stems_of(encoded.blocks)
+    for part, blocks in encoded.blocks.items():
+        if blocks:
+            is_one_of_several = part in encoded.entries and world_size > 1
+            name = file_name(stems[part], rank if is_one_of_several else None, world_size)
             parts[part].append(name)
-            files[name] = write_tensors(folder / name, pieces)
-    return Written(files, parts)
+            files[name] = write_tensors(folder / name, blocks)
+    return WrittenFiles(files, parts)
 
 
-def finish(folder: Path, snapshot: Snapshot, written: Sequence[Written], text: bytes | None = None) -> None:
-    """Write what makes the files of all ranks, in order of rank, one checkpoint: ``state.json`` and the manifest."""
-    files = {name: record for one in written for name, record in one.files.items()}
-    files[STATE] = write_bytes(folder / STATE, to_json(snapshot.values) if text is None else text)
-    parts = {part: [name for one in written for name in one.parts[part]] for part in snapshot.values}
-    write_bytes(folder / MANIFEST, manifest_of(snapshot, parts, files).to_bytes())
+def finish(folder: Path, encoded: EncodedState, written: Sequence[WrittenFiles], text: bytes | None = None) -> None:
+    """Write ``state.json`` and the manifest, which make the files of all ranks, in order of rank, one checkpoint."""
+    files = {name: record for one_rank in written for name, record in one_rank.files.items()}
+    files[STATE] = write_bytes(folder / STATE, to_json(encoded.values) if text is None else text)
+    parts = {part: [name for one_rank in written for name in one_rank.parts[part]] for part in encoded.values}
+    write_bytes(folder / MANIFEST, manifest_of(encoded, parts, files).to_bytes())
 
 
-def manifest_of(snapshot: Snapshot, parts: Mapping[str, Sequence[str]], files: Mapping[str, FileRecord]) -> Manifest:
-    """Return the manifest of a snapshot, all of whose files are there; `parts` has the names of those of each part."""
+def manifest_of(encoded: EncodedState, parts: Mapping[str, Sequence[str]], files: Mapping[str, FileRecord]) -> Manifest:
+    """Return the manifest of a state whose files are all written; `parts` has the file names of each part."""
     return Manifest(
         echelon_version=echelon_version(),
         torch_version=torch.__version__,
         saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
-        mesh=snapshot.mesh,
+        mesh=encoded.mesh,
         parts=parts,
-        parameters=list(dict.fromkeys(_keys(snapshot.values.get(MODEL)))),
+        parameters=list(dict.fromkeys(_keys(encoded.values.get(MODEL)))),
         files=files,
     )
 
@@ -173,7 +191,7 @@ def to_json(values: Mapping[str, Any]) -> bytes:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Give the keys of the tensors in an encoded value, in order."""
+    """Yield the keys of the tensors in an encoded value, in order."""
     if isinstance(value, list):
         for item in value:
             yield from _keys(item)
@@ -187,13 +205,13 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def file_name(stem: str, rank: int | None = None, world_size: int = 1) -> str:
-    """Return the name of a part's file: that of one rank, or of all."""
-    share = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
-    return f"{stem}{share}.safetensors"
+    """Return the name of a part's file: that of one rank, or the only one."""
+    number = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
+    return f"{stem}{number}.safetensors"
 
 
 def stems_of(parts: Iterable[str]) -> dict[str, str]:
-    """Return for each part how its files' names begin, made what every file system takes."""
+    """Return for each part the beginning of its files' names, made of characters that every file system takes."""
     stems: dict[str, str] = {}
     known: set[str] = set()
     for part in parts:

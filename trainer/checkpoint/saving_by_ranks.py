@@ -1,74 +1,158 @@
-"""Writing together: every rank its tensors, rank 0 what makes them one checkpoint, which it commits for all."""
+"""SavingGroup: the ranks of a run, each of which writes its tensors of one checkpoint, which rank 0 commits for all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from ...strategies.distributed.noticeboard import Noticeboard
 from ...strategies.errors import CheckpointError
 from .atomic_folder import committed, refused
-from .coordinator import Ranks, part_of
 from .files import FileRecord
-from .saving import Snapshot, Written, finish, write_own
+from .saving import EncodedState, WrittenFiles, encode_state, finish, write_own
+
+TIMEOUT: Final = timedelta(minutes=30)
+"""The time that a rank may take to write, while the run goes on."""
+GRACE: Final = timedelta(seconds=5)
+"""The time that it may take when the run has failed, perhaps because that rank is dead."""
 
 
-def write_together(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write what all ranks took of one state as the checkpoint folder `path`; return when it is committed.
+class SavingGroup:
+    """All ranks of a run, as one of them sees them; they save one checkpoint after the other.
 
-    Collective: every rank calls it, in any thread. Where only rank 0 has something to write, it waits for nobody.
+    They talk over a c10d store, not by collectives: checkpoints are written in threads, and a process group takes
+    calls of one thread only. Collective: every rank makes one, and saves the same checkpoints in the same order.
 
-    Raises:
-        CheckpointError: on every rank, if any of them could not write; then there is no checkpoint.
+    Args:
+        store: A store that all ranks reach; they may use it for other things.
+        rank: This process.
+        world_size: The number of processes.
+        timeout: How long to wait for a rank that says nothing.
+        grace: How long to wait once this rank's run has failed.
     """
-    try:
-        _contribute(path, snapshot, ranks)
-        if ranks.rank:
-            ranks.hear("end", source=0)
-    finally:
-        ranks.leave()
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: timedelta = TIMEOUT, grace: timedelta = GRACE
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._timeout, self._grace = timeout.total_seconds(), grace.total_seconds()
+        run = store.add(f"checkpoints/{rank}", 1)
+        # a connection of its own: a store does one thing at a time
+        self._board = Noticeboard(store.clone(), f"checkpoints/{run}")
+        self._number = 0
+        self._deadline = math.inf
+
+    def encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> EncodedState:
+        """Begin the next checkpoint: encode what this rank has to write. `write` has to follow.
+
+        Raises:
+            CheckpointError: for a value that a checkpoint cannot hold; the other ranks hear of it in `write`.
+        """
+        self._number += 1
+        try:
+            return encode_state(state, mesh, rank=self.rank, world_size=self.world_size)
+        except BaseException as error:
+            self._fail(error)
+            self._leave()
+            raise
+
+    def write(self, path: Path, encoded: EncodedState) -> None:
+        """Write the state of all ranks as the checkpoint folder `path`; return when it is committed.
+
+        Collective: every rank calls it, in any thread. Where only rank 0 has something to write, it waits for nobody.
+
+        Raises:
+            CheckpointError: on every rank, if any of them could not write; then there is no checkpoint.
+        """
+        try:
+            if self.rank == 0:
+                self._lead(path, encoded)
+            else:
+                self._follow(path, encoded)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._leave()
+
+    def abandon(self) -> None:
+        """Note that the run has failed: a rank that says nothing for some seconds more is dead."""
+        self._deadline = time.monotonic() + self._grace
+
+    def _lead(self, path: Path, encoded: EncodedState) -> None:
+        others = range(1, self.world_size) if encoded.is_distributed else ()
+        with committed(path) as folder:
+            if others:
+                self._post("folder", folder.name)
+            written = [write_own(folder, encoded, 0, self.world_size)]
+            for rank in others:
+                message = self._wait_for(_topic(rank), rank)
+                encoded.add_entries(rank, message["entries"])
+                written.append(_check_written(folder, rank, message))
+            finish(folder, encoded, written)
+        self._post("end")
+
+    def _follow(self, path: Path, encoded: EncodedState) -> None:
+        if encoded.is_distributed:
+            folder = path.absolute().parent / self._wait_for("folder", 0)
+            try:
+                written = write_own(folder, encoded, self.rank, self.world_size)
+            except OSError as error:
+                raise refused(path, error) from error
+            files = {name: [file.size, file.sha256] for name, file in written.files.items()}
+            self._post(_topic(self.rank), {"files": files, "parts": written.parts, "entries": encoded.entries})
+        self._wait_for("end", 0)
+
+    def _post(self, topic: str, message: Any = None) -> None:
+        with _store_errors():
+            self._board.post(f"{self._number}/{topic}", message)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell all ranks that this checkpoint has failed, unless they know; each of them raises this error."""
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        with _store_errors():
+            self._board.post_first(f"{self._number}/error", f"{text} (On rank {self.rank} of {self.world_size}.)")
+
+    def _leave(self) -> None:
+        """End this checkpoint; the last of the ranks clears away the messages."""
+        topics = "end", "error", "folder", *map(_topic, range(1, self.world_size))
+        with suppress(RuntimeError):  # the store has gone, with the process that hosts it
+            self._board.remove_once_read(self.world_size, *(f"{self._number}/{topic}" for topic in topics))
+
+    def _wait_for(self, topic: str, rank: int) -> Any:
+        """Return the message of a rank, when it is there.
+
+        Raises:
+            CheckpointError: the error with which another rank has failed; or if no message comes.
+        """
+        key, error = f"{self._number}/{topic}", f"{self._number}/error"
+        with _store_errors():
+            messages = self._board.wait_for(
+                [key, error], self._timeout, until=lambda found: bool(found) or time.monotonic() > self._deadline
+            )
+        if key in messages:
+            return messages[key]
+        if error in messages:
+            raise CheckpointError(messages[error])
+        raise CheckpointError(
+            f"The checkpoint is not written: rank {rank} of {self.world_size} has not said that it has written its "
+            "tensors; look at why it ended or is so slow. Earlier checkpoints are untouched."
+        )
 
 
-def _contribute(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    try:
-        if ranks.rank == 0:
-            _lead(path, snapshot, ranks)
-        elif snapshot.is_shared:
-            _follow(path, snapshot, ranks)
-    except BaseException as error:
-        ranks.fail(error)
-        raise
+def _topic(rank: int) -> str:
+    """Return the topic under which a rank tells what it has written."""
+    return f"rank-{rank}"
 
 
-def _lead(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    with committed(path) as folder:
-        if snapshot.is_shared:
-            ranks.tell("folder", folder.name)
-        written = [write_own(folder, snapshot, 0, ranks.world_size)]
-        if snapshot.is_shared:
-            written += [_add(folder, snapshot, rank, content) for rank, content in ranks.hear_parts()]
-        finish(folder, snapshot, written)
-    ranks.tell("end")
-
-
-def _follow(path: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    folder = path.absolute().parent / ranks.hear("folder", source=0)
-    try:
-        written = write_own(folder, snapshot, ranks.rank, ranks.world_size)
-    except OSError as error:
-        raise refused(path, error) from error
-    content = {
-        "files": {name: [file.size, file.sha256] for name, file in written.files.items()},
-        "parts": written.parts,
-        "entries": snapshot.entries,
-    }
-    ranks.tell(part_of(ranks.rank), content)
-
-
-def _add(folder: Path, snapshot: Snapshot, rank: int, content: Any) -> Written:
-    """Put what another rank tells into the snapshot, and check that its files are here."""
-    add_entries(snapshot, rank, content["entries"])
-    files = {name: FileRecord(*record) for name, record in content["files"].items()}
+def _check_written(folder: Path, rank: int, message: Mapping[str, Any]) -> WrittenFiles:
+    """Return the files that another rank says it has written, if they are here."""
+    files = {name: FileRecord(*record) for name, record in message["files"].items()}
     for name, file in files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != file.size:
@@ -76,21 +160,15 @@ def _add(folder: Path, snapshot: Snapshot, rank: int, content: Any) -> Written:
                 f"Rank {rank} wrote {name} with {file.size} bytes, rank 0 finds {size} in {folder.parent}; "
                 "save to a folder that all nodes share."
             )
-    return Written(files, content["parts"])
+    return WrittenFiles(files, message["parts"])
 
 
-def add_entries(snapshot: Snapshot, rank: int, entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-    """Put the entries that another rank owns into the snapshot of rank 0.
-
-    Raises:
-        CheckpointError: for one that two ranks own.
-    """
-    for part, places in entries.items():
-        for place, theirs in places.items():
-            own = snapshot.entries[part][place]
-            twice = sorted(own.keys() & theirs.keys())
-            if twice:
-                raise CheckpointError(
-                    f"state[{part!r}] has the entry {twice[0]!r} on rank {rank} and on a lower one; give it one owner."
-                )
-            own.update(theirs)
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError is one
+        raise CheckpointError(
+            f"The checkpoint is not written: the store of the run does not answer ({str(error).splitlines()[0]}); look "
+            "at why the process that hosts it, often rank 0, has ended. Earlier checkpoints are untouched."
+        ) from error

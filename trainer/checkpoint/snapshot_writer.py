@@ -1,4 +1,4 @@
-"""MemoryWriter: the state of a run into shared memory, in little of its time."""
+"""MemoryWriter: copies the state of a run into shared memory, while training hardly waits."""
 
 from __future__ import annotations
 
@@ -22,38 +22,29 @@ from ...strategies.state.lazy_tensor import Block
 from .files import FileRecord
 from .manifest import MANIFEST
 from .safetensors_file import lay_out
-from .saving import STATE, Snapshot, file_name, manifest_of, stems_of, take, to_json
-from .saving_by_ranks import add_entries
+from .saving import STATE, EncodedState, encode_state, file_name, manifest_of, stems_of, to_json
 from .writer import Copies, copy_all
 
 _PATIENCE: Final = 0.5
 """Seconds that a failed run waits for a snapshot under way: the one before it will do."""
 _HAS_OUTLINE: Final = ("model", "optimizers")
-"""The parts of which each rank reads what it uses, see `restoring`; the others are read as a whole."""
+"""The parts of which each rank reads what it uses; the others are read as a whole."""
 
 _log = logging.getLogger("echelon")
 
 
 @dataclass(frozen=True)
-class _Filled:
-    """A file of a snapshot with its tensors in it."""
+class _SnapshotFile:
+    """A file in memory with its header; the next snapshot but one uses it again for tensors of the same shapes."""
 
     name: str
     part: str
-    file: MemoryFile
     writer: int | None
-    outline: int
-
-
-@dataclass(frozen=True)
-class _Room:
-    """A file that has its header, for tensors of certain shapes: what stays from snapshot to snapshot."""
-
-    signature: Sequence[object]
-    file: MemoryFile
+    shapes: Sequence[object]
+    memory: MemoryFile
     outline: int
     places: Mapping[str, Tensor]
-    """Where each tensor goes; who writes to one writes to the file."""
+    """The place of each tensor; who writes to one writes to the file."""
 
 
 class MemoryWriter:
@@ -67,7 +58,7 @@ class MemoryWriter:
     def __init__(self, snapshots: MemorySnapshots) -> None:
         self._snapshots = snapshots
         self._thread: threading.Thread | None = None
-        self._rooms: dict[Path, _Room] = {}
+        self._files: dict[Path, _SnapshotFile] = {}
         self._is_over = False
         self._is_failing = False  # what goes wrong again and again is logged once
 
@@ -75,24 +66,24 @@ class MemoryWriter:
         """Copy `state`, wait for the snapshot before that if it is not complete, and return.
 
         Args:
-            state: as `checkpoint.save` takes it.
-            step: of which it is.
-            gathering: the seconds that it has taken to get the state, for `MemorySnapshots.cost`.
+            state: As `checkpoint.save` takes it.
+            step: The step after which it was taken.
+            gathering: The seconds that it has taken to get the state, for `MemorySnapshots.cost`.
         """
         self.close()
         if self._snapshots.is_broken:
             return
         began = time.perf_counter()
         draft = self._snapshots.begin(step)
-        snapshot: Snapshot | None = None
-        filled: list[_Filled] = []
+        encoded: EncodedState | None = None
+        files: list[_SnapshotFile] = []
         fault = ""
         try:
-            snapshot, filled = self._copy(draft, state)
+            encoded, files = self._copy(draft, state)
         except (EchelonError, OSError) as error:
             fault = str(error)  # told in the thread, since others wait for this rank
         cost = SnapshotCost(gathering, time.perf_counter() - began)
-        work = functools.partial(self._finish, draft, snapshot, filled, fault, cost)
+        work = functools.partial(self._finish, draft, encoded, files, fault, cost)
         # a daemon: a process whose run has failed does not wait for ranks that may be dead
         self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
         self._thread.start()
@@ -106,64 +97,53 @@ class MemoryWriter:
         """Note that the run has failed: `close` waits for half a second only."""
         self._is_over = True
 
-    def _copy(self, draft: Draft, state: Mapping[str, Any]) -> tuple[Snapshot, list[_Filled]]:
+    def _copy(self, draft: Draft, state: Mapping[str, Any]) -> tuple[EncodedState, list[_SnapshotFile]]:
         """Copy this rank's tensors into files."""
-        snapshots = self._snapshots
-        snapshot = take(state, rank=snapshots.rank, world_size=snapshots.world_size, writes_common=snapshots.is_first)
-        stems = stems_of(snapshot.pieces)
-        filled: list[_Filled] = []
+        rank, world_size = self._snapshots.rank, self._snapshots.world_size
+        encoded = encode_state(state, rank=rank, world_size=world_size, writes_common=self._snapshots.is_first)
+        files: list[_SnapshotFile] = []
         copies: Copies = []
-        for part, is_own, pieces in _groups(snapshot):
-            writer = snapshots.rank if is_own else None
-            name = file_name(stems[part], writer, snapshots.world_size)
-            room = self._room(draft, name, pieces)
-            copies += [(place, pieces[key].tensor) for key, place in room.places.items()]
-            outline = room.outline if is_own and part in _HAS_OUTLINE else 0
-            filled.append(_Filled(name, part, room.file, writer, outline))
+        for part, is_own, blocks in _groups(encoded):
+            file = self._file(draft, encoded, part, rank if is_own else None, blocks)
+            copies += [(place, blocks[key].tensor) for key, place in file.places.items()]
+            files.append(file)
         copy_all(copies)
-        names = {one.name for one in filled}
-        self._rooms = {
-            path: room for path, room in self._rooms.items() if path.parent != draft.path or path.name in names
-        }
+        others = {path: file for path, file in self._files.items() if path.parent != draft.path}
+        self._files = others | {draft.path / file.name: file for file in files}
         # the thread needs the values only; it must not keep tensors alive
-        return replace(snapshot, pieces={part: {} for part in snapshot.pieces}), filled
+        return replace(encoded, blocks={part: {} for part in encoded.blocks}), files
 
-    def _room(self, draft: Draft, name: str, pieces: Mapping[str, Block]) -> _Room:
-        """Return the file for some tensors: that of two snapshots ago, if they were the same."""
-        signature = [(key, piece.tensor.shape, piece.tensor.dtype, piece.offsets) for key, piece in pieces.items()]
-        known = self._rooms.get(draft.path / name)
-        is_alike = known is not None and known.signature == signature
-        if known is not None and is_alike and self._snapshots.file(draft, name, known.file.size) is known.file:
+    def _file(
+        self, draft: Draft, encoded: EncodedState, part: str, writer: int | None, blocks: Mapping[str, Block]
+    ) -> _SnapshotFile:
+        """Return the file for some tensors: that of two snapshots ago, if they had the same shapes."""
+        name = file_name(stems_of(encoded.blocks)[part], writer, self._snapshots.world_size)
+        shapes = [(key, block.tensor.shape, block.tensor.dtype, block.offsets) for key, block in blocks.items()]
+        known = self._files.get(draft.path / name)
+        is_alike = known is not None and known.shapes == shapes
+        if known is not None and is_alike and self._snapshots.file(draft, name, known.memory.size) is known.memory:
             return known
-        layout = lay_out(pieces)
-        file = self._snapshots.file(draft, name, layout.size)
-        file.bytes[: len(layout.header)].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
-        places = {key: _place(file, start, pieces[key].tensor) for key, start in layout.places.items()}
-        room = self._rooms[draft.path / name] = _Room(signature, file, len(layout.header), places)
-        return room
+        layout = lay_out(blocks)
+        memory, header = self._snapshots.file(draft, name, layout.size), layout.header
+        memory.bytes[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        places = {key: _place(memory, start, blocks[key].tensor) for key, start in layout.places.items()}
+        outline = len(header) if writer is not None and part in _HAS_OUTLINE else 0
+        return _SnapshotFile(name, part, writer, shapes, memory, outline, places)
 
     def _finish(
-        self, draft: Draft, snapshot: Snapshot | None, filled: Sequence[_Filled], fault: str, cost: SnapshotCost
+        self,
+        draft: Draft,
+        encoded: EncodedState | None,
+        files: Sequence[_SnapshotFile],
+        fault: str,
+        cost: SnapshotCost,
     ) -> None:
         try:
-            files = {
-                one.name: FileEntry(one.file.size, checksum(one.file.bytes), one.writer, one.outline) for one in filled
-            }
-            content = None
-            if snapshot is not None:
-                told = [one for one in filled if self._snapshots.rank == 0 or one.writer is not None]
-                content = {
-                    "files": {one.name: one.file.size for one in told},
-                    "parts": [(one.part, one.name) for one in told],
-                    "entries": snapshot.entries if self._snapshots.rank else {},
-                }
-            contribution = Contribution(
-                files, sorted(snapshot.replicas) if snapshot is not None else [], content, fault
-            )
-            self._snapshots.commit(draft, contribution, functools.partial(_describe, draft.path, snapshot))
-        except Exception as error:  # noqa: BLE001 - a thread has nobody to tell
-            self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the others are where we are not
-            # a rank that has died is the news, of which others tell
+            share = self._share(encoded, files, fault)
+            self._snapshots.commit(draft, share, functools.partial(_describe, draft.path, encoded))
+        except Exception as error:  # noqa: BLE001 - no caller of a thread hears of it
+            self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the ranks have lost step
+            # a dead rank is reported elsewhere
             is_known = self._is_failing or self._snapshots.is_broken
             if self._snapshots.rank == 0:
                 _log.log(logging.INFO if is_known else logging.WARNING, "%s", error)
@@ -174,35 +154,51 @@ class MemoryWriter:
             cost = replace(cost, writing=cost.writing + time.thread_time())
             self._snapshots.cost = None if self._snapshots.is_broken else cost
 
+    def _share(self, encoded: EncodedState | None, files: Sequence[_SnapshotFile], fault: str) -> Contribution:
+        """Return what this rank tells the others of its files."""
+        entries = {
+            file.name: FileEntry(file.memory.size, checksum(file.memory.bytes), file.writer, file.outline)
+            for file in files
+        }
+        if encoded is None:
+            return Contribution(entries, [], None, fault)
+        told = [file for file in files if self._snapshots.rank == 0 or file.writer is not None]
+        content = {
+            "files": {file.name: file.memory.size for file in told},
+            "parts": [(file.part, file.name) for file in told],
+            "entries": encoded.entries if self._snapshots.rank else {},
+        }
+        return Contribution(entries, sorted(encoded.replicas), content, fault)
 
-def _groups(snapshot: Snapshot) -> Iterator[tuple[str, bool, dict[str, Block]]]:
-    """Give for each part its tensors that are equal on all ranks, and then those of this rank."""
-    for part, pieces in snapshot.pieces.items():
+
+def _groups(encoded: EncodedState) -> Iterator[tuple[str, bool, dict[str, Block]]]:
+    """Yield for each part its tensors that are equal on all ranks, and then those of this rank."""
+    for part, blocks in encoded.blocks.items():
         for is_own in (False, True):
-            found = {key: piece for key, piece in pieces.items() if (key in snapshot.own[part]) is is_own}
-            if found:
-                yield part, is_own, found
+            group = {key: block for key, block in blocks.items() if (key in encoded.own[part]) is is_own}
+            if group:
+                yield part, is_own, group
 
 
-def _describe(folder: Path, snapshot: Snapshot | None, contents: Sequence[Any]) -> dict[str, FileEntry]:
+def _describe(folder: Path, encoded: EncodedState | None, contents: Sequence[Any]) -> dict[str, FileEntry]:
     """Write, on rank 0, ``state.json`` and the manifest, whose hashes are empty: the index has better ones."""
-    assert snapshot is not None
-    parts: dict[str, list[str]] = {part: [] for part in snapshot.values}
+    assert encoded is not None
+    parts: dict[str, list[str]] = {part: [] for part in encoded.values}
     for rank, content in enumerate(contents):
-        add_entries(snapshot, rank, content["entries"])
+        encoded.add_entries(rank, content["entries"])
         for part, name in content["parts"]:
             parts[part].append(name)
     files = {name: FileRecord(size, "") for content in contents for name, size in content["files"].items()}
-    text = to_json(snapshot.values)
+    text = to_json(encoded.values)
     files[STATE] = FileRecord(len(text), "")
-    texts = {STATE: text, MANIFEST: manifest_of(snapshot, parts, files).to_bytes()}
+    texts = {STATE: text, MANIFEST: manifest_of(encoded, parts, files).to_bytes()}
     for name, content in texts.items():
-        (folder / name).unlink(missing_ok=True)  # someone may still read the old one
+        (folder / name).unlink(missing_ok=True)  # another process may still read the old one
         (folder / name).write_bytes(content)
     return {name: FileEntry(len(content), checksum(content)) for name, content in texts.items()}
 
 
 def _place(file: MemoryFile, start: int, like: Tensor) -> Tensor:
-    """Return the place of a tensor in a file."""
+    """Return the place of a tensor in a file, as a tensor."""
     size = like.numel() * like.element_size()
     return file.bytes[start : start + size].view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""Writers: how a run's checkpoints reach the disk, in the step's way or beside it."""
+"""Writers of a run's checkpoints, while the step waits or in a thread beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,24 +17,29 @@ from torch import Tensor
 from ...strategies.distributed.process_group import ProcessGroup
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
-from .coordinator import Ranks
-from .pruning import remove
-from .saving import Snapshot, take, write
-from .saving_by_ranks import write_together
+from .finding import remove
+from .saving import EncodedState, encode_state, write
+from .saving_by_ranks import SavingGroup
 
 _logger = logging.getLogger("echelon")
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Pairs of a buffer and the tensor to copy to it."""
+"""Pairs of a buffer and the tensor to be copied into it."""
 
 
-class Writer(Protocol):
-    """What the trainer writes checkpoints with. All of it is called from one thread, in order."""
+class Writer:
+    """Writes checkpoints while the caller waits; with a `group`, whose ranks all call `save`, each its tensors.
 
-    is_copying: bool
+    All of it is called from one thread, in order.
+    """
+
+    is_copying = False
     """Whether `wait_for_copy` may have to wait; an attribute, as it is asked at every step."""
-    has_failed: bool
-    """Whether `check` will raise; likewise."""
+    has_failed = False
+    """Whether `raise_if_failed` will raise; likewise."""
+
+    def __init__(self, group: SavingGroup | None = None) -> None:
+        self._group = group
 
     def save(
         self,
@@ -44,84 +49,58 @@ class Writer(Protocol):
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
     ) -> None:
-        """Save `state` as it is now; the parts named `still` do not change before the caller calls `wait_for_copy`."""
+        """Save `state` as it is now; the parts named `still` do not change before the caller calls `wait_for_copy`.
+
+        Raises:
+            CheckpointError: for a value that a checkpoint cannot hold, or of a write that failed.
+        """
+        self._write(path, self._encode(state, mesh))
 
     def wait_for_copy(self) -> None:
         """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
 
     def point(self, link: Path, path: Path) -> None:
         """Make `link` stand for the checkpoint at `path`, once that is committed."""
+        point(link, path)
 
     def remove(self, path: Path) -> None:
         """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
+        remove(path)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a write that failed; at every step boundary."""
 
     def close(self) -> None:
-        """Wait until everything is committed, and raise the error of a write that failed."""
+        """Wait until everything is committed; raise the error of a write that failed. More can be saved afterwards."""
 
     def abandon(self) -> None:
         """Note that the run has failed: `close` waits some seconds more for other ranks, which may be dead."""
 
+    def _encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None) -> EncodedState:
+        return encode_state(state, mesh) if self._group is None else self._group.encode(state, mesh)
 
-class SyncWriter:
-    """Writes while the caller waits; with `ranks`, which all call `save`, each its part."""
-
-    is_copying = False
-    has_failed = False
-
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks
-
-    def save(
-        self,
-        path: Path,
-        state: Mapping[str, Any],
-        *,
-        mesh: Mapping[str, int] | None = None,
-        still: Collection[str] = (),
-    ) -> None:
-        """Write a checkpoint; it is committed on return."""
-        _write(path, _take(state, mesh, self._ranks), self._ranks)
-
-    def wait_for_copy(self) -> None:
-        """Return: nothing is ever pending."""
-
-    def point(self, link: Path, path: Path) -> None:
-        """Replace `link`."""
-        point(link, path)
-
-    def remove(self, path: Path) -> None:
-        """Delete a checkpoint, unless it is the newest valid one."""
-        remove(path)
-
-    def raise_if_failed(self) -> None:
-        """Return: errors were raised where they happened."""
-
-    def close(self) -> None:
-        """Return: nothing is ever pending."""
-
-    def abandon(self) -> None:
-        """Return: nothing is ever pending."""
+    def _write(self, path: Path, encoded: EncodedState) -> None:
+        if self._group is None:
+            write(path, encoded)
+        else:
+            self._group.write(path, encoded)
 
 
-class AsyncWriter:
+class AsyncWriter(Writer):
     """Writes in a thread; the caller waits only until the tensors are copied to buffers, which every save reuses.
 
     At most one write is in flight: a second `save` waits for the first. After a failed write, what was to follow it
-    (links, removals) is dropped, and the error is raised by the next call of any method. With `ranks`, which all call
-    `save`, each copies and writes what it owns, and all learn of an error of any.
+    (links, removals) is dropped, and the error is raised by the next call of any method. With a `group`, each rank
+    copies and writes what it owns, and all learn of an error of any.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks
-        self.is_copying = self.has_failed = False
+    def __init__(self, group: SavingGroup | None = None) -> None:
+        super().__init__(group)
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._settled = threading.Event()
-        self._settled.set()
+        self._copied = threading.Event()
+        self._copied.set()
         self._lock = threading.Lock()
-        self._jobs: deque[Callable[[], object]] = deque()
+        self._tasks: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -133,45 +112,36 @@ class AsyncWriter:
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
     ) -> None:
-        """Copy `state` and return; it is written in a thread.
-
-        Raises:
-            CheckpointError: for a value that a checkpoint cannot hold, or of an earlier write that failed.
-        """
         self.close()
-        snapshot = _take(state, mesh, self._ranks)
-        staged = self._allocate(snapshot)
+        encoded = self._encode(state, mesh)
+        staged = self._allocate(encoded)
         copies = [
-            (part, staged[part][key].tensor, piece.tensor)
-            for part, pieces in snapshot.pieces.items()
-            for key, piece in pieces.items()
+            (part, staged[part][key].tensor, block.tensor)
+            for part, blocks in encoded.blocks.items()
+            for key, block in blocks.items()
         ]
         later = [(buffer, tensor) for part, buffer, tensor in copies if part in still]
         copy_all([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
-        self._settled.clear()
+        self._copied.clear()
         self.is_copying = True
-        self._submit(functools.partial(self._write, Path(path), replace(snapshot, pieces=staged), later, _now(later)))
+        staged_state = replace(encoded, blocks=staged)
+        self._submit(functools.partial(self._copy_and_write, Path(path), staged_state, later, _now(later)))
 
     def wait_for_copy(self) -> None:
-        """Wait until the parts that `save` was told to be still are copied."""
-        self._settled.wait()
+        self._copied.wait()
         self.is_copying = False
 
     def point(self, link: Path, path: Path) -> None:
-        """Make `link` stand for the checkpoint at `path`, once that is committed."""
         self._submit(functools.partial(point, link, path))
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
         self._submit(functools.partial(remove, path))
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a write that failed."""
         with self._lock:
             self._raise()
 
     def close(self) -> None:
-        """Wait until everything is committed; raise the error of a write that failed. More can be saved afterwards."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -179,36 +149,35 @@ class AsyncWriter:
         self.raise_if_failed()
 
     def abandon(self) -> None:
-        """Note that the run has failed: `close` waits some seconds more for other ranks, which may be dead."""
-        if self._ranks is not None:
-            self._ranks.end()
+        if self._group is not None:
+            self._group.abandon()
 
-    def _allocate(self, snapshot: Snapshot) -> dict[str, dict[str, Block]]:
+    def _allocate(self, encoded: EncodedState) -> dict[str, dict[str, Block]]:
         previous, self._buffers = self._buffers, {}
         staged: dict[str, dict[str, Block]] = {}
-        for part, pieces in snapshot.pieces.items():
+        for part, blocks in encoded.blocks.items():
             staged[part] = {}
-            for key, piece in pieces.items():
-                tensor = piece.tensor
+            for key, block in blocks.items():
+                tensor = block.tensor
                 buffer = previous.pop((part, key), None)
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[part, key] = buffer
-                staged[part][key] = Block(buffer, piece.offsets)
+                staged[part][key] = Block(buffer, block.offsets)
         return staged
 
-    def _write(self, path: Path, snapshot: Snapshot, later: Copies, ready: torch.cuda.Event | None) -> None:
+    def _copy_and_write(self, path: Path, encoded: EncodedState, later: Copies, ready: torch.cuda.Event | None) -> None:
         try:
             copy_all(later, ready)
             later.clear()
         finally:
-            self._settled.set()
-        _write(path, snapshot, self._ranks)
+            self._copied.set()
+        self._write(path, encoded)
 
-    def _submit(self, job: Callable[[], object]) -> None:
+    def _submit(self, task: Callable[[], object]) -> None:
         with self._lock:
             self._raise()
-            self._jobs.append(job)
+            self._tasks.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="echelon-checkpoint")
                 self._thread.start()
@@ -216,18 +185,18 @@ class AsyncWriter:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._jobs:
+                if not self._tasks:
                     self._thread = None
                     return
-                job = self._jobs.popleft()
+                task = self._tasks.popleft()
             try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's thread raises it
-                # said here too, since a program that is ending calls nothing more
+                task()
+            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+                # logged here too, since a program that is ending calls no other method
                 _logger.error("%s", error)
                 with self._lock:
                     self._error, self.has_failed = error, True
-                    self._jobs.clear()
+                    self._tasks.clear()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -237,32 +206,12 @@ class AsyncWriter:
 
 def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
     """Return the writer of a run: in a thread or not, of one process or of all in a group. Collective."""
-    ranks = None if group is None else Ranks(group.store, group.rank, group.world_size)
-    return AsyncWriter(ranks) if is_async else SyncWriter(ranks)
-
-
-def _take(state: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: Ranks | None) -> Snapshot:
-    """Take what this rank has to write; a rank that cannot tells the others, which would wait for it."""
-    if ranks is None:
-        return take(state, mesh)
-    ranks.begin()
-    try:
-        return take(state, mesh, rank=ranks.rank, world_size=ranks.world_size)
-    except BaseException as error:
-        ranks.fail(error)
-        ranks.leave()
-        raise
-
-
-def _write(path: Path, snapshot: Snapshot, ranks: Ranks | None) -> None:
-    if ranks is None:
-        write(path, snapshot)
-    else:
-        write_together(path, snapshot, ranks)
+    saving_group = None if group is None else SavingGroup(group.store, group.rank, group.world_size)
+    return AsyncWriter(saving_group) if is_async else Writer(saving_group)
 
 
 def _now(copies: Copies) -> torch.cuda.Event | None:
-    """Mark the present end of the device's work, which a copy in another thread has to wait for."""
+    """Return an event after the work that the device has been given; a copy in another thread has to wait for it."""
     if not any(tensor.is_cuda for _, tensor in copies):
         return None
     event = torch.cuda.Event()
@@ -271,7 +220,7 @@ def _now(copies: Copies) -> torch.cuda.Event | None:
 
 
 def copy_all(copies: Copies, ready: torch.cuda.Event | None = None) -> None:
-    """Copy tensors to their buffers, if need be once the device has come to `ready`; return when it is done."""
+    """Copy tensors into their buffers, on a device after the event `ready`, and return when that is done."""
     if not any(tensor.is_cuda for _, tensor in copies):
         for buffer, tensor in copies:
             buffer.copy_(tensor)

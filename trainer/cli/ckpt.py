@@ -14,7 +14,7 @@ from torch import Tensor
 from ...strategies.errors import CheckpointError
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.export import export
-from ..checkpoint.finding import Found, list_checkpoints
+from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .printable import printable
@@ -109,7 +109,7 @@ def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
 
 
-def _line(checkpoint: Found) -> str:
+def _line(checkpoint: FoundCheckpoint) -> str:
     if checkpoint.manifest is None:
         return f"damaged     {checkpoint.path.name}: {checkpoint.fault}"
     size = _bytes(sum(file.size for file in checkpoint.manifest.files.values()))

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from echelon.strategies.errors import CheckpointError, ProcessError
 from echelon.strategies.snapshots.exchange import FileTransfer
-from echelon.strategies.snapshots.index import INDEX, OUTLINE, FileEntry, SnapshotIndex, read_index
+from echelon.strategies.snapshots.index import INDEX, FileEntry, SnapshotIndex, read_index
 from echelon.strategies.snapshots.recovery import plan_transfers
 from echelon.strategies.snapshots.shared_file import MemoryFile, checksum
 from echelon.strategies.snapshots.snapshots import Contribution, MemorySnapshots
+from echelon.strategies.state.lazy_tensor import OUTLINE
 from echelon.testing import run_ranks
 
 SIZE, HEAD = 300_000, 100

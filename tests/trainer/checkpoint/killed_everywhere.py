@@ -25,7 +25,7 @@ import torch
 from torch.distributed import FileStore
 
 from echelon.strategies.state.optimizer_state import Sharded
-from echelon.trainer.checkpoint import Ranks, SyncWriter, list_checkpoints, load, newest_valid, point, remove, save
+from echelon.trainer.checkpoint import SavingGroup, Writer, list_checkpoints, load, newest_valid, point, remove, save
 from echelon.trainer.checkpoint.atomic_folder import is_stranded, sweep, unfinished
 
 TOUCHING_THE_DISK = {
@@ -145,10 +145,10 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
     store = folder.with_name(f"store-{victim}")
 
     def work(rank: int) -> None:
-        ranks = Ranks(FileStore(str(store), 2), rank, 2)
+        group = SavingGroup(FileStore(str(store), 2), rank, 2)
         whole = state(2)
         whole["optimizers"] = Sharded(m=whole["optimizers"]["m"]) if rank else Sharded()
-        SyncWriter(ranks).save(folder / "b.ckpt", whole)
+        Writer(group).save(folder / "b.ckpt", whole)
 
     kill_at, was_killed = 0, True
     while was_killed:

@@ -345,5 +345,8 @@ def test_the_package_neither_pickles_nor_loads_what_may_be_pickled() -> None:
 
 # what a caller sends to workers that it starts itself, and what looks at torch's rendezvous before torch unpickles it;
 # no checkpoint comes near them
-BETWEEN_OWN_PROCESSES = {("strategies", "travel.py"), ("strategies", "elastic", "known_state.py")}
+BETWEEN_OWN_PROCESSES = {
+    ("strategies", "distributed", "pickling.py"),
+    ("strategies", "resilience", "known_state.py"),
+}
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import random
+import sys
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -17,6 +20,19 @@ from torch import Tensor, nn
 
 from echelon.strategies.errors import CheckpointError
 from echelon.trainer.checkpoint import load, save
+
+
+class Mode(enum.Enum):
+    """Members whose value JSON lacks."""
+
+    FAST = (1, "fast")
+
+
+class Level(enum.IntEnum):
+    """Members that are numbers."""
+
+    LOW = 1
+
 
 PLAIN: dict[str, Any] = {
     "none": None,
@@ -37,6 +53,8 @@ PLAIN: dict[str, Any] = {
     "path": Path("a/../b"),
     "torch": [torch.bfloat16, torch.device("cuda", 1), torch.Size([2, 3])],
     "python rng": random.Random(3).getstate(),
+    "namespaces": [Namespace(a=(1, 2), b=Namespace()), Namespace()],
+    "enums": [Mode.FAST, Level.LOW],
 }
 TENSORS: dict[str, Tensor] = {
     str(dtype): torch.arange(6).reshape(2, 3).to(dtype)
@@ -82,6 +100,14 @@ def assert_same(first: Any, second: Any) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_value_comes_back_with_its_type(name: str, tmp_path: Path) -> None:
     assert_same(roundtrip(PLAIN[name], tmp_path), PLAIN[name])
+
+
+def test_an_enum_member_whose_class_is_gone_comes_back_as_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.ckpt", {"part": Mode.FAST})
+    monkeypatch.delitem(sys.modules, __name__)
+    assert load(tmp_path / "a.ckpt")["part"] == (1, "fast")
 
 
 def test_nan_comes_back(tmp_path: Path) -> None:
@@ -244,3 +270,22 @@ def test_only_the_parts_asked_for_are_read(tmp_path: Path) -> None:
     assert load(tmp_path / "a.ckpt", parts=["model"])["model"]["w"] == 1
     with pytest.raises(CheckpointError, match="no part 'modell'. Did you mean 'model'"):
         load(tmp_path / "a.ckpt", parts=["modell"])
+
+
+@pytest.mark.parametrize("lazy", [(), ("model",)])
+def test_a_loaded_tensor_owns_its_storage(lazy: tuple[str, ...], tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = {"first": torch.ones(100_000), "generator": generator.get_state(), "last": torch.ones(7, dtype=torch.int8)}
+    expected = torch.rand(4, generator=generator)
+    save(tmp_path / "a.ckpt", {"model": state, "callbacks": {"mine": state}})
+    loaded = load(tmp_path / "a.ckpt", lazy=lazy)
+    tensors = [*loaded["callbacks"]["mine"].values(), loaded["model"]["generator"], loaded["model"]["last"]]
+    for tensor in tensors:
+        assert type(tensor) is Tensor
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.add_(0)  # it may be written to
+    for part in (loaded["callbacks"]["mine"], loaded["model"]):
+        # torch reads the state from the beginning of the storage, wherever the tensor begins
+        generator.set_state(part["generator"])
+        assert torch.equal(torch.rand(4, generator=generator), expected)

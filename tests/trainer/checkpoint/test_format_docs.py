@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.trainer.checkpoint import encoding, point, save
+from echelon.trainer.checkpoint import encoding, point, save, tags
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 
@@ -26,15 +26,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(snippets) == 2
     monkeypatch.chdir(folder)
-    (folder / "snippet.py").write_text(code)
-    names = runpy.run_path(str(folder / "snippet.py"))
-    weights, state = names["weights"], names["state"]
-    assert isinstance(weights, dict)
-    assert isinstance(state, dict)
-    nn.Linear(3, 2).load_state_dict(weights)
-    assert state["trainer"]["global_step"] == 400
+    for code in snippets:
+        (folder / "snippet.py").write_text(code)
+        names = runpy.run_path(str(folder / "snippet.py"))
+        weights, state = names["weights"], names["state"]
+        assert isinstance(weights, dict)
+        assert isinstance(state, dict)
+        nn.Linear(3, 2).load_state_dict(weights)
+        assert state["trainer"]["global_step"] == 400
+    nn.Linear(3, 2).load_state_dict(torch.load("model.pt", weights_only=True))
+    with pytest.raises(IsADirectoryError):
+        torch.load("last.ckpt", weights_only=True)
 
 
 def test_the_manifest_hash_is_computed_as_the_page_says(folder: Path) -> None:
@@ -45,8 +50,9 @@ def test_the_manifest_hash_is_computed_as_the_page_says(folder: Path) -> None:
 
 
 def test_the_page_lists_every_tag() -> None:
-    tags = set(re.findall(r'"(\$[a-z]+)"', Path(encoding.__file__).read_text())) | {"$set", "$frozenset"}
-    assert tags == set(re.findall(r'\{"(\$[a-z]+)"', PAGE.read_text()))
+    texts = [Path(str(module.__file__)).read_text() for module in (encoding, tags)]
+    found = {tag for text in texts for tag in re.findall(r'"(\$[a-z]+)"', text)}
+    assert found == set(re.findall(r'\{"(\$[a-z]+)"', PAGE.read_text()))
 
 
 def test_the_data_begins_at_a_multiple_of_64(folder: Path) -> None:

@@ -184,6 +184,14 @@ def test_an_export_is_one_file_that_safetensors_reads(destination: str, tmp_path
     assert_same(load_file(file), a_module())
 
 
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt"])
+def test_an_export_to_a_file_of_torch_is_told_how(name: str, tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", {"model": a_module().state_dict()})
+    with pytest.raises(CheckpointError, match=rf"{name}.*torch.save\(echelon.load_weights"):
+        export(tmp_path / "a.ckpt", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
 def test_an_export_of_tied_weights_loads_with_the_safetensors_library(tmp_path: Path) -> None:
     module, other = Tied(), Tied()
     save(tmp_path / "a.ckpt", {"model": module.state_dict()})

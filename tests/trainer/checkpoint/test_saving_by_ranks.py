@@ -15,7 +15,7 @@ from torch.distributed import HashStore, TCPStore
 
 from echelon.strategies.errors import CheckpointError
 from echelon.strategies.state.optimizer_state import Sharded
-from echelon.trainer.checkpoint import AsyncWriter, Ranks, SyncWriter, Writer, load, save, verify
+from echelon.trainer.checkpoint import AsyncWriter, SavingGroup, Writer, load, save, verify
 from echelon.trainer.checkpoint.manifest import read_manifest
 
 T = TypeVar("T")
@@ -42,13 +42,13 @@ def dealt(step: int, rank: int, world_size: int, size: int = 10) -> dict[str, An
     return state
 
 
-def on_ranks(world_size: int, function: Callable[[Ranks], T], timeout: float = 30.0) -> list[T | CheckpointError]:
+def on_ranks(world_size: int, function: Callable[[SavingGroup], T], timeout: float = 30.0) -> list[T | CheckpointError]:
     """Call a function as every rank, in threads that share a store; return results, and errors of checkpoints."""
     store = HashStore()
 
     def run(rank: int) -> T | CheckpointError:
         try:
-            return function(Ranks(store, rank, world_size, timedelta(seconds=timeout)))
+            return function(SavingGroup(store, rank, world_size, timedelta(seconds=timeout)))
         except CheckpointError as error:
             return error
 
@@ -62,14 +62,14 @@ def good(results: list[Any]) -> None:
             raise result
 
 
-@pytest.fixture(params=[SyncWriter, AsyncWriter])
-def kind(request: pytest.FixtureRequest) -> Callable[[Ranks], Writer]:
-    made: Callable[[Ranks], Writer] = request.param
+@pytest.fixture(params=[Writer, AsyncWriter])
+def kind(request: pytest.FixtureRequest) -> Callable[[SavingGroup], Writer]:
+    made: Callable[[SavingGroup], Writer] = request.param
     return made
 
 
-def test_entries_of_all_ranks_are_one_state(kind: Callable[[Ranks], Writer], tmp_path: Path) -> None:
-    def run(ranks: Ranks) -> None:
+def test_entries_of_all_ranks_are_one_state(kind: Callable[[SavingGroup], Writer], tmp_path: Path) -> None:
+    def run(ranks: SavingGroup) -> None:
         writer = kind(ranks)
         for step in (1, 2, 3):
             state = dealt(step, ranks.rank, ranks.world_size)
@@ -99,7 +99,7 @@ def test_entries_of_all_ranks_are_one_state(kind: Callable[[Ranks], Writer], tmp
 
 
 def test_the_state_of_many_ranks_is_that_of_one_except_for_its_files(tmp_path: Path) -> None:
-    good(on_ranks(3, lambda ranks: SyncWriter(ranks).save(tmp_path / "three.ckpt", dealt(5, ranks.rank, 3))))
+    good(on_ranks(3, lambda ranks: Writer(ranks).save(tmp_path / "three.ckpt", dealt(5, ranks.rank, 3))))
     save(tmp_path / "one.ckpt", dealt(5, 0, 1))
     one, three = (json.loads((tmp_path / f"{name}.ckpt" / "state.json").read_bytes()) for name in ("one", "three"))
     assert one == three
@@ -107,7 +107,7 @@ def test_the_state_of_many_ranks_is_that_of_one_except_for_its_files(tmp_path: P
 
 
 def test_rank_0_alone_writes_what_is_equal_on_all(tmp_path: Path) -> None:
-    def run(ranks: Ranks) -> bool:
+    def run(ranks: SavingGroup) -> bool:
         writer = AsyncWriter(ranks)
         writer.save(tmp_path / "a.ckpt", replicated(ranks.rank))
         copies = bool(writer._buffers)
@@ -121,20 +121,20 @@ def test_rank_0_alone_writes_what_is_equal_on_all(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_entries_writes_no_file(tmp_path: Path) -> None:
-    good(on_ranks(8, lambda ranks: SyncWriter(ranks).save(tmp_path / "a.ckpt", dealt(1, ranks.rank, 8))))
+    good(on_ranks(8, lambda ranks: Writer(ranks).save(tmp_path / "a.ckpt", dealt(1, ranks.rank, 8))))
     assert len(list((tmp_path / "a.ckpt").glob("optimizers-*"))) == len(NAMES)
     assert set(load(tmp_path / "a.ckpt")["optimizers"][0]["state"]) == set(NAMES)
 
 
 def test_a_name_that_two_ranks_own_is_refused(tmp_path: Path) -> None:
-    errors = on_ranks(2, lambda ranks: SyncWriter(ranks).save(tmp_path / "a.ckpt", dealt(1, 0, 2)))
+    errors = on_ranks(2, lambda ranks: Writer(ranks).save(tmp_path / "a.ckpt", dealt(1, 0, 2)))
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert "has the entry '0.weight' on rank 1" in str(errors[1])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_value_that_one_rank_cannot_save_fails_on_all(kind: Callable[[Ranks], Writer], tmp_path: Path) -> None:
-    def run(ranks: Ranks) -> None:
+def test_a_value_that_one_rank_cannot_save_fails_on_all(kind: Callable[[SavingGroup], Writer], tmp_path: Path) -> None:
+    def run(ranks: SavingGroup) -> None:
         writer = kind(ranks)
         state = dealt(1, ranks.rank, 3)
         if ranks.rank == 2:
@@ -153,7 +153,7 @@ def test_a_value_that_one_rank_cannot_save_fails_on_all(kind: Callable[[Ranks], 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     save(tmp_path / "old.ckpt", replicated(0))
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: SavingGroup) -> None:
         if ranks.rank != 1:
             writer = AsyncWriter(ranks)
             writer.save(tmp_path / "new.ckpt", dealt(1, ranks.rank, 3))
@@ -167,10 +167,10 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_failed_does_not_wait_for_dead_ranks(tmp_path: Path) -> None:
-    writer = AsyncWriter(Ranks(HashStore(), 0, 2, timedelta(hours=1), grace=timedelta(seconds=0.1)))
+    writer = AsyncWriter(SavingGroup(HashStore(), 0, 2, timedelta(hours=1), grace=timedelta(seconds=0.1)))
     writer.save(tmp_path / "a.ckpt", dealt(1, 0, 2))
     writer.abandon()
-    with pytest.raises(CheckpointError, match="rank 1 of 2 has not said that its part is done"):
+    with pytest.raises(CheckpointError, match="rank 1 of 2 has not said that it has written its tensors"):
         writer.close()
     assert not list(tmp_path.iterdir())
 
@@ -181,10 +181,10 @@ def save_two(writer: Writer, folder: Path, state: dict[str, Any]) -> None:
     writer.save(folder / "b.ckpt", state)
 
 
-def test_writers_go_on_after_a_failure(kind: Callable[[Ranks], Writer], tmp_path: Path) -> None:
+def test_writers_go_on_after_a_failure(kind: Callable[[SavingGroup], Writer], tmp_path: Path) -> None:
     (tmp_path / "taken.ckpt").write_text("a file in the way")
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: SavingGroup) -> None:
         writer = kind(ranks)
         with pytest.raises(CheckpointError, match=r"taken.ckpt exists and is not a checkpoint"):
             save_two(writer, tmp_path, dealt(1, ranks.rank, 2))
@@ -200,7 +200,7 @@ def test_the_store_keeps_nothing_of_old_saves(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(rank: int) -> None:
-        writer = AsyncWriter(Ranks(store, rank, 2))
+        writer = AsyncWriter(SavingGroup(store, rank, 2))
         for step in range(4):
             writer.save(tmp_path / f"{step}.ckpt", dealt(step, rank, 2))
             writer.save(tmp_path / f"{step}-too.ckpt", replicated(step))
@@ -216,7 +216,7 @@ def test_the_store_keeps_nothing_of_old_saves(tmp_path: Path) -> None:
 
 
 def test_a_rank_reads_from_the_disk_what_it_uses(tmp_path: Path) -> None:
-    good(on_ranks(3, lambda ranks: SyncWriter(ranks).save(tmp_path / "a.ckpt", dealt(1, ranks.rank, 3, 2_000_000))))
+    good(on_ranks(3, lambda ranks: Writer(ranks).save(tmp_path / "a.ckpt", dealt(1, ranks.rank, 3, 2_000_000))))
     before = resident()
     states = load(tmp_path / "a.ckpt", verify=False)["optimizers"][0]["state"]
     assert resident() - before < 4_000_000  # of 48 MB

@@ -19,7 +19,7 @@ from echelon.strategies.errors import CheckpointError
 from echelon.strategies.state.dtensor import shard_like
 from echelon.strategies.state.lazy_tensor import Block, read_block
 from echelon.testing import run_ranks
-from echelon.trainer.checkpoint import AsyncWriter, Ranks, SyncWriter, export, load, load_weights, save, verify
+from echelon.trainer.checkpoint import AsyncWriter, SavingGroup, Writer, export, load, load_weights, save, verify
 from echelon.trainer.checkpoint.files import MappedFile
 from echelon.trainer.checkpoint.manifest import read_manifest
 from echelon.trainer.checkpoint.safetensors_file import collect, read_tensors, write_tensors
@@ -60,7 +60,7 @@ def write_and_read(folder: str) -> dict[str, int]:
     store = dist.distributed_c10d._get_default_store()
     found, sizes = layouts(), {}
     for title, layout in found.items():
-        writer = AsyncWriter(Ranks(store, rank, 4))
+        writer = AsyncWriter(SavingGroup(store, rank, 4))
         own = placed(*layout)
         tied = {**own, "tied": own["even"].detach(), "whole": torch.arange(4)}
         state = {"model": tied, "optimizers": [{"state": {name: {"m": value} for name, value in own.items()}}]}
@@ -208,7 +208,7 @@ def test_a_file_to_be_read_only_is_mapped_without_a_warning(tmp_path: Path) -> N
 
 
 def test_ranks_share_in_comparing_hashes(tmp_path: Path) -> None:
-    SyncWriter().save(tmp_path / "a.ckpt", {"model": {"x": torch.ones(3)}, "other": {"y": torch.ones(3)}})
+    Writer().save(tmp_path / "a.ckpt", {"model": {"x": torch.ones(3)}, "other": {"y": torch.ones(3)}})
     file = tmp_path / "a.ckpt" / "other.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from echelon.strategies.errors import CheckpointError
-from echelon.trainer.checkpoint import AsyncWriter, SyncWriter, Writer, load, save, verify
+from echelon.trainer.checkpoint import AsyncWriter, Writer, load, save, verify
 
 
 def state(step: int, size: int = 100) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def state(step: int, size: int = 100) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=[SyncWriter, AsyncWriter])
+@pytest.fixture(params=[Writer, AsyncWriter])
 def writer(request: pytest.FixtureRequest) -> Writer:
     made: Writer = request.param()
     return made

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Callback, Trainer, TrainModule, seed_everything
 from echelon.strategies.errors import CheckpointError
 from echelon.strategies.fsdp import FSDPStrategy
-from echelon.strategies.snapshots.index import OUTLINE
 from echelon.strategies.snapshots.snapshots import MemorySnapshots, SnapshotCost
+from echelon.strategies.state.lazy_tensor import OUTLINE
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save
 from echelon.trainer.session.session import Recovery

@@ -1,0 +1,129 @@
+"""Tags (``$tuple``) for the values that JSON lacks, and the decoder of what has them."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from argparse import Namespace
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta
+from enum import Enum
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...strategies.errors import CheckpointError, MissingDependencyError
+
+TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
+"""The tags of objects that stand for a tensor of the files."""
+
+COLLECTIONS: Final[Mapping[type, str]] = {list: "", tuple: "$tuple", torch.Size: "$size"}
+"""The tag of each collection that has an order; "" for JSON's own."""
+
+SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
+    timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    datetime: ("$datetime", datetime.isoformat),
+    date: ("$date", date.isoformat),
+    PosixPath: ("$path", str),
+    WindowsPath: ("$path", str),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
+}
+"""The tag of each type without items, and how its values become JSON's own."""
+
+Readers: TypeAlias = Mapping[str, Callable[[Any], Any]]
+"""For each tag what makes a value of its content."""
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise KeyError(key)
+
+
+def decode(encoded: Any, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], Any]) -> Any:
+    """Return the value that `encode` was given.
+
+    Args:
+        encoded: What `encode` returned. Nothing that it names is imported or called.
+        tensor: Returns the tensor of a key; by default no key has one.
+        readers: By tag, without its ``$``, what makes a value of its content in place of the usual function.
+
+    Raises:
+        CheckpointError: if it is not what `encode` writes.
+    """
+    chosen = {**_READERS, **{f"${tag}": reader for tag, reader in readers.items()}}
+    try:
+        return _decode(encoded, tensor, chosen)
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RuntimeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The checkpoint holds JSON that no checkpoint writer writes ({error!r}); use another one."
+        ) from None
+
+
+def _decode(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Any:
+    if isinstance(encoded, list):
+        return [_decode(item, tensor, readers) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    tag = next(iter(encoded), "")
+    if not tag.startswith("$"):
+        return {name: _decode(item, tensor, readers) for name, item in encoded.items()}
+    if tag in TENSOR_TAGS:
+        read = tensor(encoded[tag])
+        read = torch.view_as_complex(read) if encoded.get("complex") else read
+        return read if tag == "$tensor" else _to_numpy(read, is_scalar=tag == "$number")
+    content = _decode(encoded[tag], tensor, readers)
+    return deque(content, maxlen=encoded["maxlen"]) if tag == "$deque" else readers[tag](content)
+
+
+def _to_numpy(tensor: Tensor, *, is_scalar: bool) -> Any:
+    try:
+        array = tensor.numpy()
+    except RuntimeError as error:
+        raise MissingDependencyError(f"This checkpoint holds NumPy arrays ({error}): pip install numpy") from None
+    return array[()] if is_scalar else array
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = vars(torch)[name]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is not a dtype")
+    return dtype
+
+
+def _enum_member(content: list[Any]) -> Any:
+    """Return the member of an enum; its value where the class is not imported, or no longer has it."""
+    where, name, value = content
+    module, _, qualname = where.partition(":")
+    owner: Any = sys.modules.get(module)
+    for attribute in qualname.split("."):
+        owner = getattr(owner, "__dict__", {}).get(attribute)  # getattr(owner, attribute) may import a module
+    is_known = isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__
+    return owner[name] if is_known else value
+
+
+_READERS: Final[Readers] = {
+    "$tuple": tuple,
+    "$size": torch.Size,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$namespace": lambda names: Namespace(**names),
+    "$enum": _enum_member,
+    "$float": float,
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),
+    "$timedelta": lambda numbers: timedelta(*numbers),
+    "$datetime": datetime.fromisoformat,
+    "$date": date.fromisoformat,
+    "$path": Path,
+    "$dtype": _dtype,
+    "$device": torch.device,
+}
