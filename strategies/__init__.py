@@ -1,4 +1,4 @@
-"""How one module is trained by many processes; imports nothing of Echelon outside this folder."""
+"""Strategies: training one module on some number of processes. Imports nothing of Echelon outside this folder."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ..callbacks.helpers.console import say
 from ..callbacks.helpers.table import render_table
 from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError, RunError
+from ..strategies.errors import RunError
 from .attributes import TrainerAttributes
 from .fit import fit, run_evaluation
 from .loop.evaluate import Results
@@ -24,7 +24,7 @@ from .loop.schedule import num_steps
 from .module.data_module import DataModule
 from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
-from .request import Request
+from .request import Request, evaluation_request
 from .result import EndedRun, save_ended
 from .resume.changed_settings import Winner
 from .resume.rollback import roll_back
@@ -130,7 +130,7 @@ class Trainer(TrainerAttributes):
 
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
-        request = self._request("predict", model, dataloaders, datamodule, ckpt_path)
+        request = evaluation_request("predict", model, dataloaders, datamodule, ckpt_path, last=self._runner.current)
         self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
 
@@ -170,22 +170,10 @@ class Trainer(TrainerAttributes):
             roll_back(self.session, path)
         return path
 
-    def _request(
-        self, task: Task, model: TrainModule | None, loaders: Any, datamodule: DataModule | None, ckpt_path: Any
-    ) -> Request:
-        if isinstance(loaders, DataModule):
-            loaders, datamodule = None, loaders
-        if model is None:
-            model = self.model
-            if model is None:
-                raise ConfigError(f"Trainer.{task} was called with model=None before any fit; pass the module to run.")
-            datamodule = datamodule if datamodule is not None or loaders is not None else self.datamodule
-        return Request(task, model, datamodule, evaluation_loaders=loaders, ckpt_path=ckpt_path)
-
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
-        request = self._request(task, model, loaders, datamodule, ckpt_path)
+        request = evaluation_request(task, model, loaders, datamodule, ckpt_path, last=self._runner.current)
         results: Results = self._runner.execute(run_evaluation, request)
         if verbose and self.is_global_zero and any(results):
             say(render_table(results, title=f"{task.capitalize()} metric"))

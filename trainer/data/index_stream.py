@@ -148,7 +148,7 @@ class DataRanks:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """How a global batch is cut: into ranks, and each rank's part into micro-batches."""
 
     global_batch_size: int
@@ -197,7 +197,7 @@ class IndexStream:
     this rank has no sample of a global batch, its window is empty and nothing is yielded.
     """
 
-    def __init__(self, order: Order, share: Share, *, seed: int, drop_last: bool, is_seeded: bool) -> None:
+    def __init__(self, order: Order, share: BatchShare, *, seed: int, drop_last: bool, is_seeded: bool) -> None:
         self._order = order
         self._share = share
         self._seed = seed
@@ -210,7 +210,7 @@ class IndexStream:
         """Let the next iteration begin at this position."""
         self._epoch, self._start = epoch, start
 
-    def recut(self, share: Share) -> None:
+    def recut(self, share: BatchShare) -> None:
         """Cut global batches in another way from the next iteration on."""
         self._share = share
 

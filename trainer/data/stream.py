@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from ...callbacks.samples.file import Source
-from .index_stream import DataRanks, Share
+from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
 
 CountSamples = Callable[[Any], int]
@@ -80,7 +80,7 @@ class Cut:
         """Batches of an optimizer step on one rank, where a loader's batches are taken as they come."""
         return math.ceil(self._num_planned / self.ranks.data_size)
 
-    def share(self, batch_size: int | None, *, is_dealt: bool) -> Share:
+    def share(self, batch_size: int | None, *, is_dealt: bool) -> BatchShare:
         """Return the share of a loader with this batch size; None: it yields ready-made batches.
 
         A loader that is not dealt is all this rank's: its global batch is this rank's part of the whole one.
@@ -91,8 +91,8 @@ class Cut:
             size = (batch_size or 1) * self._num_planned
         ranks = self.ranks
         if is_dealt:
-            return Share(size, batch_size, ranks.data_rank, ranks.data_size)
-        return Share(math.ceil(size / ranks.data_size), batch_size)
+            return BatchShare(size, batch_size, ranks.data_rank, ranks.data_size)
+        return BatchShare(math.ceil(size / ranks.data_size), batch_size)
 
 
 def place_of(stream: Stream) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ...strategies.resilience.supervisor import Supervisor
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
 from ..loggers.base import continue_loggers
-from ..session.session import Recovery, Session
+from ..session.session import ElasticFit, Session
 
 _KEPT: Final = 10
 """Checkpoints that are kept in mind; all but the newest few are deleted by and by."""
@@ -36,7 +36,7 @@ def go_on(session: Session) -> None:
     supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None:
         return
-    recovery = session.recovery = Recovery(next(_FITS), MemoryWriter(supervisor.snapshots))
+    recovery = session.recovery = ElasticFit(next(_FITS), MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree()
     known, may_go_on_from_memory, step, path = strategy.collectives.on_first_rank(
         partial(_noted, supervisor, recovery.fit, -1 if in_memory is None else in_memory.step)

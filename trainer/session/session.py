@@ -34,8 +34,8 @@ Task = Literal["fit", "validate", "test", "predict"]
 
 
 @dataclass(slots=True)
-class Recovery:
-    """What a run knows that may have had other workers before: a fit of an elastic strategy."""
+class ElasticFit:
+    """A fit of an elastic strategy, whose workers may have been started again."""
 
     fit: int
     """Which fit of its process this is."""
@@ -79,7 +79,7 @@ class Session:
     schedulers: Sequence[LRSchedulerConfig] = ()
     resumed_from: Path | None = None
     """The checkpoint that this run begins with."""
-    recovery: Recovery | None = None
+    recovery: ElasticFit | None = None
     """In a fit of an elastic strategy."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from echelon.strategies.snapshots.snapshots import MemorySnapshots, SnapshotCost
 from echelon.strategies.state.lazy_tensor import OUTLINE
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save
-from echelon.trainer.session.session import Recovery
+from echelon.trainer.session.session import ElasticFit
 
 STRATEGIES = ("ddp", "zero", "fsdp", "hsdp")
 STEPS = 3
@@ -61,7 +61,7 @@ class Supervised(Callback):
         node = self.nodes[strategy.rank]
         snapshots = MemorySnapshots(self.folder / f"node-{node}", self.round, strategy.group, node)
         recovered = snapshots.agree()
-        session.recovery = Recovery(0, MemoryWriter(snapshots))
+        session.recovery = ElasticFit(0, MemoryWriter(snapshots))
         assert (recovered is None) == (self.round == 0)
         if recovered is not None:
             session.resumed_from, session.recovery.is_restarted = recovered.path, True
