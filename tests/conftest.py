@@ -1,12 +1,25 @@
-"""What every test may ask of the machine: a GPU, a browser."""
+"""Fixtures and skips for what a test may need of the machine: signals that work, a GPU, a browser, a fast disk."""
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+
+
+def pytest_configure():
+    """Undo what a shell did to the signals: `make test &` in a script starts with SIGINT ignored, nohup with SIGHUP.
+
+    Processes that tests start would inherit it, and a Ctrl-C sent to them would be lost. This also runs in the workers
+    of pytest-xdist.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def pytest_collection_modifyitems(items):
