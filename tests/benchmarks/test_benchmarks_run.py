@@ -43,3 +43,25 @@ def test_overhead_of_one_kind_as_json_holds_every_turn(clock, index, tmp_path):
         turns = [turn[index] for contest in row["rounds"] for turn in contest]
         assert len(turns) == 4 and row["us_per_step"] == pytest.approx(sum(turns) / 4)
         assert row["ratio"] == pytest.approx(1 / row["speed"])
+
+
+def test_data_prints_every_kind_of_data_set_relative_to_torchs_own_loop(tmp_path):
+    title, header, *lines = run("data.py", *SIZE, folder=tmp_path).splitlines()
+    assert title.split()[:2] == ["torch", "echelon"]
+    assert header.split()[:8] == ["kind", "sample", "a", "sample", "a", "batch", "ratio", "+-"]
+    kinds = ["tensors", "items", "many items", "ready", "iterable", "lists", "dicts"]
+    assert [(line[:14].strip(), line[14:20].strip()) for line in lines] == [
+        *((kind, "0") for kind in kinds),
+        *((kind, "100") for kind in kinds[1:]),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_of_one_kind_as_json_holds_every_turn(tmp_path):
+    words = ("--kind", "many items", "--sample-us", "0")
+    [found] = json.loads(run("data.py", *SIZE, "--json", *words, folder=tmp_path))["kinds"]
+    assert (found["kind"], found["sample_us"]) == ("many items", 0)
+    assert list(found["contenders"])[:2] == ["torch", "echelon"]
+    for row in found["contenders"].values():
+        turns = [cpu for contest in row["rounds"] for _, cpu in contest]
+        assert len(turns) == 4 and row["us_per_step"] == pytest.approx(sum(turns) / 4)
