@@ -13,13 +13,16 @@ PACKAGE := $(wildcard *.py) py.typed $(patsubst %/__init__.py,%,$(wildcard */__i
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types bench clean
+.PHONY: demo test test-fast lint types bench clean
 
 demo: $(call installed,examples)
 	$(BIN)/python examples/digits.py
 
 test: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(call installed,test)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m 'not slow' --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(call installed,lint)
 	$(BIN)/ruff check .

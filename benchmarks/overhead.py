@@ -1,9 +1,21 @@
-"""What a Trainer costs a step: the same tiny MLP trained by a plain loop, by Echelon and, if installed, by Lightning.
+"""Overhead of a Trainer in one process: a tiny model trained by hand, by Echelon and, if installed, by Lightning.
 
-Run ``python benchmarks/overhead.py``. All contenders train in this process on one thread, and take turns of some
+Run ``python benchmarks/overhead.py``, for one kind of run with ``--loader``, ``--optimizer`` and ``--step-us``. A kind
+is a loader, an optimizer and the microseconds that a step takes by hand, about, with batches from memory:
+
+- shuffled: a DataLoader that collates a shuffled data set sample by sample, as most people have it
+- ready: a DataLoader with ``batch_size=None`` over a data set of batches
+- iterable: a DataLoader over an IterableDataset of samples, without a length
+- list: batches in memory, without a DataLoader
+
+All contenders of a kind train in this process on one thread, iterate over equal loaders, and take turns of some
 milliseconds (turns.py), so that a slow moment of the machine meets everyone; start-up and the ends of epochs are not
-timed. A contender's ratio is its time to the plain loop's in the same round; "+-" is the standard error of that, and
-"excess" what a step takes more, in microseconds. Bars draw on a pseudo-terminal, as they would for a user.
+timed. A ratio is a contender's time to that of the hand-written loop in the same round; "+-" is its standard error,
+and "excess" what a step takes more, in microseconds. Times are of this process's CPU, all threads together: where
+other processes use the machine as well, they vary a fifth as much as those on the clock, which ``--clock wall`` takes.
+Bars draw on a pseudo-terminal, as they would for a user.
+
+For each kind the targets are: Echelon with all its defaults <= 1.10, with ``barebones=True`` <= 1.05.
 """
 
 from __future__ import annotations
@@ -12,6 +24,7 @@ import argparse
 import contextlib
 import fcntl
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -22,94 +35,158 @@ import sys
 import tempfile
 import termios
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from turns import Size, Times, Turns, compete, stay_on_core, summarise, times_of
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from turns import Rows, Size, Times, Turns, compete, stay_on_core, summarise, times_of
 
 Batch = tuple[Tensor, Tensor]
 PLAIN = "plain loop"
+BATCH_SIZE = 4
+NUM_DIFFERENT = 64
+LOADERS = ("shuffled", "ready", "iterable", "list")
+OPTIMIZERS = ("sgd", "adam")
+HIDDEN_LAYERS = {(100, "sgd"): 0, (100, "adam"): 0, (300, "sgd"): 2, (300, "adam"): 1}
+"""With so many, a step by hand takes about so many microseconds on a core of 2024; Adam alone takes 80."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained and from where; `step_us` chooses the size of the model."""
+
+    loader: str
+    optimizer: str
+    step_us: int
+
+    def model(self) -> nn.Module:
+        """The model of every contender, with the same initial weights."""
+        torch.manual_seed(0)
+        if (layers := HIDDEN_LAYERS[self.step_us, self.optimizer]) == 0:
+            return nn.Linear(32, 2, bias=False)
+        hidden = [layer for _ in range(layers) for layer in (nn.Linear(32, 32), nn.ReLU())]
+        return nn.Sequential(*hidden, nn.Linear(32, 2))
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Its optimizer."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=1e-3)
+        return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def batches(self, num_steps: int) -> Iterable[Batch]:
+        """A loader of so many batches."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(NUM_DIFFERENT * BATCH_SIZE, 32, generator=generator)
+        y = torch.randint(2, (NUM_DIFFERENT * BATCH_SIZE,), generator=generator)
+        ready = list(zip(x.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
+        if self.loader == "list":
+            return Batches(ready, num_steps)
+        if self.loader == "ready":
+            return DataLoader(ReadyBatches(ready, num_steps), batch_size=None)
+        if self.loader == "iterable":
+            return DataLoader(Stream(list(zip(x, y, strict=True)), num_steps * BATCH_SIZE), batch_size=BATCH_SIZE)
+        repeats = -(-num_steps // NUM_DIFFERENT)
+        samples = TensorDataset(x.repeat(repeats, 1), y.repeat(repeats))
+        samples.tensors = tuple(tensor[: num_steps * BATCH_SIZE] for tensor in samples.tensors)
+        return DataLoader(samples, batch_size=BATCH_SIZE, shuffle=True)
 
 
 class Batches:
-    """Batches in memory, before each of which the others may have their turn."""
+    """A few batches in memory, over and over."""
 
-    def __init__(self, turns: Turns, num_steps: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._turns, self._num_steps = turns, num_steps
-        self._data: list[Batch] = [
-            (torch.randn(4, 32, generator=generator), torch.randint(2, (4,), generator=generator)) for _ in range(64)
-        ]
+    def __init__(self, batches: list[Batch], length: int) -> None:
+        self._batches, self._length = batches, length
 
     def __len__(self) -> int:
-        return self._num_steps
+        return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        data, mark = self._data, self._turns.mark
-        for index in range(self._num_steps):
-            mark()
-            yield data[index % 64]
+        return itertools.islice(itertools.cycle(self._batches), self._length)
 
 
-def mlp() -> nn.Module:
-    """The model of every contender, with the same initial weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+class ReadyBatches(Dataset[Batch]):
+    """The same as a data set, each of whose samples is a batch."""
+
+    def __init__(self, batches: list[Batch], length: int) -> None:
+        self._batches, self._length = batches, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batches[index % NUM_DIFFERENT]
 
 
-def plain_loop(batches: Batches, folder: str) -> None:
+class Stream(IterableDataset[Batch]):
+    """Samples without a known number."""
+
+    def __init__(self, samples: list[Batch], length: int) -> None:
+        self._samples, self._length = samples, length
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.islice(itertools.cycle(self._samples), self._length)
+
+
+Contender = Callable[[Turns, Kind, Iterable[Batch], str], None]
+
+
+def plain_loop(turns: Turns, kind: Kind, batches: Iterable[Batch], folder: str) -> None:
     """Train as one writes it by hand."""
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model = kind.model()
+    optimizer = kind.optimizer_of(model)
     for x, y in batches:
+        turns.mark()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
 
 
-def trained_by(base: type[nn.Module], trainer: Callable[..., Any], **settings: Any) -> Callable[[Batches, str], None]:
+def trained_by(base: type[nn.Module], trainer: Callable[..., Any], **settings: Any) -> Contender:
     """Return a contender: a module over `base`, which logs its loss at every step, trained by `trainer`."""
 
     class Module(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
+        def __init__(self, turns: Turns, kind: Kind) -> None:
             super().__init__()
-            self.net = mlp()
+            self.mark, self.kind, self.net = turns.mark, kind, kind.model()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            self.mark()
             x, y = batch
             loss = F.cross_entropy(self.net(x), y)
             self.log("train_loss", loss, prog_bar=True)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=1e-3)
+            return self.kind.optimizer_of(self.net)
 
-    def train(batches: Batches, folder: str) -> None:
-        trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=folder, **settings).fit(Module(), batches)
+    def train(turns: Turns, kind: Kind, batches: Iterable[Batch], folder: str) -> None:
+        run = trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=folder, **settings)
+        run.fit(Module(turns, kind), batches)
 
     return train
 
 
-def contenders() -> dict[str, Callable[[Batches, str], None]]:
+def contenders() -> dict[str, Contender]:
     """Return what is compared, by name, the plain loop first."""
     from echelon import Trainer, TrainModule
 
-    found = {
+    by_name = {
         PLAIN: plain_loop,
         "echelon": trained_by(TrainModule, Trainer),
         "echelon barebones": trained_by(TrainModule, Trainer, barebones=True),
     }
     if importlib.util.find_spec("lightning"):
-        import lightning
+        import lightning.pytorch as lightning
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        found["lightning"] = trained_by(lightning.LightningModule, lightning.Trainer)
-        found["lightning barebones"] = trained_by(lightning.LightningModule, lightning.Trainer, barebones=True)
-    return found
+        by_name["lightning"] = trained_by(lightning.LightningModule, lightning.Trainer)
+        by_name["lightning barebones"] = trained_by(lightning.LightningModule, lightning.Trainer, barebones=True)
+    return by_name
 
 
 @contextlib.contextmanager
@@ -132,40 +209,76 @@ def terminal() -> Iterator[None]:
         reader.wait()
 
 
-def measure(size: Size) -> Times:
+def measure(kind: Kind, size: Size) -> Times:
     """Return the microseconds of a step of each contender, by contest and turn."""
     with terminal(), tempfile.TemporaryDirectory() as folder:
-        stay_on_core()
 
-        def enter(train: Callable[[Batches, str], None]) -> Callable[[Turns], None]:
-            return lambda turns: train(Batches(turns, size.num_steps), folder)
+        def enter(train: Contender) -> Callable[[Turns], None]:
+            return lambda turns: train(turns, kind, kind.batches(size.num_steps), folder)
 
         return times_of(compete({name: enter(train) for name, train in contenders().items()}, size))
+
+
+def ratio_of(row: dict[str, float]) -> tuple[float, float]:
+    """Return how many times the plain loop's time a contender takes, and the standard error."""
+    ratio = 1 / row["speed"]
+    return ratio, row["speed_error"] * ratio**2
+
+
+def print_header(names: Iterable[str]) -> None:
+    """Print what the columns are; the plain loop has one of microseconds, the others have three each."""
+    names = [name for name in names if name != PLAIN]
+    print(f"{'':24}{PLAIN:>11}" + "".join(f"{name:>25}" for name in names))
+    print(f"{'loader':10}{'optimizer':10}{'':4}{'us/step':>11}" + f"{'ratio':>10}{'+-':>7}{'excess':>8}" * len(names))
+
+
+def print_kind(kind: Kind, rows: Rows) -> None:
+    """Print the line of a kind."""
+    cells = [f"{kind.loader:10}{kind.optimizer:10}{kind.step_us:4}{rows[PLAIN]['us_per_step']:11.1f}"]
+    for name, row in rows.items():
+        if name != PLAIN:
+            ratio, error = ratio_of(row)
+            cells.append(f"{ratio:10.3f}{error:7.3f}{row['excess_us']:8.1f}")
+    print("".join(cells), flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loader", choices=LOADERS, help="by default all")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="by default both")
+    parser.add_argument("--step-us", type=int, choices=(100, 300), help="by default both")
     parser.add_argument("--steps", type=int, default=25, help="timed steps of a turn")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them in each turn")
-    parser.add_argument("--rounds", type=int, default=60, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=12, help="how often all begin anew")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender in a contest")
+    parser.add_argument("--contests", type=int, default=8, help="how often all start again")
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="the time that counts")
     parser.add_argument("--json", action="store_true", help="print JSON, with every turn")
     options = parser.parse_args(argv)
+    size = Size(options.contests, options.rounds, options.steps, options.warmup)
+    kinds = [
+        Kind(loader, optimizer, step_us)
+        for loader in ([options.loader] if options.loader else LOADERS)
+        for step_us in ([options.step_us] if options.step_us else (100, 300))
+        for optimizer in ([options.optimizer] if options.optimizer else OPTIMIZERS)
+    ]
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        times = measure(Size(options.contests, options.rounds, options.steps, options.warmup))
-    rows = summarise(times, PLAIN)
+    stay_on_core()
+    results = []
+    if not options.json:
+        print_header(contenders())
+    for kind in kinds:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            times = measure(kind, size)
+        rows = summarise(times, PLAIN, by_cpu=options.clock == "cpu")
+        if not options.json:
+            print_kind(kind, rows)
+        entries = {name: {**row, "ratio": 1 / row["speed"], "rounds": times[name]} for name, row in rows.items()}
+        results.append({**asdict(kind), "contenders": entries})
     if options.json:
-        found = {name: {**row, "ratio": 1 / row["speed"], "rounds": times[name]} for name, row in rows.items()}
-        print(json.dumps({"torch": torch.__version__, **vars(options), "contenders": found}, indent=2))
-        return
-    print(f"{'':22}{'us/step':>10}{'ratio':>9}{'+-':>7}{'excess':>10}")
-    for name, row in rows.items():
-        ratio = 1 / row["speed"]
-        error = row["speed_error"] * ratio**2
-        print(f"{name:22}{row['us_per_step']:10.1f}{ratio:9.3f}{error:7.3f}{row['excess_us']:10.1f}")
+        sizes = {name: vars(options)[name] for name in ("steps", "warmup", "rounds", "contests", "clock")}
+        print(json.dumps({"torch": torch.__version__, **sizes, "kinds": results}, indent=2))
 
 
 if __name__ == "__main__":

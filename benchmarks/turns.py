@@ -132,21 +132,23 @@ def _rotated(names: list[str], by: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def summarise(times: Times, base: str) -> Rows:
+def summarise(times: Times, base: str, *, by_cpu: bool = False) -> Rows:
     """Return for each contender the time of a step, its speed relative to `base`, and what it takes more.
 
     Speed and excess are of a turn and that of `base` in the same round. All are trimmed means over the turns of a
-    contest, and then means over the contests, between which the standard error is.
+    contest, and then means over the contests, between which the standard error is. Times are those on the clock, or
+    with `by_cpu` those of this process's CPU: they leave out what other processes do to the machine, and any waiting.
     """
     rows = {}
+    index = int(by_cpu)
     for name, contests in times.items():
         pairs = [list(zip(own, hand, strict=True)) for own, hand in zip(contests, times[base], strict=True)]
-        speeds = [trimmed_mean([hand[0] / own[0] for own, hand in contest]) for contest in pairs]
+        speeds = [trimmed_mean([hand[index] / own[index] for own, hand in contest]) for contest in pairs]
         rows[name] = {
-            "us_per_step": fmean(trimmed_mean([clock for clock, _ in contest]) for contest in contests),
+            "us_per_step": fmean(trimmed_mean([turn[index] for turn in contest]) for contest in contests),
             "speed": fmean(speeds),
             "speed_error": stdev(speeds) / len(speeds) ** 0.5 if len(speeds) > 1 else 0.0,
-            "excess_us": fmean(trimmed_mean([own[0] - hand[0] for own, hand in contest]) for contest in pairs),
+            "excess_us": fmean(trimmed_mean([own[index] - hand[index] for own, hand in contest]) for contest in pairs),
             "cpu_excess_us": fmean(trimmed_mean([own[1] - hand[1] for own, hand in contest]) for contest in pairs),
         }
     return rows

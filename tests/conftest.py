@@ -1,7 +1,10 @@
-"""What every test may ask of the machine: a GPU, a browser."""
+"""Fixtures and skips for what a test may need of the machine: signals that work, a GPU, a browser, a fast disk."""
 
+import functools
 import os
+import re
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -9,7 +12,35 @@ import pytest
 import torch
 
 
+def pytest_configure():
+    """Undo what a shell did to the signals: `make test &` in a script starts with SIGINT ignored, nohup with SIGHUP.
+
+    Processes that tests start would inherit it, and a Ctrl-C sent to them would be lost. This also runs in the workers
+    of pytest-xdist.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+SLOW_FOLDERS = {"benchmarks", "docs", "elastic", "equivalence", "examples", "faults", "launch", "ports"}
+STARTS_PROCESSES = re.compile(
+    r"run_ranks\(|run_program\(|launch_all\(|as_rank|two_nodes\(|subprocess\.\w+\(|os\.fork\(|devices=[2-9]\b"
+)
+
+
+@functools.cache
+def is_slow(path):
+    """Whether the tests of a file start processes, each of which takes a second or more; `make test-fast` does not."""
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    return folder in SLOW_FOLDERS or STARTS_PROCESSES.search(path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if is_slow(item.path):
+            item.add_marker("slow")
     if torch.cuda.is_available():
         return
     for item in items:

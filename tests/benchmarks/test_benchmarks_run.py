@@ -1,5 +1,6 @@
 """The benchmarks run, at a size that measures nothing, and print what they promise."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -18,18 +19,49 @@ def run(name, *arguments, folder):
 SIZE = ("--steps", "3", "--warmup", "1", "--rounds", "2", "--contests", "2")
 
 
-def test_overhead_prints_every_contender_relative_to_the_plain_loop(tmp_path):
-    lines = run("overhead.py", *SIZE, folder=tmp_path).splitlines()
-    assert lines[0].split() == ["us/step", "ratio", "+-", "excess"]
-    assert lines[1].startswith("plain loop") and float(lines[1].split()[-3]) == 1.0
-    assert {line[:22].strip() for line in lines[2:4]} == {"echelon", "echelon barebones"}
+def test_overhead_prints_every_kind_of_run_relative_to_the_plain_loop(tmp_path):
+    title, header, *lines = run("overhead.py", *SIZE, folder=tmp_path).splitlines()
+    assert title.split()[:5] == ["plain", "loop", "echelon", "echelon", "barebones"]
+    assert header.split()[:6] == ["loader", "optimizer", "us/step", "ratio", "+-", "excess"]
+    kinds = itertools.product(("shuffled", "ready", "iterable", "list"), ("100", "300"), ("sgd", "adam"))
+    assert [line.split()[:3] for line in lines] == [[loader, name, step] for loader, step, name in kinds]
+    assert all(float(cell) > 0 for line in lines for cell in line.split()[3:5])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overhead_as_json_holds_every_turn(tmp_path):
-    result = json.loads(run("overhead.py", *SIZE, "--json", folder=tmp_path))
+@pytest.mark.parametrize(("clock", "index"), [("wall", 0), ("cpu", 1)])
+def test_overhead_of_one_kind_as_json_holds_every_turn(clock, index, tmp_path):
+    kind = {"loader": "iterable", "optimizer": "sgd", "step_us": 100}
+    words = [word for name, value in kind.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    result = json.loads(run("overhead.py", *SIZE, "--json", "--clock", clock, *words, folder=tmp_path))
     assert result["steps"] == 3
-    for row in result["contenders"].values():
-        turns = [clock for contest in row["rounds"] for clock, _ in contest]
+    [found] = result["kinds"]
+    contenders = found.pop("contenders")
+    assert found == kind and contenders["plain loop"]["ratio"] == 1.0
+    assert list(contenders)[:3] == ["plain loop", "echelon", "echelon barebones"]
+    for row in contenders.values():
+        turns = [turn[index] for contest in row["rounds"] for turn in contest]
         assert len(turns) == 4 and row["us_per_step"] == pytest.approx(sum(turns) / 4)
         assert row["ratio"] == pytest.approx(1 / row["speed"])
+
+
+def test_data_prints_every_kind_of_data_set_relative_to_torchs_own_loop(tmp_path):
+    title, header, *lines = run("data.py", *SIZE, folder=tmp_path).splitlines()
+    assert title.split()[:2] == ["torch", "echelon"]
+    assert header.split()[:8] == ["kind", "sample", "a", "sample", "a", "batch", "ratio", "+-"]
+    kinds = ["tensors", "items", "many items", "ready", "iterable", "lists", "dicts"]
+    assert [(line[:14].strip(), line[14:20].strip()) for line in lines] == [
+        *((kind, "0") for kind in kinds),
+        *((kind, "100") for kind in kinds[1:]),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_of_one_kind_as_json_holds_every_turn(tmp_path):
+    words = ("--kind", "many items", "--sample-us", "0")
+    [found] = json.loads(run("data.py", *SIZE, "--json", *words, folder=tmp_path))["kinds"]
+    assert (found["kind"], found["sample_us"]) == ("many items", 0)
+    assert list(found["contenders"])[:2] == ["torch", "echelon"]
+    for row in found["contenders"].values():
+        turns = [cpu for contest in row["rounds"] for _, cpu in contest]
+        assert len(turns) == 4 and row["us_per_step"] == pytest.approx(sum(turns) / 4)

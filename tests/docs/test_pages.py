@@ -11,7 +11,7 @@ from programs import run_program
 import echelon
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = "from echelon.trainer.cli.main import main"
 
 
@@ -81,7 +81,7 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page):
 
 
 def test_every_page_is_reached_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", PAGES[0].read_text()))
+    linked = set(re.findall(r"\]\((?:docs/)?([\w-]+\.md)", PAGES[0].read_text()))
     assert linked == {page.name for page in PAGES[1:]}
 
 

@@ -10,9 +10,12 @@ import argparse
 import itertools
 import random
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 from elastic_nodes import Nodes, Program, Undisturbed, nodes_of, nodes_of_a_run
 from elastic_program import STEPS_OF_EPOCH, Plan

@@ -3,6 +3,7 @@
 Usage: python tests/equivalence/table.py, as root: two nodes are two network namespaces.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -64,4 +65,5 @@ def square(ends, expected):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

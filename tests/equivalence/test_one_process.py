@@ -5,10 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from small import quiet
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from echelon import Loss, Trainer, TrainModule, seed_everything
+from echelon import Loss, TrainModule, seed_everything
 
 CUTS = {
     "one batch of 32": (32, {}),
@@ -62,17 +63,7 @@ class Net(TrainModule):
 
 
 def fit(module, loader, val_loader=None, **settings):
-    silent = {
-        "accelerator": "cpu",
-        "precision": "64-true",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    trainer = Trainer(**{**silent, **settings})
+    trainer = quiet(**{"precision": "64-true", "max_epochs": 2, **settings})
     trainer.fit(module, loader, val_loader)
     return trainer
 

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torchmetrics
+from small import quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ConfigError, Loss, ModuleError, Trainer, TrainModule, seed_everything
+from echelon import ConfigError, Loss, ModuleError, TrainModule, seed_everything
 from echelon.strategies import Hardware, Precision
 from echelon.strategies.data_parallel import DataParallelStrategy
 
@@ -41,19 +42,13 @@ def samples(num_samples, dtype=torch.float64):
 
 
 def trainer_on(devices, **settings):
-    silent = {
+    changed = {
         "strategy": DataParallelStrategy() if devices > 1 else "single",
         "devices": devices,
-        "accelerator": "cpu",
         "precision": "64-true",
         "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
     }
-    return Trainer(**{**silent, **settings})
+    return quiet(**{**changed, **settings})
 
 
 def trained(module, devices, num_samples=41, batch_size=12, val_samples=0, dtype=torch.float64, **settings):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import quiet
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
@@ -236,18 +237,12 @@ def world_size():
 
 def fit(module, strategy=None, ckpt_path=None, **settings):
     """Train six steps and validate after each three, in this process or as a rank of a run; return the trainer."""
-    quiet = {
+    changed = {
         "strategy": (strategy or DDPStrategy()) if world_size() > 1 or "devices" in settings else "single",
-        "accelerator": "cpu",
         "precision": "64-true",
         "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
     }
-    trainer = Trainer(**{**quiet, **settings})
+    trainer = quiet(**{**changed, **settings})
     batch_size = GLOBAL_BATCH // settings.get("devices", world_size()) // settings.get("accumulate_grad_batches", 1)
     data = samples(precision=trainer.settings.precision)
     valid = DataLoader(samples(9, trainer.settings.precision), 2)

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from small import quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,20 +116,14 @@ def weights(module):
 
 
 def fit(module, strategy, ckpt_path=None, **settings):
-    quiet = {
+    changed = {
         "strategy": strategy,
-        "accelerator": "cpu",
         "devices": 1 if strategy == "single" else "auto",
         "precision": "64-true",
         "max_steps": NUM_STEPS,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
     }
-    trainer = Trainer(**{**quiet, **settings})
+    trainer = quiet(**{**changed, **settings})
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_SAMPLES, 4, generator=generator, dtype=torch.float64)
     data = TensorDataset(x, torch.sin(x.sum(dim=1, keepdim=True)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import quiet
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -192,19 +193,14 @@ def world_size():
 
 
 def fit(module, strategy, ckpt_path=None, **settings):
-    quiet = {
+    changed = {
         "strategy": strategy,
-        "accelerator": "cpu",
         "devices": 1 if strategy == "single" else "auto",
         "precision": "64-true",
         "max_steps": NUM_STEPS,
         "global_batch_size": GLOBAL_BATCH if module.automatic_optimization else None,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
     }
-    trainer = Trainer(**{**quiet, **settings})
+    trainer = quiet(**{**changed, **settings})
     generator = torch.Generator().manual_seed(1)
     dtype = torch.float64 if trainer.settings.precision == "64-true" else torch.float32
     batch_size = 4 if module.automatic_optimization else GLOBAL_BATCH // world_size()

@@ -21,7 +21,7 @@ from echelon import Callback, ModelCheckpoint, seed_everything
 from echelon.testing import run_ranks
 from echelon.trainer import checkpoint
 
-JOB = str(Path(__file__).parents[1] / "helpers" / "job_of_ranks.py")
+JOB = str(Path(__file__).with_name("job_of_ranks.py"))
 
 
 def many(**settings):

@@ -156,7 +156,7 @@ def test_state_goes_through_memory_to_other_numbers_of_ranks_and_nodes(memory_pa
 
 def test_whichever_rank_is_killed_whenever_a_whole_snapshot_is_left(memory_path: Path) -> None:
     """Two nodes of three ranks; now and then one is lost as well. The program compares every tensor."""
-    program = Path(__file__).parents[2] / "helpers" / "killed_in_snapshot.py"
+    program = Path(__file__).with_name("killed_in_snapshot.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(program), str(memory_path), "8"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)

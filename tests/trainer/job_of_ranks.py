@@ -6,6 +6,9 @@ Usage: job_of_ranks.py uneven|raise|signal FOLDER
 import os
 import signal
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 from small import Regression, loader, quiet
 

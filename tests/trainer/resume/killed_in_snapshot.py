@@ -1,6 +1,6 @@
 """A program that lets ranks take snapshots in memory, kills them at random moments, and lets others go on from there.
 
-Run by test_memory_writer.py in a process of its own: forking wants a process without threads, which has imported torch
+Run by test_take_snapshot.py in a process of its own: forking wants a process without threads, which has imported torch
 once for all forks. Usage: killed_in_snapshot.py FOLDER ROUNDS; prints the step at which each round went on.
 """
 

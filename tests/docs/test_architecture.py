@@ -1,0 +1,36 @@
+"""The page on the architecture is true: its rooms are those of the layer test, its names those of the code."""
+
+import re
+
+from rooms import PAGE, page
+
+from echelon import Callback
+from echelon.strategies import SingleDeviceStrategy
+
+
+def section(title):
+    return PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def names_in_first_column(text):
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return [name for cell in cells for name in re.findall(r"`(\w+)", cell)]
+
+
+def test_the_table_of_rooms_is_that_of_the_layer_test():
+    assert PAGE.read_text() == page(), "run `python tests/docs/rooms.py`"
+
+
+def test_the_seam_names_what_a_strategy_has():
+    names = names_in_first_column(section("The seam: Strategy"))
+    assert len(names) > 20
+    declared = set(dir(SingleDeviceStrategy()))
+    assert [name for name in names if name not in declared] == []
+
+
+def test_the_loop_is_short_and_names_hooks_that_exist():
+    text = section("The loop")
+    hooks = re.findall(r"\bon_\w+", text)
+    assert len(hooks) > 5 and [name for name in hooks if not hasattr(Callback, name)] == []
+    [loop] = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    assert len(loop.splitlines()) <= 25
