@@ -13,6 +13,7 @@ from torch import nn
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import overrides
+from ..callbacks.helpers.loggers import tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
@@ -269,11 +270,10 @@ def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
 
 def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
     """Let loggers take their folders, those of the run that is resumed, and return the versions of these."""
-    for logger in loggers:
-        if resumed_from is not None:
-            logger.continue_run(resumed_from)
-        logger.open()
-    return [getattr(logger, "version", None) for logger in loggers]
+    if resumed_from is not None:
+        tell(loggers, "continue_run", resumed_from)
+    tell(loggers, "open")
+    return [logger.version for logger in loggers]
 
 
 def part_ranks(session: Session) -> None:
@@ -294,13 +294,13 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
     }
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array
-    for logger in session.loggers:
-        if is_resumed:
-            logger.resume_at(session.state.global_step)
-        if hparams:
+    if is_resumed:
+        tell(session.loggers, "resume_at", session.state.global_step)
+    if hparams:
+        for logger in session.loggers:
             logger.log_hyperparams(hparams)
-        if example is not None:
-            logger.log_graph(session.module, example)
+    if example is not None:
+        tell(session.loggers, "log_graph", session.module, example)
 
 
 def root_dir(settings: Settings, task: Task) -> Path | None:
