@@ -149,7 +149,7 @@ class Run(Protocol):
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
-        """The metrics that the loggers received last."""
+        """The newest value of everything logged with ``logger=True``, also without a logger."""
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:

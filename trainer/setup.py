@@ -214,14 +214,15 @@ def build_optimizers(session: Session) -> None:
     """Ask the module for its optimizers, over the parameters as the strategy has left them.
 
     Raises:
-        ModuleError: if it returns something else, or nothing where something would be trained.
+        ModuleError: if it returns something else.
     """
     module, strategy = session.module, session.strategy
     returned = module.configure_optimizers()
     if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
-        raise ModuleError(
-            f"{type(module).__name__}.configure_optimizers returned None; return an optimizer (is `return` missing?), "
-            "or [] to train without one."
+        warnings.warn(
+            f"{type(module).__name__}.configure_optimizers returned None, and nothing is trained; return an optimizer "
+            "(is `return` missing?), or [] to train without one.",
+            stacklevel=2,
         )
     configured = parse_optimizers(returned)
     check_parameters(configured.optimizers, module)

@@ -304,7 +304,7 @@ class Trainer(TrainerAttributes):
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
-        return {} if (current := self._runner.current) is None else current.metrics.logged
+        return {} if (current := self._runner.current) is None else current.metrics.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:

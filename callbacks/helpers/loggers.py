@@ -26,8 +26,8 @@ def refuse_incomplete(logger: object) -> None:
     missing = [name for name in _REQUIRED if not hasattr(logger, name)]
     if 0 < len(missing) < len(_REQUIRED):
         raise ConfigError(
-            f"logger is a {type(logger).__name__} without {', '.join(missing)}; a logger must have {', '.join(_REQUIRED)}, "
-            "define the missing ones."
+            f"logger must have {', '.join(_REQUIRED)}, got a {type(logger).__name__} without {', '.join(missing)}; "
+            "define what is missing."
         )
 
 

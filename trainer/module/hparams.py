@@ -1,4 +1,4 @@
-"""Hyper-parameters: the arguments with which a module was made, kept so that they can be logged and used again."""
+"""Hyper-parameters: the arguments with which a module was built, kept to be logged and to build it again."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def init_arguments(
     """Return the keyword arguments that make an instance of `cls` again from its (loaded) hyper-parameters.
 
     Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. What is `given`
-    wins over what was saved; if it is no argument of ``__init__``, it replaces an item of `argument`. A mapping becomes
+    wins over what was saved; if ``__init__`` has no such argument, it replaces an item of `argument`. A mapping becomes
     the dataclass that its argument is annotated with.
     """
     parameters = inspect.signature(cls).parameters
@@ -133,8 +133,8 @@ def init_arguments(
         items = {name: given.pop(name) for name in list(given) if name not in parameters}
         hparams = {argument: AttributeDict({**hparams, **items})}
     hints = _hints(cls)
-    taken = {name: value for name, value in hparams.items() if takes_any or name in parameters}
-    return {**{name: _as_dataclass(value, hints.get(name)) for name, value in taken.items()}, **given}
+    arguments = {**{name: _as_dataclass(value, hints.get(name)) for name, value in hparams.items()}, **given}
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _caller() -> types.FrameType | None:

@@ -24,6 +24,7 @@ DEFAULTS = {
     "sync_dist": True,
     "add_dataloader_idx": True,
     "rank_zero_only": False,
+    "enable_graph": False,
 }
 
 
