@@ -124,11 +124,12 @@ class Entry:
 
 
 def _reduction_of(name: str, reduce_fx: Any) -> Reduce:
-    known = _NAME_OF.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx, reduce_fx)
-    known = known.lower() if isinstance(known, str) else known
-    if not callable(known) and known not in REDUCTIONS:
+    given = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    reduction: Any = _NAME_OF.get(given, given)
+    if not callable(reduction) and reduction not in REDUCTIONS:
         raise ModuleError(
             f"self.log({name!r}): reduce_fx must be one of {', '.join(map(repr, REDUCTIONS))}, or a function, "
             f"got {reduce_fx!r}; give one of them."
         )
-    return known  # type: ignore[return-value]
+    known: Reduce = reduction
+    return known

@@ -111,7 +111,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         """
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
         module = cls(**init_arguments(cls, sizes), **datamodule_kwargs)
-        make = partial(DataLoader, **sizes)
+        make: Any = partial(DataLoader, batch_size=batch_size, num_workers=num_workers)
         datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for kind, dataset in datasets.items():
             if dataset is not None:

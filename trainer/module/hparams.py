@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import sys
 import types
 import typing
 from argparse import Namespace
@@ -46,28 +48,34 @@ class HyperparametersMixin:
         """Keep the arguments of this object's ``__init__`` (subclasses' included) in ``hparams``.
 
         Args:
-            args: Names of the only ones to keep; or a dict, Namespace, dataclass or OmegaConf object to keep instead.
+            args: Names of the only ones to keep; or a dict, Namespace or dataclass to keep instead, or an OmegaConf
+                container, which stays one.
             ignore: Names not to keep, even if a base class has kept them.
             frame: Of the ``__init__`` whose arguments are meant; by default the caller's.
             logger: Whether the loggers receive them when `fit` starts.
 
         Raises:
-            ConfigError: for a name that is no argument, or an object that has no names.
+            ConfigError: for a name that is not an argument, or an object that has no names.
             ModuleError: when called outside ``__init__`` with no object to keep.
         """
         caller = frame or _caller()
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         names = [arg for arg in args if isinstance(arg, str)]
         objects = [arg for arg in args if not isinstance(arg, str)]
-        found: dict[str, Any] = {}
+        chosen: dict[str, Any] = {}
         arguments = collect_init_args(self, caller)
         if names or not objects:
-            found.update(_chosen(arguments, names, type(self).__name__))
+            chosen.update(_chosen(arguments, names, type(self).__name__))
         for given in objects:
-            found.update(_items(given))
+            chosen.update(_items(given))
 
+        if len(objects) == 1 and not names and is_omegaconf(objects[0]):
+            self._hparams = copy.copy(objects[0])  # Lightning keeps the container, in place of what was there
+        elif is_omegaconf(self.hparams):
+            self._hparams = AttributeDict(chosen)
+        else:
+            self.hparams.update(chosen)
         kept = self.hparams
-        kept.update(found)
         for name in ignored & set(kept):
             del kept[name]
         self._hparams_initial = _copy(kept)
@@ -75,15 +83,14 @@ class HyperparametersMixin:
         self._hparams_logged = logger
 
     @property
-    def hparams(self) -> AttributeDict:
-        """What `save_hyperparameters` kept; it may be changed."""
-        kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
-        return kept
+    def hparams(self) -> Any:
+        """The kept hyper-parameters, an `AttributeDict` or the OmegaConf container that was given; may be changed."""
+        return self.__dict__.setdefault("_hparams", AttributeDict())
 
     @property
-    def hparams_initial(self) -> AttributeDict:
-        """What `save_hyperparameters` kept, whatever has been changed since; a copy."""
-        return AttributeDict(_copy(self.__dict__.get("_hparams_initial", {})))
+    def hparams_initial(self) -> Any:
+        """A copy of the hyper-parameters as `save_hyperparameters` kept them, whatever has been changed since."""
+        return _copy(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     @property
     def hparams_argument(self) -> str | None:
@@ -131,10 +138,18 @@ def init_arguments(
     given = dict(given or {})
     if argument is not None and argument in parameters:
         items = {name: given.pop(name) for name in list(given) if name not in parameters}
-        hparams = {argument: AttributeDict({**hparams, **items})}
+        container: Any = copy.copy(hparams) if is_omegaconf(hparams) else AttributeDict(hparams)
+        container.update(items)
+        hparams = {argument: container}
     hints = _hints(cls)
     arguments = {**{name: _as_dataclass(value, hints.get(name)) for name, value in hparams.items()}, **given}
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+
+
+def is_omegaconf(value: object) -> bool:
+    """Return whether a value is a container of OmegaConf, which is not imported for that."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and isinstance(value, omegaconf.DictConfig)
 
 
 def _caller() -> types.FrameType | None:
@@ -181,7 +196,7 @@ def _copy(value: Any) -> Any:
         return type(value)({key: _copy(item) for key, item in value.items()})
     if type(value) in (list, tuple, set):
         return type(value)(_copy(item) for item in value)
-    return value
+    return copy.deepcopy(value) if is_omegaconf(value) else value
 
 
 def _hints(cls: type) -> dict[str, Any]:

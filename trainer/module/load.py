@@ -88,7 +88,11 @@ def _build(
 ) -> M:
     """Call the constructor with the hyper-parameters that are saved under names with this prefix."""
     key = f"{prefix}hyper_parameters"
-    saved = from_jsonable(state.get(key, {})) if hparams_file is None else _read_hparams(Path(hparams_file))
+    saved: Any = from_jsonable(state.get(key, {})) if hparams_file is None else _read_hparams(Path(hparams_file))
+    if state.get(f"{key}_type") == "omegaconf":
+        from omegaconf import OmegaConf
+
+        saved = OmegaConf.create(dict(saved))
     arguments = init_arguments(cls, saved, state.get(f"{key}_argument"), given)
     try:
         return cls(**arguments)

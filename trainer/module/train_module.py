@@ -44,8 +44,8 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
     """Under which `on_save_checkpoint` and `on_load_checkpoint` see the hyper-parameters."""
     CHECKPOINT_HYPER_PARAMS_NAME = "hyper_parameters_argument"
     """Under which they see the name of the argument that holds them, or None."""
-    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
-    """Under which Lightning keeps the type of the container; here it is restored from the constructor's annotation."""
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hyper_parameters_type"
+    """Under which they see ``"omegaconf"`` if the hyper-parameters are such a container, or None."""
 
     _trainer: Run | None = None
     _metrics: Metrics | None = None
@@ -168,7 +168,9 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several numbers at once, each by `log` with these options; also a torchmetrics ``MetricCollection``."""
         # a copy of the state, the default, would end the sharing of it among a collection's metrics
-        items: Any = partial(dictionary.items, copy_state=False) if _is_collection(dictionary) else dictionary.items
+        items: Any = dictionary.items
+        if _is_collection(dictionary):
+            items = partial(items, copy_state=False)
         for name, value in items():
             self.log(name, value, **options)
 

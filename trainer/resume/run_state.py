@@ -12,6 +12,7 @@ from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ...strategies.errors import CheckpointError
 from ..checkpoint import difference
 from ..data.seed import capture_rng, derive, restore_rng, seed_generators
+from ..module.hparams import is_omegaconf
 from ..module.hparams_json import jsonable
 from ..module.load import NAMES_FOR_HOOKS, as_hooks_see
 from ..module.train_module import TrainModule
@@ -48,6 +49,7 @@ def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]
         "hyper_parameters": hyper_parameters,
         "hyper_parameters_argument": module.hparams_argument,
         "omitted_hyper_parameters": omitted,
+        "hyper_parameters_type": "omegaconf" if is_omegaconf(module.hparams_initial) else None,
     }
 
 

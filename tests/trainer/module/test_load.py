@@ -3,6 +3,7 @@
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 from small import Regression, loader, quiet, samples
 from torch import nn
 from torch.utils.data import DataLoader
@@ -99,6 +100,36 @@ def test_hyper_parameters_may_come_from_a_file(saved, tmp_path):
     assert loaded.hparams == {"width": 3, "lr": 0.1, "name": "a b"}
     with pytest.raises(ConfigError, match=r"hparams_file must end with .yaml, .yml or .csv, got '.*h.json'"):
         Net.load_from_checkpoint(saved, hparams_file=tmp_path / "h.json")
+
+
+class Configured(TrainModule):
+    """Keeps a container of OmegaConf, and reads it as one."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.net = nn.Linear(2, config.net.width)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_container_of_omegaconf_stays_one(tmp_path):
+    module = Configured(OmegaConf.create({"width": 3, "net": {"width": "${width}"}}))
+    # Lightning 2.6.6: DictConfig, both
+    assert OmegaConf.is_dict(module.hparams)
+    assert OmegaConf.is_dict(module.hparams_initial)
+    module.hparams.width = 5
+    assert module.hparams_initial.net.width == 3
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(module, loader(2, 2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Configured.load_from_checkpoint(tmp_path / "a.ckpt", name="b")
+    assert OmegaConf.is_dict(loaded.hparams)
+    assert loaded.hparams == {"width": 3, "net": {"width": 3}, "name": "b"}
 
 
 class Wider(Net):
