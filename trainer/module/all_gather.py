@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import zlib
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...strategies import Strategy
+from ...strategies.distributed import tensor_collectives
 from ...strategies.distributed.nested import map_tensors, named_leaves
+from ...strategies.distributed.tensor_collectives import Wire
 from ...strategies.errors import RunError
 
 
@@ -28,16 +30,21 @@ def all_gather(data: Any, strategy: Strategy, group: ProcessGroup | None, *, syn
         sync_grads: let gradients flow back to the rank that a tensor came from.
 
     Raises:
-        RunError: on every rank, if shapes or names differ between ranks.
+        RunError: on every rank, if shapes or names differ between all ranks; in a group they are not compared.
     """
     data = map_tensors(Tensor.contiguous, data, lambda leaf: _as_tensor(leaf, strategy.device))
     if strategy.world_size == 1:
         return data
     with nullcontext() if sync_grads else torch.no_grad():
         if group is not None:
-            return map_tensors(lambda tensor: torch.stack(torch.distributed.nn.all_gather(tensor, group)), data)
+            return map_tensors(partial(_gather_in_group, group), data)
         _check_shapes(data, strategy)
         return strategy.all_gather(data)
+
+
+def _gather_in_group(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    wire = Wire(group, group.size(), group.rank(), announce=lambda operation, gradient: None)
+    return tensor_collectives.all_gather(wire, tensor.reshape(-1)).view(group.size(), *tensor.shape)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Any:
