@@ -12,7 +12,7 @@ from torch import nn
 
 from ...strategies.distributed.nested import map_tensors
 from ..data.seed import isolated_rng
-from ..data.transfer import check_batch, size_of
+from ..data.transfer import check_batch
 from ..metrics.accumulator import to_numbers
 from ..module.arguments import num_step_arguments
 from ..session.session import Session
@@ -118,7 +118,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         if is_first:
             check_batch(batch, name, session.moves_own_types)
             is_first = False
-        metrics.begin_batch(size_of(batch))
+        metrics.begin_batch(session.module.batch_size_of(batch))
         session.progress.batch_idx = batch_idx
         if session.transfer is not None:
             batch = session.transfer(batch, dataloader_idx)
