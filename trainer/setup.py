@@ -29,6 +29,7 @@ from .data.train_data import TrainData
 from .loggers import default_logger
 from .loop.schedule import validates
 from .module.data_module import DataHooks, DataModule
+from .module.hparams import logged_hparams
 from .module.optimizers import check_monitors, check_parameters, parse_optimizers
 from .module.train_module import TrainModule
 from .session.session import Session, Task
@@ -108,8 +109,10 @@ def source_of(kind: str, given: Any, datamodule: DataModule | None, module: Trai
         return given
     hook = _LOADER_HOOKS[kind]
     for owner in (datamodule, module):
-        if owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner)):
-            return getattr(owner, hook)()
+        is_own = owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner))
+        loader = getattr(owner, hook) if is_own else None  # None, too, switches a loader off
+        if loader is not None:
+            return loader()
     return None
 
 
@@ -134,6 +137,7 @@ def load_train_data(session: Session, given: Any) -> None:
         cut=cut,
         limit=settings.limit_train_batches,
         in_order=settings.overfit_batches > 0,
+        count=session.module.batch_size_of,
     )
     session.progress.accumulate_grad_batches = session.train_data.accumulate
 
@@ -287,12 +291,7 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
     """Tell the loggers what is run."""
     if session.strategy.rank != 0:
         return
-    hparams = {
-        name: value
-        for owner in (session.datamodule, session.module)
-        if owner is not None and owner.hparams_logged
-        for name, value in owner.hparams_initial.items()
-    }
+    hparams = logged_hparams(session.module, session.datamodule)
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array
     if is_resumed:

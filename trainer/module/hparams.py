@@ -12,6 +12,8 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ...strategies.errors import ConfigError, ModuleError, did_you_mean
 
 
@@ -144,6 +146,27 @@ def init_arguments(
     hints = _hints(cls)
     arguments = {**{name: _as_dataclass(value, hints.get(name)) for name, value in hparams.items()}, **given}
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+
+
+def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> dict[str, Any]:
+    """Return what the loggers receive of a module and a data module.
+
+    Raises:
+        ConfigError: if they keep different values under one name.
+    """
+    of_module, of_data = (
+        dict(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
+        for owner in (module, datamodule)
+    )
+    for name in of_module.keys() & of_data.keys():
+        value, other = of_module[name], of_data[name]
+        if value is not other and (type(value) is not type(other) or isinstance(value, Tensor) or value != other):
+            raise ConfigError(
+                f"The hyper-parameter {name!r} must be the same in {type(module).__name__} and "
+                f"{type(datamodule).__name__}, got {value!r:.60} and {other!r:.60}; rename one, or leave it out with "
+                f"save_hyperparameters(ignore={name!r})."
+            )
+    return {**of_data, **of_module}
 
 
 def is_omegaconf(value: object) -> bool:

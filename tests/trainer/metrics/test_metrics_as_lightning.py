@@ -7,6 +7,7 @@ import pytest
 import torch
 from small import Regression, loader, quiet
 from torch import nn
+from torch.utils.data import DataLoader
 
 from echelon import Logger, ModuleError
 
@@ -103,6 +104,31 @@ def test_a_metric_named_step_is_the_axis():
     recording = Recording()
     quiet(max_epochs=2, logger=recording).fit(Axis(), loader(8, 2))
     assert recording.rows == [(0, {"e": 1.0}), (1, {"e": 1.0})]
+
+
+def test_a_value_of_on_train_start_belongs_to_the_first_epoch():
+    class Starting(Regression):
+        def on_train_start(self):
+            self.log("start", 1.0)
+
+    recording = Recording()
+    trainer = quiet(max_epochs=2, logger=recording)
+    trainer.fit(Starting(), loader(8, 2))
+    assert [row for _, row in recording.rows] == [{"start": 1.0, "epoch": 0}]
+    assert trainer.callback_metrics["start"] == 1.0
+
+
+def test_the_module_says_how_many_samples_a_value_stands_for():
+    class TimeFirst(Regression):
+        def batch_size_of(self, batch):
+            return batch[0].shape[1]
+
+        def validation_step(self, batch, batch_idx):
+            self.log("v", float(batch_idx))
+
+    batches = [[torch.ones(5, 3)], [torch.ones(5, 1)]]
+    (result,) = quiet().validate(TimeFirst(), DataLoader(batches, batch_size=None), verbose=False)
+    assert result == {"v": 0.25}
 
 
 def test_the_graph_of_a_value_is_kept_on_request():

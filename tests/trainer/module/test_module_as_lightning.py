@@ -8,7 +8,7 @@ from small import Regression, loader, quiet
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from echelon import ModuleError, RunError, TrainModule
+from echelon import ConfigError, DataModule, ModuleError, RunError, TrainModule
 from echelon.trainer.module.batch_size import size_of, warn_of_unclear_size
 
 
@@ -110,6 +110,40 @@ def test_small_things_are_as_there():
     assert module.unfreeze() is module
     assert module.training
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("on_class", [False, True])
+def test_a_loader_set_to_none_is_switched_off(on_class):
+    class Own(Regression):
+        def val_dataloader(self):
+            return loader(2, 2)
+
+    class Without(Own):
+        val_dataloader = None
+
+    module = Without() if on_class else Own()
+    module.val_dataloader = None
+    quiet(max_steps=1).fit(module, loader(2, 2))
+    assert module.validated == []
+
+
+def test_hyper_parameters_of_module_and_data_must_not_collide():
+    class Data(DataModule):
+        def __init__(self, width, seed):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            return loader(2, 2)
+
+    class Module(Regression):
+        def __init__(self, width, seed):
+            super().__init__()
+            self.save_hyperparameters()
+
+    quiet(max_steps=1).fit(Module(1, seed=3), datamodule=Data(1, seed=3))
+    with pytest.raises(ConfigError, match=r"'seed' must be the same in Module and Data, got 3 and 4; rename one"):
+        quiet(max_steps=1).fit(Module(1, seed=3), datamodule=Data(1, seed=4))
 
 
 # --- optimizers ---
