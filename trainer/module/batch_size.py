@@ -1,4 +1,4 @@
-"""The number of samples in a batch, read from its tensors."""
+"""Batch sizes: the number of samples in a batch, read from its tensors."""
 
 from __future__ import annotations
 
