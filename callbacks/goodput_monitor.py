@@ -33,6 +33,7 @@ from .goodput.ledger import (
     read_ledger,
 )
 from .goodput.spans import account, clock, divide, goodput_of
+from .helpers.loggers import tell
 from .run import Recoverable, Run
 
 RoundOf = Callable[[], tuple[int, Sequence[RoundEnd]]]
@@ -219,8 +220,7 @@ class GoodputMonitor(Callback):
         self._status = "interrupted" if trainer.is_interrupted else "success"
         self._log(trainer)
         if self._file is not None:
-            for logger in trainer.loggers:
-                logger.log_text("goodput", _markdown(self._totals))
+            tell(trainer.loggers, "log_text", "goodput", _markdown(self._totals))
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
         """Write the steps so far; the time of an incomplete step is lost."""

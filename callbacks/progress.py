@@ -59,7 +59,8 @@ class TQDMProgressBar(Callback):
         metrics: dict[str, float | str] = {}
         if trainer.loggers:
             version = trainer.loggers[0].version
-            metrics["v_num"] = version[-4:] if isinstance(version, str) else version
+            if version not in ("", None):
+                metrics["v_num"] = version[-4:] if isinstance(version, str) else version
         metrics.update(trainer.progress_bar_metrics)
         return metrics
 

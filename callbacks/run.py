@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..strategies import Strategy
@@ -16,46 +16,35 @@ Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
 
 @runtime_checkable
 class Logger(Protocol):
-    """A destination of metrics. Every method is called on rank 0 only."""
+    """Where metrics go: all that a logger must have, as in Lightning. Its methods are called on rank 0 only.
+
+    A logger may have more, and what it has is used. ``save_dir`` and ``log_dir`` say where its files and the run's
+    ``checkpoints`` lie. These methods are called:
+
+    - ``open()``: take the folder of the run, before the hooks of a `fit`; from here on `log_dir` is final.
+    - ``log_text(tag, text)``: write a text (Markdown), such as the resolved configuration.
+    - ``log_graph(module, example_input)``: write the graph of the module's ``forward``.
+    - ``save()``: write everything to the disk, at every checkpoint and at the end.
+    - ``finalize(status)``: end the run with ``success``, ``interrupted`` or ``failed``.
+    - ``continue_run(checkpoint)``: before ``open``, continue in the folder of the run that wrote a checkpoint.
+    - ``continue_as(version)``: continue in the folder that another process has opened.
+    - ``resume_at(step)``: forget what was logged after a step, before a run that continues there logs anything.
+    - ``silence()``: write nothing from here on; called on every rank but 0.
+    """
 
     @property
-    def name(self) -> str:
-        """The name of the folder that holds all versions."""
+    def name(self) -> str | None:
+        """The name of the folder of all versions."""
 
     @property
-    def version(self) -> int | str:
+    def version(self) -> int | str | None:
         """The run among those of the same name."""
-
-    @property
-    def log_dir(self) -> str:
-        """The folder of this run; the parent of its ``checkpoints``."""
-
-    def open(self) -> None:
-        """Choose the folder of the run: from now on `log_dir` is final. Called before the hooks of a `fit`."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers at `step`, the number of optimizer steps completed."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the hyper-parameters, once, when `fit` starts."""
-
-    def log_text(self, tag: str, text: str) -> None:
-        """Write a text (Markdown), such as the resolved configuration."""
-
-    def log_graph(self, module: nn.Module, example_input: Any) -> None:
-        """Write the graph of the module's ``forward``, if this logger can show one."""
-
-    def continue_run(self, checkpoint: Path) -> None:
-        """Continue in the folder of the run that wrote `checkpoint`, unless the user chose another; before `open`."""
-
-    def resume_at(self, step: int) -> None:
-        """Drop what was logged after `step`; called before a run that continues there logs anything."""
-
-    def save(self) -> None:
-        """Flush everything written so far to disk; called at every checkpoint and at the end."""
-
-    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
-        """End the run, with its last metrics and ``success``, ``interrupted`` or ``failed``."""
 
 
 class SchedulerConfig(Protocol):
@@ -160,7 +149,7 @@ class Run(Protocol):
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
-        """The metrics that the loggers received last."""
+        """The newest value of everything logged with ``logger=True``, also without a logger."""
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:

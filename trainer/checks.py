@@ -108,10 +108,13 @@ def check_loggers(loggers: Sequence[Logger]) -> None:
     """
     seen: dict[tuple[type, str], Logger] = {}
     for logger in loggers:
-        key = (type(logger), str(Path(logger.log_dir).absolute()))
+        log_dir = getattr(logger, "log_dir", None)
+        if not isinstance(log_dir, str | Path):
+            continue
+        key = (type(logger), str(Path(log_dir).absolute()))
         if key in seen:
             raise ConfigError(
-                f"Two loggers of type {type(logger).__name__} write to {logger.log_dir!r}; "
+                f"Two loggers of type {type(logger).__name__} write to {str(log_dir)!r}; "
                 "give them different names or versions."
             )
         seen[key] = logger

@@ -53,7 +53,7 @@ def result_of(session: Session) -> Result:
     return Result(
         model=session.strategy.full_model_state() if is_fit else None,
         state=session.state,
-        metrics=session.metrics.state_dict() | {"logged": session.metrics.logged},
+        metrics=session.metrics.state_dict() | {"logged": session.metrics.logged_metrics()},
         callbacks=callback_states(session.callbacks),
         versions=[getattr(logger, "version", None) for logger in session.loggers],
         signal=session.interruption.signal,

@@ -14,6 +14,7 @@ import torch
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, check_state_keys
 from ..callbacks.helpers.console import say
+from ..callbacks.helpers.loggers import tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
 from ..callbacks.timer import parse_duration
@@ -23,9 +24,7 @@ from .checkpoint import make_writer
 from .checks import check_loggers, check_manual, check_module, check_writable
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
-from .loggers import silence
 from .loggers.base import continue_loggers
-from .metrics.accumulator import to_numbers
 from .metrics.metrics import Metrics
 from .module.hooks import ModuleHooks
 from .request import Request
@@ -229,7 +228,7 @@ class Runner:
                 session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
             session.state.seed = strategy.collectives.broadcast(session.state.seed)
         if strategy.rank:
-            silence(self.loggers)
+            tell(self.loggers, "silence")
         if request.task == "fit":
             go_on(session)
             continued = None if session.is_restarted else session.resumed_from
@@ -299,7 +298,5 @@ class Runner:
         if self.strategy.rank == 0:
             if summary:
                 say(summary)
-            numbers = to_numbers(session.metrics.callback_metrics())
-            for logger in self.loggers:
-                logger.finalize(numbers, status)
+            tell(self.loggers, "finalize", status)
         self.strategy.close()

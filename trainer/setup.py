@@ -13,6 +13,7 @@ from torch import nn
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import overrides
+from ..callbacks.helpers.loggers import tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
@@ -28,6 +29,7 @@ from .data.train_data import TrainData
 from .loggers import default_logger
 from .loop.schedule import validates
 from .module.data_module import DataHooks, DataModule
+from .module.hparams import logged_hparams
 from .module.optimizers import check_monitors, check_parameters, parse_optimizers
 from .module.train_module import TrainModule
 from .session.session import Session, Task
@@ -107,8 +109,10 @@ def source_of(kind: str, given: Any, datamodule: DataModule | None, module: Trai
         return given
     hook = _LOADER_HOOKS[kind]
     for owner in (datamodule, module):
-        if owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner)):
-            return getattr(owner, hook)()
+        is_own = owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner))
+        loader = getattr(owner, hook) if is_own else None  # None, too, switches a loader off
+        if loader is not None:
+            return loader()
     return None
 
 
@@ -133,6 +137,7 @@ def load_train_data(session: Session, given: Any) -> None:
         cut=cut,
         limit=settings.limit_train_batches,
         in_order=settings.overfit_batches > 0,
+        count=session.module.batch_size_of,
     )
     session.progress.accumulate_grad_batches = session.train_data.accumulate
 
@@ -213,14 +218,15 @@ def build_optimizers(session: Session) -> None:
     """Ask the module for its optimizers, over the parameters as the strategy has left them.
 
     Raises:
-        ModuleError: if it returns something else, or nothing where something would be trained.
+        ModuleError: if it returns something else.
     """
     module, strategy = session.module, session.strategy
     returned = module.configure_optimizers()
     if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
-        raise ModuleError(
-            f"{type(module).__name__}.configure_optimizers returned None; return an optimizer (is `return` missing?), "
-            "or [] to train without one."
+        warnings.warn(
+            f"{type(module).__name__}.configure_optimizers returned None, and nothing is trained; return an optimizer "
+            "(is `return` missing?), or [] to train without one.",
+            stacklevel=2,
         )
     configured = parse_optimizers(returned)
     check_parameters(configured.optimizers, module)
@@ -269,11 +275,10 @@ def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
 
 def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
     """Let loggers take their folders, those of the run that is resumed, and return the versions of these."""
-    for logger in loggers:
-        if resumed_from is not None:
-            logger.continue_run(resumed_from)
-        logger.open()
-    return [getattr(logger, "version", None) for logger in loggers]
+    if resumed_from is not None:
+        tell(loggers, "continue_run", resumed_from)
+    tell(loggers, "open")
+    return [logger.version for logger in loggers]
 
 
 def part_ranks(session: Session) -> None:
@@ -286,21 +291,16 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
     """Tell the loggers what is run."""
     if session.strategy.rank != 0:
         return
-    hparams = {
-        name: value
-        for owner in (session.datamodule, session.module)
-        if owner is not None and owner.hparams_logged
-        for name, value in owner.hparams_initial.items()
-    }
+    hparams = logged_hparams(session.module, session.datamodule)
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array
-    for logger in session.loggers:
-        if is_resumed:
-            logger.resume_at(session.state.global_step)
-        if hparams:
+    if is_resumed:
+        tell(session.loggers, "resume_at", session.state.global_step)
+    if hparams:
+        for logger in session.loggers:
             logger.log_hyperparams(hparams)
-        if example is not None:
-            logger.log_graph(session.module, example)
+    if example is not None:
+        tell(session.loggers, "log_graph", session.module, example)
 
 
 def root_dir(settings: Settings, task: Task) -> Path | None:

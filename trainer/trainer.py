@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.console import say
+from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.helpers.table import render_table
 from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
@@ -291,7 +292,7 @@ class Trainer(TrainerAttributes):
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
-        return {} if (current := self._runner.current) is None else current.metrics.logged
+        return {} if (current := self._runner.current) is None else current.metrics.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:
@@ -320,7 +321,7 @@ class Trainer(TrainerAttributes):
 
     @property
     def log_dir(self) -> str:
-        return self.loggers[0].log_dir if self.loggers else self.default_root_dir
+        return str(run_folder(self.loggers[0], self.default_root_dir)) if self.loggers else self.default_root_dir
 
     @property
     def default_root_dir(self) -> str:

@@ -148,5 +148,5 @@ def test_a_silent_logger_writes_nothing_whoever_uses_it(tmp_path: Path, kind: An
     if kind is TensorBoardLogger:
         logger.experiment.add_scalar("x", 1.0, 1)
     logger.save()
-    logger.finalize({}, "success")
+    logger.finalize("success")
     assert list(tmp_path.iterdir()) == []

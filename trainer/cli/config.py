@@ -10,6 +10,7 @@ from typing import Any, Final, get_type_hints
 from torch import nn
 
 from ...callbacks.callback import Callback
+from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Run
 from ...strategies import ActivationCheckpointing, Strategy
 from ...strategies.errors import ConfigError, did_you_mean
@@ -98,8 +99,7 @@ class _SaveConfig(Callback):
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        for logger in trainer.loggers:
-            logger.log_text("config", f"```yaml\n{self._text}```")
+        tell(trainer.loggers, "log_text", "config", f"```yaml\n{self._text}```")
         folder = Path(trainer.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path, number = folder / "config.yaml", 1

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ...callbacks.samples.file import Reading, Source
 from ...strategies.errors import ConfigError, DataError
+from ..module.batch_size import size_of
 from .combined_loader import CombinedLoader, combined_of
 from .index_stream import length_of
 from .iterable_stream import IterableStream
@@ -19,7 +20,6 @@ from .loader_kinds import check_loader, is_indexed, is_sequence
 from .map_stream import MapStream
 from .micro_batch import MicroBatch, Window
 from .stream import CountSamples, Cut, Stream
-from .transfer import size_of
 
 
 class TrainData:

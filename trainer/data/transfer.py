@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from ...callbacks.dispatch import overrides
 from ...strategies import Strategy
 from ...strategies.distributed.nested import iterate_tensors
@@ -17,14 +15,6 @@ from ..module.train_module import TrainModule
 Transfer = Callable[[Any, int], Any]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of samples of a batch: the length of its first tensor; 1 if it has none."""
-    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if not isinstance(first, Tensor):
-        first = next(iterate_tensors(batch), None)
-    return first.shape[0] if first is not None and first.dim() else 1
 
 
 def check_batch(batch: Any, what: str, moves_own_types: bool) -> None:

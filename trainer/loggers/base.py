@@ -1,4 +1,4 @@
-"""What the loggers share: the folder of a run, hyper-parameters as plain values, files replaced atomically."""
+"""Common code of loggers: the folder of a run, hyper-parameters as plain values, files replaced atomically."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import enum
 import math
 import os
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
+from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
 from ...strategies.errors import ConfigError
 
@@ -27,15 +29,15 @@ class VersionFolder:
     """
 
     def __init__(
-        self, save_dir: str | Path, name: str, version: int | str | None, sub_dir: str | Path | None = None
+        self, save_dir: str | Path, name: str | None, version: int | str | None, sub_dir: str | Path | None = None
     ) -> None:
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and (".." in Path(str(value)).parts or Path(str(value)).is_absolute()):
-                raise ConfigError(f"{argument}={value!r} leaves the save_dir; give a folder below it.")
+                raise ConfigError(f"{argument}={value!r} must be a folder below save_dir; give a relative path.")
         self.save_dir = Path(save_dir).expanduser()
-        self.name = name
+        self.name = name or ""
+        self.sub_dir = None if sub_dir is None else str(sub_dir)
         self._version = version
-        self._sub_dir = "" if sub_dir is None else str(sub_dir)
         self._is_numbered_by_us = version is None
         self._is_claimed = False
 
@@ -49,12 +51,17 @@ class VersionFolder:
     @property
     def path(self) -> Path:
         """The folder, existing or not."""
-        return self._version_path / self._sub_dir
+        return self._version_path / (self.sub_dir or "")
+
+    @property
+    def root(self) -> Path:
+        """The folder of all versions."""
+        return self.save_dir / self.name
 
     @property
     def _version_path(self) -> Path:
         version = self.version
-        return self.save_dir / self.name / (version if isinstance(version, str) else f"version_{version}")
+        return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def claim(self) -> Path:
         """Create the folder and return it; from the second call on, only return it.
@@ -73,7 +80,7 @@ class VersionFolder:
         return self.path
 
     def _create(self) -> None:
-        (self.save_dir / self.name).mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         while self._is_numbered_by_us:
             try:
                 os.mkdir(self._version_path)
@@ -84,7 +91,7 @@ class VersionFolder:
 
     def continue_at(self, path: Path) -> None:
         """Continue the run whose folder holds `path`, if it is one of this name and no version was given or claimed."""
-        base, path = (self.save_dir / self.name).resolve(), path.resolve()
+        base, path = self.root.resolve(), path.resolve()
         if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
             return
         match = re.fullmatch(r"version_(\d+)", path.relative_to(base).parts[0])
@@ -92,12 +99,12 @@ class VersionFolder:
             self._version, self._is_numbered_by_us = int(match[1]), False
 
     def continue_as(self, version: int | str) -> None:
-        """Go on in the folder of this version, which another process has claimed."""
+        """Continue in the folder of this version, which another process has claimed."""
         self._version, self._is_numbered_by_us, self._is_claimed = version, False, False
 
     def _next_free(self) -> int:
         try:
-            names = os.listdir(self.save_dir / self.name)
+            names = os.listdir(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return 0
         numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
@@ -105,18 +112,21 @@ class VersionFolder:
 
 
 class FolderLogger:
-    """The half that loggers into version folders share: where a run's files are.
+    """Base of loggers that write into version folders: the folder, the names, and the hyper-parameters.
 
-    A logger travels to the processes of a run, where rank 0's writes; what has to be written to a file yet, and open
-    files, stay where they are.
+    A logger is pickled for the processes of a run, where rank 0's writes; rows in memory and open files stay behind.
     """
 
-    _folder: VersionFolder
     _is_silent = False
+
+    def __init__(self, folder: VersionFolder, prefix: str) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._hparams: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
-        """The folder of all versions."""
+        """The name of the folder of all versions; empty if they lie in `save_dir`."""
         return self._folder.name
 
     @property
@@ -126,13 +136,37 @@ class FolderLogger:
 
     @property
     def save_dir(self) -> str:
-        """The folder of everything."""
+        """The folder of all names."""
         return str(self._folder.save_dir)
+
+    @property
+    def root_dir(self) -> str:
+        """The folder of all versions."""
+        return str(self._folder.root)
+
+    @property
+    def sub_dir(self) -> str | None:
+        """The folder of the files inside the version's, if there is one."""
+        return self._folder.sub_dir
 
     @property
     def log_dir(self) -> str:
         """The folder of this run."""
         return str(self._folder.path)
+
+    def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics as floats, under their names with the prefix."""
+        prefix = f"{self._prefix}-" if self._prefix else ""
+        return {prefix + name: float(value) for name, value in metrics.items()}
+
+    def keep_hyperparams(self, params: Mapping[str, Any] | Namespace) -> dict[str, Any]:
+        """Write ``hparams.yaml`` with these hyper-parameters and those of earlier calls; return them all."""
+        import yaml
+
+        self._hparams.update(plain(vars(params) if isinstance(params, Namespace) else params))
+        text = yaml.safe_dump(self._hparams, sort_keys=False, allow_unicode=True)
+        replace_text(self._folder.claim() / "hparams.yaml", text)
+        return self._hparams
 
     def open(self) -> None:
         """Create the folder of the run; a version number of our choice is final from here on."""
@@ -143,16 +177,16 @@ class FolderLogger:
         self._folder.continue_at(checkpoint)
 
     def continue_as(self, version: int | str) -> None:
-        """Go on in the folder of a run that another process has opened: rank 0's, or the workers' of a `fit`."""
+        """Continue in the folder of a run that another process has opened: rank 0, or the workers of a `fit`."""
         self._folder.continue_as(version)
 
     def silence(self) -> None:
-        """Write nothing from here on: another process writes what this one is told, too."""
+        """Write nothing from here on: another process writes the same."""
         self._is_silent = True
 
 
 def plain(value: Any) -> Any:
-    """Return hyper-parameters as what YAML can say: dicts, lists, numbers, bools, texts and None."""
+    """Return hyper-parameters in the types of YAML: dicts, lists, numbers, bools, strings and None."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, enum.Enum):
@@ -185,13 +219,6 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
     return flat
 
 
-def write_hparams(folder: Path, params: Mapping[str, Any]) -> None:
-    """Write `plain` hyper-parameters as ``hparams.yaml``."""
-    import yaml
-
-    replace_text(folder / "hparams.yaml", yaml.safe_dump(dict(params), sort_keys=False, allow_unicode=True))
-
-
 def replace_text(path: Path, text: str) -> None:
     """Replace a file as a whole: a reader, and a run killed here, sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -203,8 +230,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def continue_loggers(loggers: Sequence[Logger], versions: Sequence[int | str | None]) -> None:
-    """Let loggers go on in the folders that they have on rank 0; those of users who have none are left alone."""
+    """Let loggers continue in the folders that they have on rank 0."""
     for logger, version in zip(loggers, versions, strict=True):
-        continue_as = getattr(logger, "continue_as", None)
-        if version is not None and continue_as is not None:
-            continue_as(version)
+        if version is not None:
+            tell([logger], "continue_as", version)

@@ -1,17 +1,18 @@
-"""CSVLogger: metrics as one table in a text file, for spreadsheets, pandas and machines without TensorBoard."""
+"""CSVLogger: metrics as a table in a text file, for spreadsheets, pandas and machines without TensorBoard."""
 
 from __future__ import annotations
 
 import csv
 import io
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
 from ...strategies.errors import ConfigError
-from .base import FolderLogger, VersionFolder, plain, replace_text, write_hparams
+from .base import FolderLogger, VersionFolder, replace_text
 
 
 class CSVLogger(FolderLogger):
@@ -27,35 +28,46 @@ class CSVLogger(FolderLogger):
     def __init__(
         self,
         save_dir: str | Path,
-        name: str = "echelon_logs",
+        name: str | None = "echelon_logs",
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         if flush_logs_every_n_steps < 1:
-            raise ConfigError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} is not possible; give 1 or more.")
-        self._folder = VersionFolder(save_dir, name, version)
-        self._prefix = f"{prefix}-" if prefix else ""
+            raise ConfigError(f"flush_logs_every_n_steps must be at least 1, got {flush_logs_every_n_steps}; give 1.")
+        super().__init__(VersionFolder(save_dir, name, version), prefix)
         self._flush_every = flush_logs_every_n_steps
         self._flushed_step = 0
+        self._last_step = -1
         self._rows: list[dict[str, Any]] = []
         self._columns: list[str] | None = None  # None: the file, if there is one, has yet to be read
-        self._hparams: dict[str, Any] = {}
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`."""
+    @property
+    def experiment(self) -> Self:
+        """This logger: there is no other object behind it."""
+        return self
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`.
+
+        Without a step it is the one after the last row's.
+        """
         if self._is_silent:
             return
-        self._rows.append({self._prefix + name: float(value) for name, value in metrics.items()} | {"step": step})
+        if step is None:
+            step = self._last_step + 1
+        self._last_step = step
+        self._rows.append({**self.named(metrics), "step": step})
         if step - self._flushed_step >= self._flush_every:
             self.save()
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Write the hyper-parameters, those of earlier calls included; `metrics` become a row at step 0."""
         if self._is_silent:
             return
-        self._hparams.update(plain(params))
-        write_hparams(self._folder.claim(), self._hparams)
+        self.keep_hyperparams(params)
         if metrics:
             self.log_metrics(metrics, 0)
 
@@ -64,8 +76,8 @@ class CSVLogger(FolderLogger):
         if not self._is_silent:
             replace_text(self._folder.claim() / f"{tag.replace('/', '_')}.txt", text)
 
-    def log_graph(self, module: nn.Module, example_input: Any) -> None:
-        """Write nothing: a table shows no graph."""
+    def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
+        """Do nothing: a table shows no graph."""
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step`, so that a run that continues there continues the table."""
@@ -79,7 +91,7 @@ class CSVLogger(FolderLogger):
         self._columns = columns
 
     def continue_as(self, version: int | str) -> None:
-        """Go on in the table of a run that another process has opened."""
+        """Continue in the table of a run that another process has opened."""
         super().continue_as(version)
         self._columns = None
 
@@ -104,8 +116,8 @@ class CSVLogger(FolderLogger):
         replace_text(path, _table(wider, [*written, *rows]))
         self._columns = wider
 
-    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
-        """Write what is left; the table already holds the last metrics."""
+    def finalize(self, status: str) -> None:
+        """Write the rows that are still in memory."""
         self.save()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,11 +133,13 @@ def _table(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return columns and rows, without a last line that a killed run left unfinished."""
+    """Return columns and rows, without a last line that a killed run left incomplete."""
     text = path.read_text(encoding="utf-8")
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     columns, rows = list(reader.fieldnames or ["step"]), list(reader)
     for row in rows:
         if not str(row.get("step")).isdecimal() or None in row:
-            raise ConfigError(f"{path} is no table of ours, found the row {row}; move it, or give another version.")
+            raise ConfigError(
+                f"{path} must be a table of a CSVLogger, found the row {row}; move it, or give another version."
+            )
     return columns, rows

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: curves, hyper-parameters, texts and the graph, as TensorBoard's event files."""
+"""TensorBoardLogger: curves, hyper-parameters, texts and the graph in TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib.util
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -15,7 +16,8 @@ from torch import nn
 
 from ...strategies.distributed.nested import to_device
 from ...strategies.errors import MissingDependencyError
-from .base import FolderLogger, VersionFolder, flatten, plain, write_hparams
+from .base import FolderLogger, VersionFolder, flatten
+from .dummy import DummyExperiment
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -37,7 +39,7 @@ class TensorBoardLogger(FolderLogger):
     def __init__(
         self,
         save_dir: str | Path,
-        name: str = "echelon_logs",
+        name: str | None = "echelon_logs",
         version: int | str | None = None,
         log_graph: bool = False,
         default_hp_metric: bool = True,
@@ -50,11 +52,9 @@ class TensorBoardLogger(FolderLogger):
                 "TensorBoardLogger needs the package tensorboard, which is not installed; "
                 "run `pip install tensorboard`, or give logger=CSVLogger(...)."
             )
-        self._folder = VersionFolder(save_dir, name, version, sub_dir)
+        super().__init__(VersionFolder(save_dir, name, version, sub_dir), prefix)
         self._wants_graph = log_graph
         self._default_hp_metric = default_hp_metric
-        self._prefix = f"{prefix}-" if prefix else ""
-        self._hparams: dict[str, Any] = {}
         self._writer: SummaryWriter | None = None
         self._rows: list[tuple[float, int, dict[str, float]]] = []
         self._written_at = 0.0
@@ -64,24 +64,29 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The writer itself, for images, histograms and whatever else TensorBoard shows; on rank 0 it writes."""
+        """Torch's ``SummaryWriter``, for images, histograms and the like; on other ranks than 0 it writes nothing."""
         if self._is_silent:
-            return cast("SummaryWriter", _Nowhere())
+            return cast("SummaryWriter", DummyExperiment())
         if self._writer is None:
             self._writer = self._open()
         return self._writer
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep numbers for TensorBoard; they are written 50 rows or 5 seconds later, and at `save`."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Keep numbers for TensorBoard; they are written 50 rows or 5 seconds later, and at `save`.
+
+        Without a step they are points at step 0.
+        """
         if self._is_silent:
             return
         now = time.time()
-        self._rows.append((now, step, {self._prefix + name: float(value) for name, value in metrics.items()}))
+        self._rows.append((now, step or 0, self.named(metrics)))
         # a row handed to the writer's thread costs a training loop 65 us; kept here 1 us, and 50 at once 30 us each
         if len(self._rows) >= _ROWS_AT_ONCE or now - self._written_at > _SECONDS_AT_MOST:
             self._write_rows()
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Write the hyper-parameters for the HPARAMS page, which shows them beside the last value of every curve.
 
         `metrics` become points at step 0. ``hparams.yaml`` holds all hyper-parameters, also those of earlier calls.
@@ -91,9 +96,7 @@ class TensorBoardLogger(FolderLogger):
         from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 
-        self._hparams.update(plain(params))
-        write_hparams(self._folder.claim(), self._hparams)
-        if not self._hparams:
+        if not self.keep_hyperparams(params):
             return
         info = SessionStartInfo(start_time_secs=time.time())
         for name, value in flatten(self._hparams).items():
@@ -113,10 +116,15 @@ class TensorBoardLogger(FolderLogger):
         """Write a text, shown as Markdown."""
         self.experiment.add_text(tag, text, 0)
 
-    def log_graph(self, module: nn.Module, example_input: Any) -> None:
-        """Trace the module's ``forward`` and write its graph, if the logger was made with ``log_graph=True``."""
+    def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
+        """Trace the module's ``forward`` and write its graph, if the logger was made with ``log_graph=True``.
+
+        The example is by default the module's ``example_input_array``.
+        """
         if not self._wants_graph or self._is_silent:
             return
+        if example_input is None:
+            example_input = getattr(module, "example_input_array", None)
         if example_input is None:
             warnings.warn("log_graph=True, but example_input_array is None; set it in the module.", stacklevel=2)
             return
@@ -145,18 +153,18 @@ class TensorBoardLogger(FolderLogger):
         self._is_ended = False
 
     def continue_as(self, version: int | str) -> None:
-        """Go on in the folder of a run that another process has opened."""
+        """Continue in the folder of a run that another process has opened."""
         self._write_rows()
         self._close()
         super().continue_as(version)
 
     def save(self) -> None:
-        """Bring everything written so far to the disk."""
+        """Write everything logged so far to the disk."""
         self._write_rows()
         if self._writer is not None:
             self._writer.flush()
 
-    def finalize(self, metrics: Mapping[str, float], status: str) -> None:
+    def finalize(self, status: str) -> None:
         """Mark the end on the HPARAMS page and close the file; what is logged later opens another one.
 
         An interrupted run gets no mark: it may be resumed, and TensorBoard keeps the first one.
@@ -225,15 +233,6 @@ class TensorBoardLogger(FolderLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writer": None, "_rows": []}
-
-
-class _Nowhere:
-    """A writer that takes every call of `SummaryWriter` and does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
 
 
 def _await_a_later_name(folder: Path) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 from ...strategies.distributed.nested import map_tensors
 from ..data.seed import isolated_rng
-from ..data.transfer import check_batch, size_of
+from ..data.transfer import check_batch
+from ..metrics.accumulator import to_numbers
 from ..module.arguments import num_step_arguments
 from ..session.session import Session
 from .schedule import validates
@@ -117,7 +118,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         if is_first:
             check_batch(batch, name, session.moves_own_types)
             is_first = False
-        metrics.in_batch, metrics.batch_size = True, size_of(batch)
+        metrics.begin_batch(session.module.batch_size_of(batch))
         session.progress.batch_idx = batch_idx
         if session.transfer is not None:
             batch = session.transfer(batch, dataloader_idx)
@@ -129,6 +130,8 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
             session.progress.predictions[dataloader_idx].append((batch_idx, map_tensors(torch.Tensor.cpu, output)))
         for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
+        if session.progress.stage != "sanity_check" and (values := metrics.batch_values()):
+            session.log_numbers({**to_numbers(values), "step": metrics.batch - 1})
         if session.task != "fit":
             session.profiler.step()
     metrics.in_batch, metrics.dataloader_idx = False, None

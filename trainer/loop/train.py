@@ -35,6 +35,8 @@ def train(session: Session, step: Step) -> None:
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone = session.interruption, not session.meetings.is_needed
+    if state.is_epoch_done or state.batches_in_epoch == 0:
+        session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
     hooks.call("on_train_start")
     while not is_over(session):
         _begin_epoch(session)
@@ -83,7 +85,6 @@ def _begin_epoch(session: Session) -> None:
     progress.batch_idx = state.batches_in_epoch
     metrics.enter("train")
     if is_new:
-        metrics.clear_stage()
         reload_if_due(session)
     session.hooks.call("on_train_epoch_start")
     data = session.train_data
@@ -136,3 +137,4 @@ def _end_epoch(session: Session, is_partial: bool) -> None:
     step_schedulers(session, "epoch", state.epoch + 1)
     step_schedulers(session, "epoch", state.epoch + 1, with_metric=True)
     state.is_epoch_done = True
+    metrics.clear_stage()

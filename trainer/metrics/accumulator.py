@@ -1,4 +1,4 @@
-"""One logged number while its values come in: tensors are kept, and folded into a sum and a weight now and then."""
+"""Accumulator: the values of one metric, folded into a sum and a weight every 256 values."""
 
 from __future__ import annotations
 

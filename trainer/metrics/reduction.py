@@ -1,4 +1,4 @@
-"""The metrics of one read over all ranks: which there are is agreed once, and their numbers travel together."""
+"""Reduction of metrics over all ranks: their names are agreed once, and their numbers travel in one vector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,22 @@ class ComputedMetric(Protocol):
         """Forget everything."""
 
 
+def computed_value(name: str, metric: ComputedMetric) -> Tensor:
+    """Return the value of a metric that accumulates by itself. Collective: every rank calls it.
+
+    Raises:
+        ModuleError: if it is not one number.
+    """
+    value: Any = metric.compute()
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ModuleError(
+            f"self.log({name!r}, metric) must get a metric of one number, but {type(metric).__name__}.compute() "
+            f"returned {shown}; log its numbers under names of their own, with self.log_dict for example."
+        )
+    return value.detach().double().reshape(())
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One metric as every rank knows it, also a rank that has not logged it."""
@@ -43,10 +59,12 @@ class Line:
     logger: bool
     path: str | None = field(default=None, compare=False)
     """Where in the module the object lies that computes the value; empty: elsewhere; None: it is a number."""
+    is_double: bool = field(default=False, compare=False)
+    """Whether the value is reported in float64."""
 
 
 class Share(NamedTuple):
-    """What this rank has of a metric."""
+    """This rank's values of a metric."""
 
     line: Line
     accumulator: Accumulator
@@ -54,20 +72,20 @@ class Share(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What all ranks have of a metric: a total (of a function: all values) and a weight."""
+    """The values of a metric on all ranks: a total (of a function: all values) and a weight."""
 
     total: Tensor
     weight: float
     first_rank: int
-    """The first that has something of it."""
+    """The first rank that has a value."""
 
 
 class Reduction:
     """The reads of one kind (the steps of training, say, or the epochs of validation) on several ranks.
 
     All numbers of a read are one vector a rank, over the list of metrics that all ranks know. The vectors are gathered
-    and reduced alike on each rank, in the order of ranks: every rank has the same bits. A rank that has something new
-    says so in the vector; then the list is agreed anew, and the vectors are gathered again. So ranks may log different
+    and reduced alike on each rank, in the order of ranks: every rank has the same bits. A rank that has a new metric
+    says so in the vector; then the list is agreed again, and the vectors are gathered again. So ranks may log different
     metrics, or in another order, and still call the same collectives.
     """
 
@@ -75,10 +93,10 @@ class Reduction:
         self._strategy, self._module = strategy, module
         self._metrics: dict[str, ComputedMetric] = {}
         self.lines: dict[str, Line] = {}
-        """What all ranks know, in an order that is the same on each."""
+        """The metrics that all ranks know, in an order that is the same on each."""
 
     def values(self, mine: Mapping[str, Share]) -> list[tuple[Line, Tensor]]:
-        """Return the value of every metric of which any rank has something. Collective: every rank calls it.
+        """Return the value of every metric that any rank has logged. Collective: every rank calls it.
 
         Raises:
             ModuleError: as `partials` does.
@@ -100,7 +118,7 @@ class Reduction:
         return values
 
     def partials(self, mine: Mapping[str, Share]) -> dict[str, Partial]:
-        """Return what all ranks have together, yet to be divided. Collective: every rank calls it.
+        """Return totals and weights over all ranks. Collective: every rank calls it.
 
         Raises:
             ModuleError: on every rank, if one logs a metric in another way than the others.
@@ -120,11 +138,11 @@ class Reduction:
         return self._with_values(mine, partials)
 
     def reset(self) -> None:
-        """Let the objects that were computed here, whoever had logged them, forget everything."""
+        """Reset the metric objects that were computed here, whichever rank logged them."""
         for metric in self._metrics.values():
             metric.reset()
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- the steps of a read -----------------------------------------------------------------------------------------
 
     def _gather(self, mine: Mapping[str, Share]) -> list[list[float]]:
         """Return every rank's vector: whether it has something new, then total and weight (NaN: nothing) of a line."""
@@ -168,7 +186,7 @@ class Reduction:
         return replace(share.line, path=next((path for path, part in parts if part is share.computed), ""))
 
     def _with_values(self, mine: Mapping[str, Share], partials: dict[str, Partial]) -> dict[str, Partial]:
-        """Put the values of all ranks in place of the totals of functions, if there are any: a slow collective more."""
+        """Replace the totals of functions by the values of all ranks; costs another, slow collective."""
         keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
         if not keys:
             return partials
@@ -180,7 +198,7 @@ class Reduction:
         return partials
 
     def _call_functions(self, mine: Mapping[str, Share], partials: Mapping[str, Partial]) -> dict[str, Tensor]:
-        """Return the values of functions: one rank calls each and tells the others, which may not know it."""
+        """Return the values of functions: one rank calls each and sends the result to the others."""
         keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
         if not keys:
             return {}
@@ -202,9 +220,9 @@ class Reduction:
             assert isinstance(found, ComputedMetric)
             metric = self._metrics[line.key] = found
         with warnings.catch_warnings():
-            # torchmetrics', where this rank had no batch; the others' make the value
+            # torchmetrics warns on a rank without a batch; the value comes from the other ranks
             warnings.filterwarnings("ignore", message=r".*``compute`` method of metric .* called before the ``update``")
-            return metric.compute().detach().double()
+            return computed_value(line.name, metric)
 
 
 def _merged(line: Line, totals: tuple[float, ...]) -> Tensor:

@@ -1,20 +1,28 @@
-"""DataModule: the loaders of one data set, and how to get it, in one reusable object."""
+"""DataModule: the loaders of one data set, and its download and setup, in one reusable object."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...callbacks.run import Run
+from ...strategies.distributed.nested import named_leaves, to_device
 from ...strategies.errors import DataError
-from .hparams import HyperparametersMixin
+from .hparams import HyperparametersMixin, init_arguments
+from .load import MapLocation, load_datamodule
+
+Datasets = Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]] | None
+
+_TITLES: Final = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 
 
 class DataHooks:
-    """Where data comes from and how a batch gets to the device: what a module and a data module can both define."""
+    """Loaders, and hooks for moving a batch to the device, which a module and a data module can both define."""
 
     def prepare_data(self) -> None:
         """Download or unpack: called once a node, before ``setup``. Set nothing on ``self``."""
@@ -40,15 +48,15 @@ class DataHooks:
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch as it shall be moved to the device."""
+        """Return the batch to be moved to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the batch on the device; override for batches of types that cannot ``.to(device)``."""
-        raise NotImplementedError  # the strategy moves batches, unless this is overridden
+        return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch as the step shall get it; it is on the device."""
+        """Return the batch for the step; it is on the device."""
         return batch
 
 
@@ -58,42 +66,110 @@ class DataModule(DataHooks, HyperparametersMixin):
     `prepare_data` and `setup` run before the module's own of the same name.
     """
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    """Under which a checkpoint holds the hyper-parameters."""
+
     trainer: Run | None = None
 
     def setup(self, stage: str) -> None:
         """Build the data sets; called in every process with ``fit``, ``validate``, ``test`` or ``predict``."""
 
     def teardown(self, stage: str) -> None:
-        """Let go of what `setup` made; also called after an error."""
+        """Release what `setup` built; also called after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when anything raises."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs of the data: JSON values and tensors."""
+        """Return the state of the data that a resumed run needs: JSON values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
     @classmethod
     def from_datasets(
         cls,
-        train_dataset: Dataset[Any] | None = None,
-        val_dataset: Dataset[Any] | None = None,
-        test_dataset: Dataset[Any] | None = None,
-        predict_dataset: Dataset[Any] | None = None,
-        *,
+        train_dataset: Datasets = None,
+        val_dataset: Datasets = None,
+        test_dataset: Datasets = None,
+        predict_dataset: Datasets = None,
         batch_size: int = 1,
         num_workers: int = 0,
+        **datamodule_kwargs: Any,
     ) -> Self:
-        """Return a data module with a plain loader for each data set; the training one shuffles."""
-        module = cls()
+        """Return a data module with a plain loader for each data set, or several; those for training shuffle.
+
+        Args:
+            train_dataset: a data set, or a list, tuple or dict of them; so are those of the other tasks.
+            val_dataset: data to validate.
+            test_dataset: data to test.
+            predict_dataset: data to predict.
+            batch_size: of every loader; also given to the constructor, if it takes it.
+            num_workers: of every loader; also given to the constructor, if it takes it.
+            datamodule_kwargs: further arguments of the constructor.
+        """
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        module = cls(**init_arguments(cls, sizes), **datamodule_kwargs)
+        make: Any = partial(DataLoader, batch_size=batch_size, num_workers=num_workers)
         datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for name, dataset in datasets.items():
-            if dataset is None:
-                continue
-            shuffle = name == "train" and not isinstance(dataset, IterableDataset)
-            loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
-            setattr(module, f"{name}_dataloader", lambda loader=loader: loader)
+        for kind, dataset in datasets.items():
+            if dataset is not None:
+                setattr(module, f"{kind}_dataloader", partial(_loaders, dataset, make, is_training=kind == "train"))
         return module
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the data module with its saved hyper-parameters (those in `kwargs` win) and load its state.
+
+        Args:
+            checkpoint_path: a checkpoint of Echelon.
+            map_location: anything; a data module has no device.
+            hparams_file: a YAML or CSV file with hyper-parameters that replace the saved ones.
+            weights_only: anything; a checkpoint holds no pickled objects, so that loading one never runs its code.
+            kwargs: arguments of the constructor, for what was not, or could not be, saved; others are left out.
+
+        Raises:
+            CheckpointError: if the checkpoint is absent or damaged.
+        """
+        module, state = load_datamodule(cls, checkpoint_path, hparams_file, kwargs)
+        if state:
+            module.load_state_dict(state)
+        return module
+
+    def __str__(self) -> str:
+        """Return a line for each kind of loader, with the sizes of its data sets."""
+        return "\n".join(f"{{{title} dataloader: {self._described(kind)}}}" for kind, title in _TITLES.items())
+
+    def _described(self, kind: str) -> str:
+        try:
+            loaders = getattr(self, f"{kind}_dataloader")()
+        except Exception:  # noqa: BLE001  # of the user's loaders, which may need `setup` first
+            return "None"
+        if isinstance(loaders, DataLoader):
+            return _size_of(loaders)
+        sizes = [_size_of(leaf) for _, leaf in named_leaves(loaders) if isinstance(leaf, DataLoader)]
+        return " ; ".join(f"{number}. {size}" for number, size in enumerate(sizes, 1)) or "None"
+
+
+def _loaders(datasets: Any, make: Callable[..., Any], *, is_training: bool) -> Any:
+    """Return a loader for every data set in a list, tuple or dict."""
+
+    def loader(dataset: Any) -> Any:
+        return make(dataset, shuffle=is_training and not isinstance(dataset, IterableDataset))
+
+    if isinstance(datasets, Mapping):
+        return {key: loader(dataset) for key, dataset in datasets.items()}
+    return [loader(dataset) for dataset in datasets] if isinstance(datasets, list | tuple) else loader(datasets)
+
+
+def _size_of(loader: DataLoader[Any]) -> str:
+    dataset = loader.dataset
+    return f"size={len(dataset) if isinstance(dataset, Sized) else 'NA'}"

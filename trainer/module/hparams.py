@@ -1,14 +1,18 @@
-"""Hyper-parameters: the arguments with which a module was made, kept so that they can be logged and used again."""
+"""Hyper-parameters: the arguments with which a module was built, kept to be logged and to build it again."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import sys
 import types
 import typing
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ...strategies.errors import ConfigError, ModuleError, did_you_mean
 
@@ -46,28 +50,34 @@ class HyperparametersMixin:
         """Keep the arguments of this object's ``__init__`` (subclasses' included) in ``hparams``.
 
         Args:
-            args: Names of the only ones to keep; or a dict, Namespace, dataclass or OmegaConf object to keep instead.
+            args: Names of the only ones to keep; or a dict, Namespace or dataclass to keep instead, or an OmegaConf
+                container, which stays one.
             ignore: Names not to keep, even if a base class has kept them.
             frame: Of the ``__init__`` whose arguments are meant; by default the caller's.
             logger: Whether the loggers receive them when `fit` starts.
 
         Raises:
-            ConfigError: for a name that is no argument, or an object that has no names.
+            ConfigError: for a name that is not an argument, or an object that has no names.
             ModuleError: when called outside ``__init__`` with no object to keep.
         """
         caller = frame or _caller()
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         names = [arg for arg in args if isinstance(arg, str)]
         objects = [arg for arg in args if not isinstance(arg, str)]
-        found: dict[str, Any] = {}
+        chosen: dict[str, Any] = {}
         arguments = collect_init_args(self, caller)
         if names or not objects:
-            found.update(_chosen(arguments, names, type(self).__name__))
+            chosen.update(_chosen(arguments, names, type(self).__name__))
         for given in objects:
-            found.update(_items(given))
+            chosen.update(_items(given))
 
+        if len(objects) == 1 and not names and is_omegaconf(objects[0]):
+            self._hparams = copy.copy(objects[0])  # Lightning keeps the container, in place of what was there
+        elif is_omegaconf(self.hparams):
+            self._hparams = AttributeDict(chosen)
+        else:
+            self.hparams.update(chosen)
         kept = self.hparams
-        kept.update(found)
         for name in ignored & set(kept):
             del kept[name]
         self._hparams_initial = _copy(kept)
@@ -75,15 +85,14 @@ class HyperparametersMixin:
         self._hparams_logged = logger
 
     @property
-    def hparams(self) -> AttributeDict:
-        """What `save_hyperparameters` kept; it may be changed."""
-        kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
-        return kept
+    def hparams(self) -> Any:
+        """The kept hyper-parameters, an `AttributeDict` or the OmegaConf container that was given; may be changed."""
+        return self.__dict__.setdefault("_hparams", AttributeDict())
 
     @property
-    def hparams_initial(self) -> AttributeDict:
-        """What `save_hyperparameters` kept, whatever has been changed since; a copy."""
-        return AttributeDict(_copy(self.__dict__.get("_hparams_initial", {})))
+    def hparams_initial(self) -> Any:
+        """A copy of the hyper-parameters as `save_hyperparameters` kept them, whatever has been changed since."""
+        return _copy(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     @property
     def hparams_argument(self) -> str | None:
@@ -123,7 +132,7 @@ def init_arguments(
     """Return the keyword arguments that make an instance of `cls` again from its (loaded) hyper-parameters.
 
     Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. What is `given`
-    wins over what was saved; if it is no argument of ``__init__``, it replaces an item of `argument`. A mapping becomes
+    wins over what was saved; if ``__init__`` has no such argument, it replaces an item of `argument`. A mapping becomes
     the dataclass that its argument is annotated with.
     """
     parameters = inspect.signature(cls).parameters
@@ -131,10 +140,39 @@ def init_arguments(
     given = dict(given or {})
     if argument is not None and argument in parameters:
         items = {name: given.pop(name) for name in list(given) if name not in parameters}
-        hparams = {argument: AttributeDict({**hparams, **items})}
+        container: Any = copy.copy(hparams) if is_omegaconf(hparams) else AttributeDict(hparams)
+        container.update(items)
+        hparams = {argument: container}
     hints = _hints(cls)
-    taken = {name: value for name, value in hparams.items() if takes_any or name in parameters}
-    return {**{name: _as_dataclass(value, hints.get(name)) for name, value in taken.items()}, **given}
+    arguments = {**{name: _as_dataclass(value, hints.get(name)) for name, value in hparams.items()}, **given}
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+
+
+def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> dict[str, Any]:
+    """Return what the loggers receive of a module and a data module.
+
+    Raises:
+        ConfigError: if they keep different values under one name.
+    """
+    of_module, of_data = (
+        dict(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
+        for owner in (module, datamodule)
+    )
+    for name in of_module.keys() & of_data.keys():
+        value, other = of_module[name], of_data[name]
+        if value is not other and (type(value) is not type(other) or isinstance(value, Tensor) or value != other):
+            raise ConfigError(
+                f"The hyper-parameter {name!r} must be the same in {type(module).__name__} and "
+                f"{type(datamodule).__name__}, got {value!r:.60} and {other!r:.60}; rename one, or leave it out with "
+                f"save_hyperparameters(ignore={name!r})."
+            )
+    return {**of_data, **of_module}
+
+
+def is_omegaconf(value: object) -> bool:
+    """Return whether a value is a container of OmegaConf, which is not imported for that."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and isinstance(value, omegaconf.DictConfig)
 
 
 def _caller() -> types.FrameType | None:
@@ -181,7 +219,7 @@ def _copy(value: Any) -> Any:
         return type(value)({key: _copy(item) for key, item in value.items()})
     if type(value) in (list, tuple, set):
         return type(value)(_copy(item) for item in value)
-    return value
+    return copy.deepcopy(value) if is_omegaconf(value) else value
 
 
 def _hints(cls: type) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a training step may return, brought into one form."""
+"""Losses: what a training step returns, in one form."""
 
 from __future__ import annotations
 

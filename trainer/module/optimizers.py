@@ -1,16 +1,19 @@
-"""What ``configure_optimizers`` may return, brought into one form; and optimizers as the user's module sees them."""
+"""Optimizers and schedulers of a module: `configure_optimizers` in one form, and optimizers as the user holds them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...strategies.errors import ModuleError, did_you_mean
+
+_KEYS: Final = ("optimizer", "lr_scheduler", "monitor")
 
 
 @dataclass
@@ -21,30 +24,36 @@ class LRSchedulerConfig:
     interval: str = "epoch"
     """``epoch``: when an epoch ends; ``step``: after each optimizer step."""
     frequency: int = 1
-    """Every how many of them."""
+    """The number of epochs or steps between two of its steps."""
     monitor: str | None = None
     """The metric that a ReduceLROnPlateau is stepped with."""
     strict: bool = True
     """Whether a monitored metric that is absent is an error; otherwise the scheduler is not stepped."""
     name: str | None = None
-    """What `LearningRateMonitor` calls it."""
-
-    @property
-    def reduce_on_plateau(self) -> bool:
-        """Whether the scheduler is stepped with a metric."""
-        return isinstance(self.scheduler, ReduceLROnPlateau) or self.monitor is not None
+    """The name that `LearningRateMonitor` gives it."""
+    reduce_on_plateau: bool | None = None
+    """Whether the scheduler is stepped with the metric; by default if it is a ReduceLROnPlateau."""
 
     def __post_init__(self) -> None:
+        if self.reduce_on_plateau is None:
+            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
             raise ModuleError(
                 f"configure_optimizers returned the scheduler {self.scheduler!r:.80} without a step(); return a "
                 "torch scheduler."
             )
         if self.interval not in ("epoch", "step"):
-            raise ModuleError(f"The scheduler's interval={self.interval!r} is not known; give 'epoch' or 'step'.")
+            raise ModuleError(f"The scheduler's interval must be 'epoch' or 'step', got {self.interval!r}; give one.")
         if not isinstance(self.frequency, int) or self.frequency < 1:
             raise ModuleError(
-                f"The scheduler's frequency={self.frequency!r} is not possible; give an int of at least 1."
+                f"The scheduler's frequency must be an int of at least 1, got {self.frequency!r}; give one."
+            )
+        if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
+            warnings.warn(
+                "OneCycleLR has interval='epoch', the default, and counts steps; return "
+                "{'scheduler': ..., 'interval': 'step'}.",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
 
@@ -57,11 +66,18 @@ class Optimizers:
 
 
 class ManagedOptimizer:
-    """An optimizer as ``self.optimizers()`` gives it: its `step` obeys precision and strategy; all else is torch's."""
+    """An optimizer as ``self.optimizers()`` gives it: its `step` obeys precision and strategy; all else is torch's.
+
+    It passes for an instance of its optimizer's class, also with a torch scheduler.
+    """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], None]) -> None:
         self.optimizer = optimizer
         self._step = step
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Optimizer]:  # type: ignore[override]
+        return type(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters; with a closure, which computes loss and gradients, call that first."""
@@ -99,7 +115,7 @@ def parse_optimizers(returned: Any) -> Optimizers:
     """Bring what ``configure_optimizers`` returned into one form.
 
     Raises:
-        ModuleError: for a form that is none of Lightning's.
+        ModuleError: for a form that Lightning does not accept either.
     """
     if returned is None:
         return Optimizers()
@@ -108,65 +124,73 @@ def parse_optimizers(returned: Any) -> Optimizers:
     if isinstance(returned, Mapping):
         return _parse_dicts([returned])
     if isinstance(returned, list | tuple):
-        parts = list(returned)
-        if len(parts) == 2 and all(isinstance(part, list | tuple) for part in parts):
-            return _checked(Optimizers(list(parts[0]), [_scheduler(one) for one in parts[1]]))
-        if parts and all(isinstance(part, Mapping) for part in parts):
-            return _parse_dicts(parts)
-        return _checked(Optimizers(parts))
+        items = list(returned)
+        if len(items) == 2 and isinstance(items[0], list | tuple):
+            schedulers = items[1] if isinstance(items[1], list | tuple) else [items[1]]
+            return _checked(Optimizers(list(items[0]), [_scheduler(each) for each in schedulers]))
+        if items and all(isinstance(item, Mapping) for item in items):
+            return _parse_dicts(items)
+        return _checked(Optimizers(items))
     raise _wrong(returned)
 
 
 def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
-    found = Optimizers()
-    for one in dicts:
-        unknown = set(one) - {"optimizer", "lr_scheduler"}
-        if unknown or "optimizer" not in one:
-            key = min(unknown) if unknown else "optimizer"
-            hint = did_you_mean(key, ["optimizer", "lr_scheduler"]) if unknown else " Give the optimizer under it."
-            raise ModuleError(f"configure_optimizers returned a dict with the keys {sorted(one)}; check {key!r}.{hint}")
-        found.optimizers.append(one["optimizer"])
-        if one.get("lr_scheduler") is not None:
-            found.schedulers.append(_scheduler(one["lr_scheduler"]))
-    return _checked(found)
-
-
-def _scheduler(given: Any) -> LRSchedulerConfig:
-    if not isinstance(given, Mapping):
-        return LRSchedulerConfig(given)
-    known = [f.name for f in fields(LRSchedulerConfig)]
-    for key in given:
-        if key not in (*known, "reduce_on_plateau"):
+    parsed = Optimizers()
+    for each in dicts:
+        if "optimizer" not in each:
             raise ModuleError(
-                f"configure_optimizers returned a scheduler with the key {key!r}.{did_you_mean(key, known)}"
+                f"configure_optimizers returned a dict with the keys {sorted(each)}; give the optimizer under the key "
+                "'optimizer'."
             )
+        _warn_of_unknown(each, _KEYS)
+        parsed.optimizers.append(each["optimizer"])
+        if each.get("lr_scheduler") is not None:
+            parsed.schedulers.append(_scheduler(each["lr_scheduler"], each.get("monitor")))
+    return _checked(parsed)
+
+
+def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
+    """Return a scheduler's config; a metric to monitor beside it is for a ReduceLROnPlateau that is given bare."""
+    if not isinstance(given, Mapping):
+        return LRSchedulerConfig(given, monitor=monitor if isinstance(given, ReduceLROnPlateau) else None)
     if "scheduler" not in given:
         raise ModuleError(
             f"configure_optimizers returned a scheduler dict with {sorted(given)}; add the key 'scheduler'."
         )
+    known = [field.name for field in fields(LRSchedulerConfig)]
+    _warn_of_unknown(given, known)
     return LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
 
 
-def _checked(found: Optimizers) -> Optimizers:
-    for optimizer in found.optimizers:
+def _warn_of_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        if key not in known:
+            warnings.warn(
+                f"configure_optimizers returned a dict with the key {key!r}, which is ignored."
+                f"{did_you_mean(key, known)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _checked(parsed: Optimizers) -> Optimizers:
+    for optimizer in parsed.optimizers:
         if not isinstance(optimizer, Optimizer):
             raise _wrong(optimizer)
-    for config in found.schedulers:
+    for config in parsed.schedulers:
         owner = getattr(config.scheduler, "optimizer", None)
-        if owner is not None and owner not in found.optimizers:
+        if owner is not None and owner not in parsed.optimizers:
             raise ModuleError(
-                f"The scheduler {type(config.scheduler).__name__} belongs to an optimizer "
-                f"({type(owner).__name__}) that "
-                "configure_optimizers did not return; return both."
+                f"The scheduler {type(config.scheduler).__name__} belongs to an optimizer ({type(owner).__name__}) "
+                "that configure_optimizers did not return; return both."
             )
-    return found
+    return parsed
 
 
 def _wrong(value: object) -> ModuleError:
     return ModuleError(
-        f"configure_optimizers returned {type(value).__name__} ({value!r:.80}); return a torch optimizer, a list "
-        "of them, "
-        "([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'."
+        f"configure_optimizers returned {type(value).__name__} ({value!r:.80}); return a torch optimizer, a list of "
+        "them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'."
     )
 
 
@@ -176,14 +200,13 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
     Raises:
         ModuleError: if one holds none of them: it would train nothing.
     """
-    mine = set(module.parameters())
+    own = set(module.parameters())
     for optimizer in optimizers:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if mine and not any(parameter in mine for parameter in held):
+        if own and not any(parameter in own for parameter in held):
             raise ModuleError(
-                f"{type(optimizer).__name__} holds {len(held)} parameters, none of which is the module's: it "
-                "would train "
-                "nothing; build it in configure_optimizers from self.parameters()."
+                f"{type(optimizer).__name__} holds {len(held)} parameters, none of which is the module's: it would "
+                "train nothing; build it in configure_optimizers from self.parameters()."
             )
 
 
@@ -194,8 +217,8 @@ def check_monitors(schedulers: Sequence[LRSchedulerConfig]) -> None:
         ModuleError: if one does not.
     """
     for config in schedulers:
-        if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+        if config.reduce_on_plateau and config.monitor is None:
             raise ModuleError(
-                "ReduceLROnPlateau needs a metric, but monitor=None; return "
+                f"{type(config.scheduler).__name__} needs a metric, but monitor=None; return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
             )

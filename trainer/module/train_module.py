@@ -1,16 +1,17 @@
-"""TrainModule: a torch module that also says how it is trained."""
+"""TrainModule: a torch module with its training step, its optimizers and its logging."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...callbacks.callback import Callback
 from ...callbacks.helpers.console import say
@@ -18,35 +19,36 @@ from ...callbacks.run import Logger, Run
 from ...strategies.errors import ModuleError, RunError
 from ..metrics.accumulator import Reduce
 from ..metrics.metrics import Metrics
+from .all_gather import all_gather
+from .batch_size import size_of
 from .data_module import DataHooks
 from .hooks import ModuleHooks
 from .hparams import HyperparametersMixin
-from .load import load_module
-from .optimizers import ManagedOptimizer
+from .load import MapLocation, load_module
+from .optimization import Optimization
 
 
-class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
+class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
     """A model, its steps and its optimizers, with Lightning's names: port a ``LightningModule`` by its base class.
 
     Define `training_step` and `configure_optimizers` to fit, `validation_step`, `test_step` and `predict_step` for the
     other three. Everything else has a default.
     """
 
-    automatic_optimization: bool = True
-    """False: `training_step` calls `manual_backward` and steps its optimizers itself (a GAN, say)."""
     example_input_array: Any = None
     """An input of ``forward``, for the graph in TensorBoard and the shapes in the model summary."""
     strict_loading: bool = True
     """Whether a checkpoint must have exactly this module's weights."""
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    """Under which `on_save_checkpoint` and `on_load_checkpoint` see the hyper-parameters."""
+    CHECKPOINT_HYPER_PARAMS_NAME = "hyper_parameters_argument"
+    """Under which they see the name of the argument that holds them, or None."""
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hyper_parameters_type"
+    """Under which they see ``"omegaconf"`` if the hyper-parameters are such a container, or None."""
+
     _trainer: Run | None = None
     _metrics: Metrics | None = None
-    _managed_optimizers: Sequence[ManagedOptimizer] = ()
-    _manual_backward: Callable[..., None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._toggled: dict[Tensor, bool] = {}
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -74,6 +76,14 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         batch = args[0]
         return self(batch[0] if isinstance(batch, list | tuple) and batch else batch)
 
+    def batch_size_of(self, batch: Any) -> int:
+        """Return the number of samples in a batch: what `log` and the mean over micro-batches and ranks weigh it by.
+
+        Override for batches of another kind. By default it is the length of the first tensor; where the loader's
+        sampler knows the number, that is used without asking.
+        """
+        return size_of(batch)
+
     # --- what the user builds ----------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -85,110 +95,9 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         Called by a strategy that shards parameters, which then shards the rest; by default it chooses the parts, too.
         """
 
-    def configure_optimizers(self) -> Any:
-        """Return an optimizer; or several, with schedulers or without.
-
-        That is: an optimizer; a list of them; two lists, of optimizers and schedulers; a dict with ``"optimizer"`` and
-        ``"lr_scheduler"``; a list of such dicts; None in manual optimization without one. A scheduler is given bare, or
-        as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``), ``frequency``, ``monitor``,
-        ``strict``, ``name``.
-        """
-        raise ModuleError(
-            f"{type(self).__name__} defines no configure_optimizers; define it to return an optimizer, "
-            "such as torch.optim.Adam(self.parameters())."
-        )
-
     def configure_callbacks(self) -> Callback | Sequence[Callback]:
         """Return callbacks that this module brings along; they replace the trainer's of the same class."""
         return []
-
-    # --- the optimizer step ------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; override to do it in another way."""
-        loss.backward(*args, **kwargs)
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
-    ) -> None:
-        """Update the parameters of one optimizer; override for a warm-up, say, and call ``optimizer.step(closure)``.
-
-        The gradients are complete and clipped; the closure returns the loss (and computes it again for an optimizer
-        that asks repeatedly, such as LBFGS).
-        """
-        optimizer.step(optimizer_closure)
-
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip the gradients before an update; override to clip in another way."""
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip the gradients of an optimizer, by their global ``norm`` or each by ``value``; None does nothing."""
-        if gradient_clip_val is None:
-            return
-        algorithm = gradient_clip_algorithm or "norm"
-        if algorithm not in ("norm", "value"):
-            raise ModuleError(f"gradient_clip_algorithm={algorithm!r} is not known; give 'norm' or 'value'.")
-        strategy = self.trainer.strategy
-        strategy.unscale(_unwrap(optimizer))
-        strategy.clip(_unwrap(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
-
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of several; their ``step`` obeys precision and strategy.
-
-        Args:
-            use_pl_optimizer: False for the bare torch optimizers (the name is Lightning's).
-        """
-        managed = self._managed_optimizers
-        found = list(managed) if use_pl_optimizer else [one.optimizer for one in managed]
-        return found[0] if len(found) == 1 else found
-
-    def lr_schedulers(self) -> Any:
-        """Return the scheduler, a list of several, or None; manual optimization steps them itself."""
-        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return None if not found else found[0] if len(found) == 1 else found
-
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Call instead of ``loss.backward()`` in manual optimization, so that precision and strategy are obeyed."""
-        if self.automatic_optimization:
-            raise RunError(
-                f"manual_backward was called with automatic_optimization={self.automatic_optimization}; "
-                "set self.automatic_optimization = False in __init__, or return the loss instead."
-            )
-        self._manual_backward(loss, *args, **kwargs)
-
-    def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Let only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
-        if self._toggled:
-            raise RunError(
-                f"toggle_optimizer was called twice, and {len(self._toggled)} parameters are still switched off; "
-                "call untoggle_optimizer in between."
-            )
-        mine = {parameter for group in _unwrap(optimizer).param_groups for parameter in group["params"]}
-        groups = [group for other in self._managed_optimizers for group in other.optimizer.param_groups]
-        for parameter in (parameter for group in groups for parameter in group["params"]):
-            if parameter not in mine and parameter not in self._toggled:
-                self._toggled[parameter] = parameter.requires_grad
-                parameter.requires_grad = False
-
-    def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Undo `toggle_optimizer`."""
-        for parameter, required in self._toggled.items():
-            parameter.requires_grad = required
-        self._toggled.clear()
-
-    @contextmanager
-    def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
-        """Toggle an optimizer inside a ``with`` block."""
-        self.toggle_optimizer(optimizer)
-        try:
-            yield
-        finally:
-            self.untoggle_optimizer(optimizer)
 
     # --- logging -----------------------------------------------------------------------------------------------------
 
@@ -201,10 +110,13 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         *,
-        reduce_fx: Reduce = "mean",
+        reduce_fx: Reduce | str = "mean",
+        enable_graph: bool = False,
         sync_dist: bool = True,
+        sync_dist_group: Any = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
         """Log a number under a name; it stays a tensor until someone reads it.
@@ -217,16 +129,29 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
             logger: send it to the loggers.
             on_step: report each step's value; by default in training batches only.
             on_epoch: report the epoch's; by default everywhere else.
-            reduce_fx: how an epoch's values become one: ``mean`` (weighted by samples), ``sum``, ``min``, ``max``, or a
-                function of the stacked values.
+            reduce_fx: how an epoch's values become one: ``mean`` or ``avg`` (weighted by samples), ``sum``, ``min``,
+                ``max``, or a function of the stacked values.
+            enable_graph: keep the autograd graph of the value, as long as one process computes it.
             sync_dist: reduce over all ranks (when read, not when logged); False: each rank keeps its own.
+            sync_dist_group: None; values are reduced over all ranks.
             add_dataloader_idx: append ``/dataloader_idx_N`` where several loaders are evaluated.
-            batch_size: the weight of this value; by default the batch's.
+            batch_size: the weight of this value; by default the number of samples in the batch.
+            metric_attribute: name of the attribute that holds a ``Metric``; it is found without, too.
             rank_zero_only: the value of rank 0 counts for all.
 
         Raises:
-            ModuleError: if the value is no scalar, or the place is none where something can be logged.
+            ModuleError: if the value is not a scalar, or nothing can be logged here.
         """
+        if sync_dist_group is not None:
+            raise ModuleError(
+                f"self.log({name!r}): sync_dist_group must be None, got {sync_dist_group!r}; reduce over a group with "
+                "torch.distributed, and log the result with sync_dist=False."
+            )
+        if metric_attribute is not None and dict(self.named_modules()).get(metric_attribute) is not value:
+            raise ModuleError(
+                f"self.log({name!r}): metric_attribute must name the attribute that holds the metric, got "
+                f"{metric_attribute!r}; leave it out."
+            )
         metrics = self._metrics
         if metrics is None:
             if self._trainer is None:
@@ -234,18 +159,45 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
                     f"self.log({name!r}, ...) without a trainer does nothing; fit the module first.", stacklevel=2
                 )
             return
-        scope = (on_step, on_epoch, reduce_fx, prog_bar, logger, sync_dist, add_dataloader_idx, rank_zero_only)
+        scope = (
+            *(on_step, on_epoch, reduce_fx, prog_bar, logger, sync_dist, add_dataloader_idx, rank_zero_only),
+            enable_graph,
+        )
         metrics.log(name, value, scope, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several numbers at once, each by `log` with these options."""
-        for name, value in dictionary.items():
+        """Log several numbers at once, each by `log` with these options; also a torchmetrics ``MetricCollection``."""
+        # a copy of the state, the default, would end the sharing of it among a collection's metrics
+        items: Any = dictionary.items
+        if _is_collection(dictionary):
+            items = partial(items, copy_state=False)
+        for name, value in items():
             self.log(name, value, **options)
 
-    def print(self, *values: object, sep: str = " ") -> None:
-        """Print on rank 0, above the progress bar."""
-        if self._trainer is None or self._trainer.is_global_zero:
+    def print(self, *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+        """Print on rank 0, above the progress bar; the arguments are those of Python's ``print``."""
+        if self._trainer is not None and not self._trainer.is_global_zero:
+            return
+        if file is None and end == "\n":
             say(sep.join(map(str, values)))
+        else:
+            print(*values, sep=sep, end=end, file=file)
+
+    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
+        """Return tensors and numbers of all ranks, stacked in a new first dimension; unchanged on one process.
+
+        Collective: every rank of the group calls it, with the same structure and the same shapes. On all ranks, sizes
+        are compared before; nothing is padded.
+
+        Args:
+            data: tensors and numbers, in lists, tuples and dicts.
+            group: a process group of torch's; by default all ranks.
+            sync_grads: let gradients flow back to the rank that a tensor came from.
+
+        Raises:
+            RunError: on every rank, if shapes differ, with the shapes.
+        """
+        return all_gather(data, self.trainer.strategy, group, sync_grads=sync_grads)
 
     # --- where the run is --------------------------------------------------------------------------------------------
 
@@ -260,13 +212,16 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
             raise RunError(f"{type(self).__name__}.trainer is None outside a run; call trainer.fit(module) first.")
         return self._trainer
 
-    def attach(self, trainer: Run, metrics: Metrics | None) -> None:
-        """Let a trainer run this module, with what `log` writes to; None to ignore it."""
-        self._trainer, self._metrics = trainer, metrics
+    @trainer.setter
+    def trainer(self, trainer: Run | None) -> None:
+        self.attach(trainer, None)
 
-    def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer], backward: Callable[..., None]) -> None:
-        """Take what `optimizers` returns, and what `manual_backward` does."""
-        self._managed_optimizers, self._manual_backward = optimizers, backward
+    def attach(self, trainer: Run | None, metrics: Metrics | None) -> None:
+        """Let a trainer run this module and those inside it, with what `log` writes to; None to ignore it."""
+        self._trainer, self._metrics = trainer, metrics
+        for child in self.children():
+            if isinstance(child, TrainModule):
+                child.attach(trainer, metrics)
 
     @property
     def current_epoch(self) -> int:
@@ -290,10 +245,20 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this module's parameters are."""
+        """The device of this module's parameters."""
         if self._trainer is not None:
             return self._trainer.strategy.device
         return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this module is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a strategy that lets the module parallelize itself; None, as there is no such strategy."""
+        return None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -312,38 +277,46 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def freeze(self) -> None:
-        """Let no parameter require gradients, and switch to eval mode."""
+    def freeze(self) -> Self:
+        """Let no parameter require gradients, switch to eval mode, and return the module."""
         for parameter in self.parameters():
             parameter.requires_grad = False
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Let every parameter require gradients, and switch to train mode."""
+    def unfreeze(self) -> Self:
+        """Let every parameter require gradients, switch to train mode, and return the module."""
         for parameter in self.parameters():
             parameter.requires_grad = True
-        self.train()
+        return self.train()
 
     @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
-        map_location: torch.device | str | None = None,
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """Build the module with its saved hyper-parameters (those in `kwargs` win) and load its weights.
 
+        `configure_model` and `on_load_checkpoint` are called before.
+
         Args:
-            checkpoint_path: a checkpoint of ours.
-            map_location: the device to put the module on.
+            checkpoint_path: a checkpoint of Echelon.
+            map_location: the device to put the module on; or, as for ``torch.load``, a dict or a function that names
+                it for ``"cpu"``, where checkpoints are read.
+            hparams_file: a YAML or CSV file with hyper-parameters that replace the saved ones.
             strict: whether names and shapes must match exactly; by default `strict_loading`.
-            kwargs: arguments of the constructor, for what was not, or could not be, saved.
+            weights_only: anything; a checkpoint holds no pickled objects, so that loading one never runs its code.
+            kwargs: arguments of the constructor, for what was not, or could not be, saved; others are left out.
 
         Raises:
             CheckpointError: if the checkpoint is absent or damaged, or the weights do not fit.
+            ConfigError: if `strict` contradicts the `strict_loading` that the module sets.
         """
-        return load_module(cls, checkpoint_path, map_location, strict, kwargs)
+        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind: a copied or pickled module belongs to no trainer."""
@@ -353,5 +326,5 @@ class TrainModule(ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
 _OF_THE_RUN = {"_trainer", "_metrics", "_managed_optimizers", "_manual_backward"}
 
 
-def _unwrap(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
+def _is_collection(dictionary: object) -> bool:
+    return isinstance(dictionary, nn.ModuleDict) and hasattr(dictionary, "compute_groups")

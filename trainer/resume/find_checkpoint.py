@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ...callbacks.helpers.loggers import run_folder
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.run import Logger
 from ...strategies import Strategy
@@ -47,7 +48,7 @@ def find_checkpoint(
     if not loggers:
         folders.add(str(Path(root_dir) / "checkpoints"))
     for logger in loggers:
-        folders.update(map(str, Path(logger.log_dir).parent.glob("*/checkpoints")))
+        folders.update(map(str, run_folder(logger, root_dir).parent.glob("*/checkpoints")))
     return checkpoint.resolve(ckpt_path, *sorted(folders), part="loop" if to_resume else None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...callbacks.dispatch import load_callback_states
+from ...callbacks.helpers.loggers import tell
 from ..loop.schedule import plan_epoch
 from ..session.session import Session
 from .find_checkpoint import read_checkpoint
@@ -43,5 +44,4 @@ def roll_back(session: Session, path: Path) -> None:
     load_callback_states(session.callbacks, saved["callbacks"])
     plan_epoch(session)
     if session.strategy.rank == 0:
-        for logger in session.loggers:
-            logger.resume_at(state.global_step)
+        tell(session.loggers, "resume_at", state.global_step)

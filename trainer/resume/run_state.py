@@ -12,7 +12,9 @@ from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ...strategies.errors import CheckpointError
 from ..checkpoint import difference
 from ..data.seed import capture_rng, derive, restore_rng, seed_generators
+from ..module.hparams import is_omegaconf
 from ..module.hparams_json import jsonable
+from ..module.load import NAMES_FOR_HOOKS, as_hooks_see
 from ..module.train_module import TrainModule
 from ..session.session import Session
 from ..session.train_state import TrainState
@@ -22,8 +24,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Lightning's names, which hooks see, and those of the files
-_PARTS: Final = {"state_dict": "model", "optimizer_states": "optimizers"}
+_PARTS: Final = {name: part for part, name in NAMES_FOR_HOOKS.items()}
 
 
 def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]
         "hyper_parameters": hyper_parameters,
         "hyper_parameters_argument": module.hparams_argument,
         "omitted_hyper_parameters": omitted,
+        "hyper_parameters_type": "omegaconf" if is_omegaconf(module.hparams_initial) else None,
     }
 
 
@@ -72,6 +74,8 @@ def _training_state(session: Session) -> dict[str, Any]:
         "loop": session.state.state_dict(),
         "data": list(data),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
+        "datamodule_hyper_parameters": jsonable(datamodule.hparams_initial)[0] if datamodule is not None else {},
+        "datamodule_hyper_parameters_argument": datamodule.hparams_argument if datamodule is not None else None,
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
         "rng": list(rng),
@@ -90,10 +94,7 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: if they do not fit the module.
     """
-    names = {part: name for name, part in _PARTS.items()}
-    state = {names.get(part, part): value for part, value in saved.items()}
-    loop = state.get("loop", {})
-    state.update(epoch=loop.get("epoch", 0), global_step=loop.get("global_step", 0))
+    state = as_hooks_see(saved)
     session.hooks.call("on_load_checkpoint", state)
     try:
         session.strategy.load_model_state(state["state_dict"], strict=session.module.strict_loading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic
 
+from ...callbacks.helpers.loggers import tell
 from ..session.session import Session
 from .after_restart import note_checkpoint
 from .run_state import still_parts, take_state
@@ -16,8 +17,7 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
     with session.profiler.record("checkpoint"):
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
-            for logger in session.loggers:
-                logger.save()
+            tell(session.loggers, "save")
         session.writer.save(path, state, still=still_parts(session))
         if wait:
             session.writer.close()

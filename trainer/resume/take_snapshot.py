@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from ...callbacks.helpers.loggers import tell
 from ..session.session import Session
 from .run_state import take_state
 
@@ -19,8 +20,8 @@ def take_snapshot(session: Session) -> None:
     began = time.monotonic()
     with session.profiler.record("snapshot"):
         # what they hold back would be lost with this process, and the run that goes on does not log it again
-        for logger in session.loggers if session.strategy.rank == 0 else ():
-            logger.save()
+        if session.strategy.rank == 0:
+            tell(session.loggers, "save")
         progress.is_taking_snapshot = True
         try:
             state = take_state(session, weights_only=False)

@@ -104,13 +104,17 @@ class Session:
 
     def log(self, values: Mapping[str, Tensor]) -> None:
         """Send values to the loggers, with the epoch, at the current step."""
-        self.metrics.logged = dict(values)
         if values:
             self.log_numbers(to_numbers(values))
 
     def log_numbers(self, numbers: Mapping[str, float]) -> None:
-        """Send numbers to the loggers, with the epoch, at the current step."""
-        numbers = {**numbers, "epoch": self.state.epoch}
-        if self.strategy.rank == 0:
-            for logger in self.loggers:
-                logger.log_metrics(numbers, self.state.global_step)
+        """Send numbers to the loggers, with the epoch, at the current step or at the one logged as ``step``."""
+        if self.strategy.rank != 0:
+            return
+        if "step" in numbers:  # what is logged under this name is the axis, as Lightning's
+            numbers = dict(numbers)
+            step = int(numbers.pop("step"))
+        else:
+            numbers, step = {**numbers, "epoch": self.state.epoch}, self.state.global_step
+        for logger in self.loggers:
+            logger.log_metrics(numbers, step)

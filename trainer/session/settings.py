@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...callbacks.callback import Callback
+from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...callbacks.timer import parse_duration
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
@@ -109,6 +110,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
+        for logger in self.logger if isinstance(self.logger, list | tuple) else [self.logger]:
+            refuse_incomplete(logger)
         _check_types(self)
         _check_counts(self)
         _check_amounts(self)

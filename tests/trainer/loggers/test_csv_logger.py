@@ -64,16 +64,16 @@ def test_a_folder_with_a_version_given_is_continued(tmp_path: Path) -> None:
     for step in (1, 2):
         logger = CSVLogger(tmp_path, version="mine")
         logger.log_metrics({"loss": step / 2}, step)
-        logger.finalize({}, "success")
+        logger.finalize("success")
     assert [(row["step"], row["loss"]) for row in _rows(logger)] == [("1", "0.5"), ("2", "1.0")]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "../up"}, "name='../up' leaves the save_dir; give a folder below it"),
-        ({"version": "/tmp/x"}, "version='/tmp/x' leaves the save_dir"),
-        ({"flush_logs_every_n_steps": 0}, "flush_logs_every_n_steps=0 is not possible; give 1 or more"),
+        ({"name": "../up"}, "name='../up' must be a folder below save_dir; give a relative path"),
+        ({"version": "/tmp/x"}, "version='/tmp/x' must be a folder below save_dir"),
+        ({"flush_logs_every_n_steps": 0}, "flush_logs_every_n_steps must be at least 1, got 0"),
     ],
 )
 def test_impossible_arguments_are_refused(tmp_path: Path, arguments: dict[str, str], message: str) -> None:
@@ -116,7 +116,7 @@ def test_a_resumed_run_has_no_gap_and_no_repeated_step(tmp_path: Path) -> None:
     resumed.resume_at(4)
     for step in range(5, 10):
         resumed.log_metrics({"loss": float(step), "new": 0.0}, step)
-    resumed.finalize({}, "success")
+    resumed.finalize("success")
     assert [(int(row["step"]), float(row["loss"])) for row in _rows(resumed)] == [(n, float(n)) for n in range(1, 10)]
 
 
@@ -162,7 +162,7 @@ def test_a_foreign_table_is_refused_and_left_alone(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, version=0)
     logger.log_metrics({"loss": 1.0}, 1)
     with pytest.raises(
-        ConfigError, match="is no table of ours, found the row .*bob.*; move it, or give another version"
+        ConfigError, match="must be a table of a CSVLogger, found the row .*bob.*; move it, or give another version"
     ):
         logger.save()
     assert path.read_text() == "name,age\nbob,3\n"

@@ -112,7 +112,7 @@ def test_the_writer_itself_can_be_used_beside_it(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 1.0}, 1)
     logger.experiment.add_scalar("mine", 2.0, 1)
     logger.experiment.add_histogram("weights", torch.arange(10.0), 1)
-    logger.finalize({}, "success")
+    logger.finalize("success")
     events = _events(logger)
     assert (events.Scalars("mine")[0].value, events.Tags()["histograms"]) == (2.0, ["weights"])
 
@@ -123,7 +123,7 @@ def test_the_hparams_page_shows_hyper_parameters_beside_the_last_metrics_of_each
         logger.log_hyperparams({"optimizer": {"lr": lr}, "fused": True, "betas": (0.9, 0.99), "nan": float("nan")})
         for step in (1, 2):
             logger.log_metrics({"val_loss": step * lr}, step)
-        logger.finalize({"val_loss": 2 * lr}, "success")
+        logger.finalize("success")
     first, second = _hparams_page(tmp_path)
     assert (first.name, second.name) == ("echelon_logs/version_0", "echelon_logs/version_1")
     assert first.model_uri == str({"betas": "[0.9, 0.99]", "fused": True, "nan": "nan", "optimizer/lr": 0.1})
@@ -139,7 +139,7 @@ def test_the_hparams_page_shows_how_the_run_ended(tmp_path: Path, status: str, s
     logger = TensorBoardLogger(tmp_path)
     logger.log_hyperparams({"lr": 1})
     logger.log_metrics({"loss": 1.0}, 1)
-    logger.finalize({}, status)
+    logger.finalize(status)
     (session,) = _hparams_page(tmp_path)
     assert session.status == api_pb2.Status.Value(f"STATUS_{shown}")
 
@@ -150,7 +150,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_a_success(tmp_path: Path
         logger.resume_at(1)
         logger.log_hyperparams({"lr": 1})
         logger.log_metrics({"loss": 1.0}, 2)
-        logger.finalize({}, status)
+        logger.finalize(status)
     (session,) = _hparams_page(tmp_path)
     assert session.status == api_pb2.Status.Value("STATUS_SUCCESS")
 
@@ -160,7 +160,7 @@ def test_the_placeholder_metric_is_written_unless_refused_or_replaced(tmp_path: 
     for default, metrics in ((True, None), (False, None), (True, {"hp/score": 0.5})):
         logger = TensorBoardLogger(tmp_path, default_hp_metric=default)
         logger.log_hyperparams({"lr": 1}, metrics)
-        logger.finalize({}, "success")
+        logger.finalize("success")
         tags.append(_events(logger).Tags()["scalars"])
     assert tags == [["hp_metric"], [], ["hp/score"]]
 
@@ -168,14 +168,14 @@ def test_the_placeholder_metric_is_written_unless_refused_or_replaced(tmp_path: 
 def test_no_hyper_parameters_leave_no_placeholder(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_hyperparams({})
-    logger.finalize({}, "success")
+    logger.finalize("success")
     assert [path.name for path in Path(logger.log_dir).iterdir()] == ["hparams.yaml"]
 
 
 def test_a_text_is_shown(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_text("config", "seed: 42")
-    logger.finalize({}, "success")
+    logger.finalize("success")
     (text,) = _events(logger).Tensors("config/text_summary")
     assert text.tensor_proto.string_val[0] == b"seed: 42"
 
@@ -191,7 +191,7 @@ def test_a_resumed_curve_has_no_gap_and_no_repeated_step(tmp_path: Path) -> None
     resumed.log_hyperparams({"lr": 1})
     for step in range(5, 10):
         resumed.log_metrics({"loss": float(step)}, step)
-    resumed.finalize({}, "success")
+    resumed.finalize("success")
     assert _curve(resumed, "loss") == [(n, float(n)) for n in range(1, 10)]
     assert _curve(resumed, "hp_metric") == [(0, -1.0)]
 
@@ -202,9 +202,9 @@ def test_logging_after_the_end_of_a_resumed_run_purges_nothing(tmp_path: Path) -
         logger.log_metrics({"loss": float(step)}, step)
     logger.resume_at(1)
     logger.log_metrics({"loss": 20.0}, 2)
-    logger.finalize({}, "success")
+    logger.finalize("success")
     logger.log_metrics({"test_loss": 5.0}, 2)
-    logger.finalize({}, "success")
+    logger.finalize("success")
     assert _curve(logger, "loss") == [(1, 1.0), (2, 20.0)]
     assert _curve(logger, "test_loss") == [(2, 5.0)]
 
@@ -229,7 +229,7 @@ def test_the_graph_is_written_on_request_and_the_trace_leaves_no_mark(tmp_path: 
     for wanted in (False, True):
         logger = TensorBoardLogger(tmp_path, log_graph=wanted)
         logger.log_graph(module, torch.ones(4, 3))
-        logger.finalize({}, "success")
+        logger.finalize("success")
         assert (Path(logger.log_dir).exists() and "linear" in str(_events(logger).Graph())) is wanted
     assert module.training
     assert torch.equal(module.norm.running_mean, torch.zeros(2))  # type: ignore[arg-type]
@@ -253,5 +253,5 @@ def test_it_travels_to_another_process_with_its_folder(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(logger))
     assert copy.log_dir == logger.log_dir
     copy.log_metrics({"acc": 1.0}, 1)
-    copy.finalize({}, "success")
+    copy.finalize("success")
     assert _curve(logger, "acc") == [(1, 1.0)]

@@ -188,8 +188,14 @@ def test_numbers_of_every_kind_are_logged():
 
 
 def test_an_unknown_reduction_is_refused():
-    with pytest.raises(ModuleError, match=r"reduce_fx='avg'.*'mean'"):
-        fit(Logging("avg"))
+    with pytest.raises(ModuleError, match=r"reduce_fx must be one of 'mean'.*got 'median'"):
+        fit(Logging("median"))
+
+
+@pytest.mark.parametrize("reduce_fx", ["avg", "AVG", "MEAN", torch.mean])
+def test_a_mean_has_many_names_and_weighs_by_samples(reduce_fx):
+    trainer, _ = fit(Logging(reduce_fx, on_step=False, on_epoch=True), num_samples=5)
+    assert numbers(trainer.callback_metrics)["x"] == 1.6
 
 
 # --- objects that accumulate by themselves ---
@@ -324,13 +330,16 @@ def test_on_step_outside_a_batch_is_refused():
         fit(Wrong())
 
 
-def test_one_name_inside_and_outside_of_batches_is_refused():
-    class Wrong(Logging):
+@pytest.mark.parametrize("options", [{}, {"on_step": False, "on_epoch": True}])
+def test_a_hook_outside_of_batches_may_log_a_name_that_batches_log_and_comes_last(options):
+    class Twice(Logging):
         def on_train_epoch_end(self):
-            self.log("x", 1.0, on_step=False, on_epoch=True)
+            self.log("x", 5.0)
 
-    with pytest.raises(ModuleError, match=r"'x'.*in two ways in train.*two names"):
-        fit(Wrong(on_step=False, on_epoch=True))
+    trainer, recording = fit(Twice(**options), max_epochs=2)
+    # Lightning 2.6.6: callback_metrics and logged_metrics hold 5.0, the loggers get 5.0 at each end of an epoch
+    assert numbers(trainer.callback_metrics)["x"] == numbers(trainer.logged_metrics)["x"] == 5.0
+    assert [step for step, value in recording.series("x") if value == 5.0] == [4, 8]
 
 
 # --- freshness ---

@@ -2,6 +2,7 @@
 
 import math
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,14 +25,16 @@ DEFAULTS = {
     "sync_dist": True,
     "add_dataloader_idx": True,
     "rank_zero_only": False,
+    "enable_graph": False,
 }
 
 
 def joined():
-    """Join the group of all ranks; return the collectives, which is all of a strategy that metrics ask."""
+    """Join the group of all ranks; return the ranks and collectives, which are all of a strategy that metrics ask."""
     group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
-    return Collectives(group, torch.device("cpu"))
+    collectives = Collectives(group, torch.device("cpu"))
+    return SimpleNamespace(rank=group.rank, world_size=group.world_size, collectives=collectives)
 
 
 def log(metrics, name, value, batch_size=1, **options):
@@ -256,7 +259,7 @@ def saved_inside_an_epoch(ranks):
     half(metrics, 0)
     state = metrics.state_dict()
     resumed = Metrics(ranks)
-    resumed.load_state_dict(ranks.broadcast(state))
+    resumed.load_state_dict(ranks.collectives.broadcast(state))
     half(metrics, 3)
     half(resumed, 3)
     values = plain(metrics.end_stage())

@@ -1,0 +1,49 @@
+"""Calls to what only some loggers have, and the folder of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ...strategies.errors import ConfigError
+from ..run import Logger
+
+OptionalMethod = Literal[
+    "open", "continue_run", "continue_as", "resume_at", "silence", "log_text", "log_graph", "save", "finalize"
+]
+
+
+_REQUIRED: Final = ("name", "version", "log_metrics", "log_hyperparams")
+
+
+def refuse_incomplete(logger: object) -> None:
+    """Check that an object with some of a logger's methods has all that a logger must have.
+
+    Raises:
+        ConfigError: if it lacks one, which is named.
+    """
+    missing = [name for name in _REQUIRED if not hasattr(logger, name)]
+    if 0 < len(missing) < len(_REQUIRED):
+        raise ConfigError(
+            f"logger must have {', '.join(_REQUIRED)}, got a {type(logger).__name__} without {', '.join(missing)}; "
+            "define what is missing."
+        )
+
+
+def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: Any) -> None:
+    """Call a method of every logger that has it."""
+    for logger in loggers:
+        call = getattr(logger, method, None)
+        if call is not None:
+            call(*args)
+
+
+def run_folder(logger: Logger, root_dir: str | Path) -> Path:
+    """Return the folder of a logger's run: its ``log_dir``, or one below its ``save_dir``, or else below `root_dir`."""
+    log_dir, save_dir = (getattr(logger, name, None) for name in ("log_dir", "save_dir"))
+    if isinstance(log_dir, str | Path):
+        return Path(log_dir)
+    parent = save_dir if isinstance(save_dir, str | Path) else root_dir
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(parent).expanduser() / str(logger.name or "") / version

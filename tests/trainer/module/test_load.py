@@ -1,0 +1,183 @@
+"""`load_from_checkpoint` of modules and data modules, with Lightning's arguments and hooks (2.6.6)."""
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from small import Regression, loader, quiet, samples
+from torch import nn
+from torch.utils.data import DataLoader
+
+from echelon import CheckpointError, ConfigError, DataModule, TrainModule
+
+
+class Net(TrainModule):
+    def __init__(self, width=2, lr=0.1, **options):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Late(Net):
+    """Builds its layer in `configure_model`, and notes what it loads."""
+
+    def __init__(self, width=2, lr=0.1):
+        super().__init__(width, lr)
+        self.net = None
+        self.loaded = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = nn.Linear(2, self.hparams.width)
+
+    def on_load_checkpoint(self, checkpoint):
+        self.loaded = set(checkpoint)
+
+
+class Data(DataModule):
+    def __init__(self, size=4, batch_size=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.restored = None
+
+    def train_dataloader(self):
+        return DataLoader(samples(self.hparams.size), self.hparams.batch_size)
+
+    def state_dict(self):
+        return {"position": 3}
+
+    def load_state_dict(self, state_dict):
+        self.restored = dict(state_dict)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    trainer = quiet(folder, max_epochs=1)
+    trainer.fit(Net(width=3, extra=7), datamodule=Data(6))
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
+def test_a_module_that_is_built_late_is_built_before_its_weights_are_loaded(saved):
+    module = Late.load_from_checkpoint(saved)
+    assert module.net.weight.shape == (3, 2)
+    assert {"state_dict", "hyper_parameters", "optimizer_states", "epoch", "global_step"} <= module.loaded
+
+
+def test_arguments_that_the_constructor_does_not_take_are_left_out(saved):
+    assert Late.load_from_checkpoint(saved, other=1, lr=0.5).hparams == {"width": 3, "lr": 0.5}
+    assert Net.load_from_checkpoint(saved, other=1).hparams == {"width": 3, "lr": 0.1, "extra": 7, "other": 1}
+
+
+@pytest.mark.parametrize(
+    ("map_location", "device"),
+    [
+        (None, "cpu"),
+        ("meta", "meta"),
+        (torch.device("meta"), "meta"),
+        ({"cuda:0": "meta"}, "cpu"),
+        ({"cpu": "meta"}, "meta"),
+        (lambda storage, location: storage, "cpu"),
+        (lambda storage, location: None, "cpu"),
+    ],
+)
+def test_the_location_is_given_as_to_torch_load(saved, map_location, device):
+    assert Net.load_from_checkpoint(saved, map_location, weights_only=True).net.weight.device.type == device
+
+
+def test_hyper_parameters_may_come_from_a_file(saved, tmp_path):
+    (tmp_path / "h.yaml").write_text(yaml.safe_dump({"width": 3, "lr": 0.25}))
+    assert Net.load_from_checkpoint(saved, hparams_file=tmp_path / "h.yaml").hparams == {"width": 3, "lr": 0.25}
+    (tmp_path / "h.csv").write_text("key,value\nwidth,3\nname,a b\n")
+    loaded = Net.load_from_checkpoint(saved, hparams_file=tmp_path / "h.csv")
+    assert loaded.hparams == {"width": 3, "lr": 0.1, "name": "a b"}
+    with pytest.raises(ConfigError, match=r"hparams_file must end with .yaml, .yml or .csv, got '.*h.json'"):
+        Net.load_from_checkpoint(saved, hparams_file=tmp_path / "h.json")
+
+
+class Configured(TrainModule):
+    """Keeps a container of OmegaConf, and reads it as one."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.net = nn.Linear(2, config.net.width)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_container_of_omegaconf_stays_one(tmp_path):
+    module = Configured(OmegaConf.create({"width": 3, "net": {"width": "${width}"}}))
+    # Lightning 2.6.6: DictConfig, both
+    assert OmegaConf.is_dict(module.hparams)
+    assert OmegaConf.is_dict(module.hparams_initial)
+    module.hparams.width = 5
+    assert module.hparams_initial.net.width == 3
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(module, loader(2, 2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Configured.load_from_checkpoint(tmp_path / "a.ckpt", name="b")
+    assert OmegaConf.is_dict(loaded.hparams)
+    assert loaded.hparams == {"width": 3, "net": {"width": 3}, "name": "b"}
+
+
+class Wider(Net):
+    def __init__(self, width=2, lr=0.1):
+        super().__init__(width, lr)
+        self.more = nn.Linear(1, 1)
+
+
+class Lenient(Wider):
+    strict_loading = False
+
+
+def test_weights_must_fit_unless_told_otherwise(saved):
+    with pytest.raises(CheckpointError, match="do not fit Wider"):
+        Wider.load_from_checkpoint(saved)
+    for kind, options in ((Wider, {"strict": False}), (Lenient, {}), (Lenient, {"strict": False})):
+        with pytest.warns(UserWarning, match=f"Not all weights of {kind.__name__} were loaded(?s:.*)more.weight"):
+            kind.load_from_checkpoint(saved, **options)
+    with pytest.raises(ConfigError, match=r"strict must agree with Lenient.strict_loading=False, got strict=True"):
+        Lenient.load_from_checkpoint(saved, strict=True)
+
+
+def test_a_path_that_is_absent_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"none.ckpt"):
+        Net.load_from_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_a_data_module_is_built_from_a_checkpoint(saved):
+    data = Data.load_from_checkpoint(saved, batch_size=3)
+    assert data.hparams == {"size": 6, "batch_size": 3}
+    assert data.restored == {"position": 3}
+
+
+def test_a_checkpoint_without_a_data_module_builds_one_with_defaults(tmp_path):
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(Regression(), loader(2, 2))
+    trainer.save_checkpoint(tmp_path / "b.ckpt")
+    data = Data.load_from_checkpoint(tmp_path / "b.ckpt")
+    assert (data.hparams, data.restored) == ({"size": 4, "batch_size": 2}, None)
+
+
+def test_a_data_module_of_data_sets_passes_arguments_on():
+    data = Data.from_datasets(samples(16), [samples(4), samples(2)], batch_size=5, size=9)
+    assert data.hparams == {"size": 9, "batch_size": 5}
+    assert data.train_dataloader().batch_size == 5
+    assert [len(each.dataset) for each in data.val_dataloader()] == [4, 2]
+    # Lightning 2.6.6: the same text
+    assert str(data) == (
+        "{Train dataloader: size=16}\n{Validation dataloader: 1. size=4 ; 2. size=2}\n"
+        "{Test dataloader: None}\n{Predict dataloader: None}"
+    )

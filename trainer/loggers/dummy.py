@@ -1,0 +1,42 @@
+"""DummyLogger: takes every call and writes nothing, so that a ``fast_dev_run`` can use ``self.logger`` as always."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+
+class DummyExperiment:
+    """Accept every method call, and items of itself, and do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):  # copy and pickle ask for what is not there
+            raise AttributeError(name)
+        return _do_nothing
+
+    def __getitem__(self, index: int) -> Self:
+        return self
+
+
+class DummyLogger(DummyExperiment):
+    """A logger without a folder; methods that only some loggers have are accepted as well."""
+
+    name = ""
+    version = ""
+    save_dir = None
+    log_dir = None
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object that accepts every call."""
+        return DummyExperiment()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Do nothing."""
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Do nothing."""
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take the place of any method."""

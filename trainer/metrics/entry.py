@@ -1,0 +1,135 @@
+"""Entry: one name that is logged in one stage, with the values of its step and of its epoch."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...strategies.errors import ModuleError
+from .accumulator import REDUCTIONS, Accumulator, Reduce
+from .reduction import ComputedMetric, Line, Share, computed_value
+
+Moment = Literal["step", "epoch"]
+
+# Lightning takes these functions for their names, and a mean of its own weighs by samples
+_NAME_OF: Final[dict[Any, str]] = {
+    "avg": "mean",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    sum: "sum",
+    torch.min: "min",
+    min: "min",
+    torch.max: "max",
+    max: "max",
+}
+
+
+class Scope(NamedTuple):
+    """Options of `TrainModule.log`, as they were given; None where the place decides."""
+
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Reduce | str
+    prog_bar: bool
+    logger: bool
+    sync_dist: bool
+    add_dataloader_idx: bool
+    rank_zero_only: bool
+    enable_graph: bool
+
+    def differs_from(self, other: Scope) -> bool:
+        """Return whether two scopes differ in more than a function that each step defines again, such as a lambda."""
+        code, other_code = (getattr(scope.reduce_fx, "__code__", None) for scope in (self, other))
+        is_same_function = code is not None and code is other_code
+        return (self._replace(reduce_fx=other.reduce_fx) if is_same_function else self) != other
+
+
+class Entry:
+    """Values that are logged under one name in one stage, inside of batches or outside.
+
+    Args:
+        key: the name and the loader; unique among the entries of a stage.
+        name: what is reported.
+        suffix: of the loader, at the end of what is reported.
+        in_batch: whether it is logged in batches, and so has steps.
+        in_training: whether a step is reported by default.
+        is_heard: whether this rank's values count.
+        is_double: whether the values are float64, and so is what is reported.
+    """
+
+    __slots__ = ("batch", "computed", "epoch", "epoch_line", "is_unread", "scope", "stamp", "step", "step_line")
+
+    def __init__(
+        self,
+        key: str,
+        name: str,
+        suffix: str,
+        scope: Scope,
+        *,
+        in_batch: bool,
+        in_training: bool,
+        is_heard: bool,
+        is_double: bool,
+    ) -> None:
+        by_step = in_batch and in_training
+        on_step = by_step if scope.on_step is None else scope.on_step
+        on_epoch = not by_step if scope.on_epoch is None else scope.on_epoch
+        if not in_batch and on_step:
+            raise ModuleError(f"self.log({name!r}, on_step=True) outside a batch has no step; leave on_step out.")
+        if not (on_step or on_epoch):
+            raise ModuleError(f"self.log({name!r}, on_step=False, on_epoch=False) goes nowhere; set one of them.")
+        reduce_fx = _reduction_of(name, scope.reduce_fx)
+        self.scope = scope
+        self.step = Accumulator(reduce_fx) if on_step and is_heard else None
+        self.epoch = Accumulator(reduce_fx) if on_epoch and is_heard else None
+        has_both = on_step and on_epoch
+
+        def line(moment: Moment) -> Line:
+            reported = f"{name}_{moment}{suffix}" if has_both else name + suffix
+            reduction: Any = "function" if callable(reduce_fx) else reduce_fx
+            return Line(key, name + suffix, reported, reduction, scope.prog_bar, scope.logger, is_double=is_double)
+
+        self.step_line, self.epoch_line = line("step"), line("epoch")
+        self.stamp = self.batch = -1
+        self.is_unread = False
+        self.computed: ComputedMetric | None = None
+
+    def line(self, moment: Moment) -> Line:
+        """Return what is known of the metric on every rank."""
+        return self.step_line if moment == "step" else self.epoch_line
+
+    def value(self, moment: Moment) -> Tensor:
+        """Return this rank's value; of an object that computes it, its own."""
+        line, accumulator, computed = self.share(moment)
+        return accumulator.value() if computed is None else computed_value(line.name, computed)
+
+    def share(self, moment: Moment) -> Share:
+        """Return what this rank adds to the value over all ranks."""
+        if moment == "step":
+            assert self.step is not None
+            return Share(self.step_line, self.step)
+        assert self.epoch is not None
+        return Share(self.epoch_line, self.epoch, self.computed)
+
+    def clear(self) -> None:
+        """Forget the values."""
+        for accumulator in (self.step, self.epoch):
+            if accumulator is not None:
+                accumulator.clear()
+        if self.computed is not None:
+            self.computed.reset()
+        self.stamp = self.batch = -1
+
+
+def _reduction_of(name: str, reduce_fx: Any) -> Reduce:
+    given = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    reduction: Any = _NAME_OF.get(given, given)
+    if not callable(reduction) and reduction not in REDUCTIONS:
+        raise ModuleError(
+            f"self.log({name!r}): reduce_fx must be one of {', '.join(map(repr, REDUCTIONS))}, or a function, "
+            f"got {reduce_fx!r}; give one of them."
+        )
+    known: Reduce = reduction
+    return known

@@ -1,0 +1,143 @@
+"""Optimization: the part of a module that computes gradients and steps its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...strategies.errors import ModuleError, RunError
+from .optimizers import ManagedOptimizer
+
+if TYPE_CHECKING:
+    from ...callbacks.run import Run
+
+
+class Optimization:
+    """Methods with which a module is optimized; override some, call the others in manual optimization."""
+
+    automatic_optimization: bool = True
+    """False: `training_step` calls `manual_backward` and steps its optimizers itself (a GAN, say)."""
+
+    _managed_optimizers: Sequence[ManagedOptimizer] = ()
+    _manual_backward: Callable[..., None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._toggled: dict[Tensor, bool] = {}
+
+    if TYPE_CHECKING:
+
+        @property
+        def trainer(self) -> Run: ...
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer; or several, with schedulers or without.
+
+        That is: an optimizer; a list of them; two lists, of optimizers and schedulers; a dict with ``"optimizer"``,
+        ``"lr_scheduler"`` and ``"monitor"``; a list of such dicts; None to train without one. A scheduler is given
+        bare, or as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``), ``frequency``, ``monitor``,
+        ``strict``, ``name``, ``reduce_on_plateau``.
+        """
+        raise ModuleError(
+            f"{type(self).__name__} defines no configure_optimizers; define it to return an optimizer, "
+            "such as torch.optim.Adam(self.parameters())."
+        )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss; override to do it in another way."""
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Update the parameters of one optimizer; override for a warm-up, say, and call ``optimizer.step(closure)``.
+
+        The gradients are complete and clipped; the closure returns the loss (and computes it again for an optimizer
+        that asks repeatedly, such as LBFGS).
+        """
+        optimizer.step(optimizer_closure)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients before an update; override to clip in another way."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of an optimizer, by their global ``norm`` or each by ``value``; None does nothing."""
+        if gradient_clip_val is None:
+            return
+        algorithm = gradient_clip_algorithm or "norm"
+        if algorithm not in ("norm", "value"):
+            raise ModuleError(f"gradient_clip_algorithm must be 'norm' or 'value', got {algorithm!r}; give one.")
+        strategy = self.trainer.strategy
+        strategy.unscale(unwrap(optimizer))
+        strategy.clip(unwrap(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of several; their ``step`` obeys precision and strategy.
+
+        Args:
+            use_pl_optimizer: False for the bare torch optimizers (the name is Lightning's).
+        """
+        managed = self._managed_optimizers
+        optimizers = list(managed) if use_pl_optimizer else [each.optimizer for each in managed]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, a list of several, or None; manual optimization steps them itself."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Call instead of ``loss.backward()`` in manual optimization, so that precision and strategy are obeyed."""
+        if self.automatic_optimization:
+            raise RunError(
+                f"manual_backward was called with automatic_optimization={self.automatic_optimization}; "
+                "set self.automatic_optimization = False in __init__, or return the loss instead."
+            )
+        self._manual_backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Let only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
+        if self._toggled:
+            raise RunError(
+                f"toggle_optimizer was called twice, and {len(self._toggled)} parameters are still switched off; "
+                "call untoggle_optimizer in between."
+            )
+        kept = {parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]}
+        groups = [group for other in self._managed_optimizers for group in other.optimizer.param_groups]
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if parameter not in kept and parameter not in self._toggled:
+                self._toggled[parameter] = parameter.requires_grad
+                parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, required in self._toggled.items():
+            parameter.requires_grad = required
+        self._toggled.clear()
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
+        """Toggle an optimizer inside a ``with`` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer], backward: Callable[..., None]) -> None:
+        """Take what `optimizers` returns, and what `manual_backward` does."""
+        self._managed_optimizers, self._manual_backward = optimizers, backward
+
+
+def unwrap(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
+    """Return the torch optimizer."""
+    return optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
