@@ -165,6 +165,11 @@ class BatchShare:
         start = rank * smaller + min(rank, num_larger)
         return slice(start, start + smaller + (rank < num_larger))
 
+    def cuts(self, num_entries: int) -> list[slice]:
+        """Return the slices that are this rank's micro-batches of such a global batch."""
+        own, width = self.of(num_entries), self.micro_batch_size or 1
+        return [slice(start, min(start + width, own.stop)) for start in range(own.start, own.stop, width)]
+
     def num_micro_batches(self, num_entries: int) -> int:
         """Return into how many micro-batches the largest part of such a global batch is cut."""
         return math.ceil(math.ceil(num_entries / self.data_size) / (self.micro_batch_size or 1))
@@ -216,39 +221,38 @@ class IndexStream:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
-        share, place = self._share, self._start
+        share, place, draw = self._share, self._start, self._draw
         entries = self._order.entries(self._epoch, place)
-        size, width = share.global_batch_size, share.micro_batch_size
-        length, own, starts = 0, slice(0), range(0)
+        seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
+        is_ready = share.micro_batch_size is None
+        length = 0
+        cuts: list[slice] = []
         totals: list[int | None] = []
         while global_batch := list(islice(entries, size)):
             if len(global_batch) != length:  # the first, or the last: all others are cut in the same way
                 length = len(global_batch)
                 if self._drop_last and length < size:
                     return
-                own = share.of(length)
-                starts = range(own.start, own.stop, width or 1)
-                totals = []
-            if share.data_size > 1 and (width is None or not totals):  # ready-made batches may differ in size
+                cuts, totals = share.cuts(length), []
+            if num_ranks > 1 and (is_ready or not totals):  # ready-made batches may differ in size
                 totals = share.totals(global_batch)
-            micro_batches = [
-                self._micro_batch(global_batch[start : min(start + starts.step, own.stop)], place + start)
-                for start in starts
-            ]
+            micro_batches = [draw(global_batch[cut], place + cut.start, seed) for cut in cuts]
             place += length
-            self.drawn.append(Window(micro_batches, totals, end=place))
+            self.drawn.append(Window(micro_batches, totals, place))
             for micro_batch in micro_batches:
                 yield micro_batch.indices
 
-    def _micro_batch(self, entries: list[Any], place: int) -> MicroBatch:
-        if self._share.micro_batch_size is None:
-            # a ready-made batch is one entry: the places of its samples are those inside it
-            indices, seed, first = entries[0], derive(self._seed, self._epoch, place), 0
-            size = len(indices) if isinstance(indices, list) else None
-        else:
-            indices, seed, first, size = entries, derive(self._seed, self._epoch), place, len(entries)
-        if self._is_seeded and isinstance(indices, list):
-            indices = SeededIndices(indices, seed, first)
+    def _draw(self, entries: list[Any], place: int, seed: int) -> MicroBatch:
+        """Return the micro-batch of these entries of the order; `seed` is that of the epoch."""
+        if self._share.micro_batch_size is not None:
+            indices: Any = SeededIndices(entries, seed, place) if self._is_seeded else entries
+            return MicroBatch(None, len(entries), place, indices)
+        indices = entries[0]  # a ready-made batch is one entry: the places of its samples are those inside it
+        if not isinstance(indices, list):
+            return MicroBatch(None, None, place, indices)
+        size = len(indices)
+        if self._is_seeded:
+            indices = SeededIndices(indices, mix(seed, place), 0)
         return MicroBatch(None, size, place, indices)
 
     def __len__(self) -> int:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate, default_convert
 
 from ...callbacks.samples.file import Source
 from .index_stream import IndexStream, length_of, set_epoch
 from .loader_kinds import is_dealt, makes_batches, order_of, with_indices
 from .micro_batch import MicroBatch, Window
-from .seed import RngStream, derive, isolated_rng, seed_generators
+from .seed import PRESERVED_GENERATORS, derive, isolated_rng, mix, seed_generators
 from .stream import END, CountSamples, Cut, load_place, place_of
 
 _PLAIN: Final = {TensorDataset, list, tuple, range}
-"""Data sets that draw no random numbers."""
+"""Data sets that draw no random numbers; nor do subsets and concatenations of them."""
 _PLAIN_COLLATE: Final = (default_collate, default_convert)
 
 
@@ -35,7 +36,7 @@ class MapStream:
         self._count = count
         self._samples = loader.batch_size if makes_batches(loader) else None
         self._share = cut.share(self._samples, is_dealt=self.num_streams == 1)
-        is_seeded = not (type(loader.dataset) in _PLAIN and loader.collate_fn in _PLAIN_COLLATE)
+        is_seeded = not (_is_plain(loader.dataset) and loader.collate_fn in _PLAIN_COLLATE)
         self._indices = IndexStream(
             order_of(loader, seed, in_order=in_order),
             self._share,
@@ -46,11 +47,12 @@ class MapStream:
         self._loader = with_indices(loader, self._indices)
         # a position says what was read only if batches come as the sampler gave them (DataLoader(in_order=False))
         vars(self._loader)["in_order"] = True
-        self._rng = RngStream(seed) if is_seeded and loader.num_workers == 0 else None
+        self._is_seeded = is_seeded and loader.num_workers == 0
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._batches: Iterator[Any] = iter(())
         self._ahead: Any = END
-        self._fetched_since_position = 0
+        self._epoch_seed = self._first_offset = self._offset = 0
+        """With the position they make the seed of a batch."""
         self._is_over = False
 
     def __repr__(self) -> str:
@@ -83,19 +85,22 @@ class MapStream:
         Args:
             limit: the largest number of micro-batches that a rank may read.
         """
-        with self._reading():
-            while limit > 0 and (window := self._next_window()) is not None:
+        with self._reading() as drawn:
+            while limit > 0 and self._draws_more():
+                window = drawn.popleft()
                 if window.num_micro_batches > limit:
                     window.shorten(int(limit))
-                if not all(map(self._fill, window.micro_batches)):
-                    return
+                for micro_batch in window.micro_batches:
+                    if not self._fill(micro_batch):
+                        return
                 self._advance(window.end)
                 limit -= window.num_micro_batches
                 yield window
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        with self._reading():
-            while (window := self._next_window()) is not None:
+        with self._reading() as drawn:
+            while self._draws_more():
+                window = drawn.popleft()
                 for micro_batch in window.micro_batches:
                     if not self._fill(micro_batch):
                         return
@@ -105,7 +110,7 @@ class MapStream:
                     yield micro_batch
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[deque[Window]]:
         """Begin to read at the position; let go of the loader's iterator, and with it its workers, at the end."""
         if self._is_over:  # the next iteration is another epoch
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
@@ -113,24 +118,23 @@ class MapStream:
         self._indices.seek(epoch, self.position)
         set_epoch(self._loader.dataset, epoch)
         with isolated_rng():  # an iterator draws a seed for its workers
-            torch.default_generator.manual_seed(derive(self._seed, epoch))
+            self._epoch_seed = derive(self._seed, epoch)
+            torch.default_generator.manual_seed(self._epoch_seed)
             batches = self._batches = iter(self._loader)
-        self._ahead, self._fetched_since_position = END, 0
+        self._ahead = END
+        self._first_offset = self._offset = self._share.data_rank * self.per_step
         try:
-            yield
+            yield self._indices.drawn
         finally:
             if self._batches is batches:  # nobody has begun to read again
                 self._batches = iter(())
 
-    def _next_window(self) -> Window | None:
-        """Return what the sampler draws next, its batches still to be filled in; None at the end of the epoch."""
-        drawn = self._indices.drawn
-        if not drawn:  # reading makes the sampler go on, which then says what comes
+    def _draws_more(self) -> bool:
+        """Return whether the sampler has drawn another window, its batches still to be filled in."""
+        if not self._indices.drawn:  # reading makes the sampler go on, which then says what comes
             self._ahead = self._fetch()
-        if drawn:
-            return drawn.popleft()
-        self._is_over = True
-        return None
+        self._is_over = not self._indices.drawn
+        return not self._is_over
 
     def _fill(self, micro_batch: MicroBatch) -> bool:
         """Read the batch of what the sampler has drawn; return False if the loader has none."""
@@ -145,18 +149,16 @@ class MapStream:
         return True
 
     def _fetch(self) -> Any:
-        """Return the next batch of the loader, or `END`; what is drawn for it comes from a random stream apart."""
-        if self._rng is None:
+        """Return the next batch of the loader, or `END`; what it draws at random depends on its place alone."""
+        if not self._is_seeded:
             return next(self._batches, END)
-        offset = self._share.data_rank * self.per_step + self._fetched_since_position
-        with self._rng:
-            seed_generators(derive(self._seed, self._epoch + self.rounds, self.position, offset))
-            batch = next(self._batches, END)
-        self._fetched_since_position += 1
-        return batch
+        with PRESERVED_GENERATORS:
+            seed_generators(mix(mix(self._epoch_seed, self.position), self._offset))
+            self._offset += 1
+            return next(self._batches, END)
 
     def _advance(self, position: int) -> None:
-        self.position, self._fetched_since_position = position, 0
+        self.position, self._offset = position, self._first_offset
 
     # --- lengths and state -------------------------------------------------------------------------------------------
 
@@ -187,3 +189,12 @@ class MapStream:
 
     def close(self) -> None:
         vars(self._loader)["_iterator"] = None  # ends persistent workers now; the garbage collector would take 10 s
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Return whether reading a data set is known to draw no random numbers."""
+    if type(dataset) is Subset:
+        return _is_plain(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(_is_plain, dataset.datasets))
+    return type(dataset) in _PLAIN

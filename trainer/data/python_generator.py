@@ -11,6 +11,9 @@ _NUM_WORDS: Final = 624
 """Of the Mersenne Twister: its state is as many 32-bit words, and the index of the next one."""
 _SIZE: Final = 4 * (_NUM_WORDS + 1)
 
+_MARK: Final = 16
+"""Bytes that differ between any two states that occur: the index and three words, which drawing and seeding change."""
+
 State = tuple[Any, float | None]
 """The memory (or, where that is not known, what `random.getstate` returns), and the normal that is kept for later."""
 
@@ -32,6 +35,12 @@ class PythonGenerator:
         if self._memory is None:
             return random.getstate(), None
         return bytes(self._memory), self._generator.gauss_next
+
+    def updated(self, state: State) -> State:
+        """Return the state as it is now; `state` itself if it is still that one, which its first words tell."""
+        if self._memory is not None and self._memory[:_MARK] == state[0][:_MARK]:
+            return state
+        return self.get_state()
 
     def set_state(self, state: State) -> None:
         """Put a state back."""
