@@ -238,7 +238,7 @@ class IndexStream:
                 totals = share.totals(global_batch)
             micro_batches = [draw(global_batch[cut], place + cut.start, seed) for cut in cuts]
             place += length
-            self.drawn.append(Window(micro_batches, totals, place))
+            self.drawn.append(Window.of_all_ranks(micro_batches, totals, place))
             for micro_batch in micro_batches:
                 yield micro_batch.indices
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -48,9 +49,9 @@ class IterableStream:
         if self._is_over:  # the next iteration is another epoch
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         if not self._was_over:
-            batches = self._begin()
-            while (batch := self._fetch(batches)) is not END:
-                self.batch_size = self._count(batch)
+            batches, count = self._begin(), self._count
+            for batch in batches if self._rng is None else iter(partial(self._fetch, batches), END):
+                self.batch_size = count(batch)
                 micro_batch = MicroBatch(batch, self.batch_size, self.position)
                 micro_batch.lap = self.rounds
                 self.position += 1
@@ -86,9 +87,8 @@ class IterableStream:
             pass
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, or `END`; a DataLoader draws from a random stream apart."""
-        if self._rng is None:
-            return next(batches, END)
+        """Return the next batch of a DataLoader, or `END`; what it draws comes from a random stream of its own."""
+        assert self._rng is not None
         with self._rng:
             return next(batches, END)
 

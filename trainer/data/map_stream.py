@@ -88,23 +88,23 @@ class MapStream:
         with self._reading() as drawn:
             while limit > 0 and self._draws_more():
                 window = drawn.popleft()
-                if window.num_micro_batches > limit:
-                    window.shorten(int(limit))
-                for micro_batch in window.micro_batches:
+                if window.length > limit:
+                    window = window.shortened(int(limit))
+                for micro_batch in window:
                     if not self._fill(micro_batch):
                         return
                 self._advance(window.end)
-                limit -= window.num_micro_batches
+                limit -= window.length
                 yield window
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         with self._reading() as drawn:
             while self._draws_more():
                 window = drawn.popleft()
-                for micro_batch in window.micro_batches:
+                for micro_batch in window:
                     if not self._fill(micro_batch):
                         return
-                    if micro_batch is window.micro_batches[-1]:
+                    if micro_batch is window[-1]:
                         self._advance(window.end)
                     self.batch_size = micro_batch.size
                     yield micro_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...callbacks.samples.file import Reading
@@ -34,30 +34,37 @@ class MicroBatch:
         return Reading(loader, self.lap, self.place, self.indices, 0 if self.indices is not None else self.size)
 
 
-class Window:
-    """The micro-batches of one optimizer step: this rank's, and the counts of all ranks."""
+class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank have the defaults of the class
+    """The micro-batches of one optimizer step on this rank, perhaps none, with the counts of all ranks."""
 
-    __slots__ = ("end", "micro_batches", "num_micro_batches", "total_size", "totals")
-
-    def __init__(self, micro_batches: list[MicroBatch], totals: Sequence[int | None] = (), end: int = 0) -> None:
-        self.micro_batches = micro_batches
-        """Of this rank; there may be none."""
-        self.totals = totals
-        """Samples of all ranks in their first, second, ... micro-batches; None where only reading tells."""
-        self.end = end
-        """The position of all ranks after this window."""
-        self.num_micro_batches = len(totals) or len(micro_batches)
-        """Of the rank that has most."""
-        self.total_size = 0
-        """Samples on all ranks, once it has been read; kept where there are several ranks."""
+    totals: Sequence[int | None] = ()
+    """Samples of all ranks in their first, second, ... micro-batches; None where only reading tells."""
+    total_size: int = 0
+    """Samples on all ranks, once it has been read; kept where there are several ranks."""
+    num_micro_batches: int | None = None
+    """Of the rank that has most; None if there is one rank."""
+    end: int = 0
+    """The position of all ranks after this window."""
 
     @property
     def size(self) -> int:
         """Samples on this rank."""
-        return sum(micro_batch.size for micro_batch in self.micro_batches)
+        return sum(micro_batch.size for micro_batch in self)
 
-    def shorten(self, num_micro_batches: int) -> None:
-        """Keep the first `num_micro_batches` of each rank."""
-        self.micro_batches = self.micro_batches[:num_micro_batches]
-        self.totals = self.totals[:num_micro_batches]
-        self.num_micro_batches = min(self.num_micro_batches, num_micro_batches)
+    @property
+    def length(self) -> int:
+        """Micro-batches of the rank that has most."""
+        return len(self) if self.num_micro_batches is None else self.num_micro_batches
+
+    @classmethod
+    def of_all_ranks(cls, micro_batches: Iterable[MicroBatch], totals: Sequence[int | None], end: int) -> Window:
+        """Return a window of a global batch; without totals it is that of one rank."""
+        window = cls(micro_batches)
+        window.end = end
+        if totals:
+            window.totals, window.num_micro_batches = totals, len(totals)
+        return window
+
+    def shortened(self, num_micro_batches: int) -> Window:
+        """Return the window with the first `num_micro_batches` of each rank."""
+        return Window.of_all_ranks(self[:num_micro_batches], self.totals[:num_micro_batches], self.end)

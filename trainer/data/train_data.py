@@ -131,7 +131,9 @@ class TrainData:
         if self._cut.ranks.data_size > 1:
             return self._windows_of_all_ranks(remaining)
         micro_batches = islice(self._micro_batches(), None if remaining == math.inf else int(remaining))
-        return map(Window, iter(lambda: list(islice(micro_batches, self._per_step)), []))
+        if self._per_step == 1:
+            return map(Window, zip(micro_batches))  # without a frame of ours
+        return map(Window, iter(lambda: tuple(islice(micro_batches, self._per_step)), ()))
 
     def _with_totals(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Yield windows with the samples of all ranks; asks them where their samplers do not tell."""
@@ -146,8 +148,8 @@ class TrainData:
         """Yield what this rank reads by itself, until no rank has any."""
         micro_batches = self._micro_batches()
         while remaining > 0:
-            window = Window(list(islice(micro_batches, int(min(self._per_step, remaining)))))
-            rows = self._cut.ranks.gather(len(window.micro_batches), window.size)
+            window = Window(islice(micro_batches, int(min(self._per_step, remaining))))
+            rows = self._cut.ranks.gather(len(window), window.size)
             window.num_micro_batches = max(int(length) for length, _ in rows)
             window.total_size = sum(int(total) for _, total in rows)
             if window.num_micro_batches == 0:

@@ -27,7 +27,7 @@ class Weights:
     def __init__(self, window: Window, strategy: Strategy | None = None) -> None:
         self._strategy = strategy
         self._planned = window.size if strategy is None else window.total_size
-        self._is_whole = len(window.micro_batches) == 1 and strategy is None
+        self._is_whole = len(window) == 1 and strategy is None
         self._ranks = 1 if strategy is None else strategy.data_size
         self._used = 0
         # of the totals, as long as the counts are not known

@@ -35,15 +35,14 @@ class SharedStep(Step):
         """In manual optimization, what the losses of this window are multiplied by."""
 
     def forward_backward(self, window: Window) -> bool:
-        micro_batches = window.micro_batches
-        last = len(micro_batches) - 1
+        last = len(window) - 1
         self.weights = self.make_weights(window)
         self.has_gradients = False
         self.metrics.position = self.state.global_step + 1
         has_begun = self._is_collective and self._catch_up(window)
-        for index, micro_batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(window):
             if index:
-                self.end(micro_batches[index - 1])
+                self.end(window[index - 1])
             if not self.begin(micro_batch):
                 if self.has_gradients:  # all ranks stop here, with gradients that have not met
                     self._backward_spare(is_first=False, is_last=True)
@@ -52,14 +51,14 @@ class SharedStep(Step):
             self.output = self.forward(self.batch, self.progress.batch_idx)
             if self.is_automatic:
                 self.add_gradients(micro_batch, is_first=index == 0 and not has_begun)
-        if not micro_batches:
+        if not window:
             self._take_part_without_samples(is_first=not has_begun)
         return True
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         num_micro_batches = super().finish(window, goes_on=goes_on)
         if goes_on:  # count as all ranks do
-            self.state.batches_in_epoch += window.num_micro_batches - len(window.micro_batches)
+            self.state.batches_in_epoch += window.length - len(window)
             self.state.samples_seen += window.total_size - window.size
         return num_micro_batches
 
@@ -68,8 +67,8 @@ class SharedStep(Step):
     def make_weights(self, window: Window) -> Weights:
         if not self.is_automatic:
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
-        if window.micro_batches:
-            self._spare_batch = window.micro_batches[-1]
+        if window:
+            self._spare_batch = window[-1]
         return Weights(window, self.strategy)
 
     def counts_units(self, weights: Weights) -> bool:
@@ -115,7 +114,7 @@ class SharedStep(Step):
 
     def begin_again(self, window: Window) -> None:
         has_begun = self._is_collective and self._catch_up(window)
-        if not window.micro_batches:
+        if not window:
             self._backward_spare(is_first=not has_begun, is_last=True)
         elif not has_begun:
             super().begin_again(window)
@@ -126,7 +125,7 @@ class SharedStep(Step):
         They come first, so that all ranks end with the last micro-batch, which synchronizes. The old gradients are gone
         then, and those of other ranks may be here.
         """
-        missing = window.num_micro_batches - max(len(window.micro_batches), 1)
+        missing = window.length - max(len(window), 1)
         for index in range(missing if self.is_automatic else 0):
             self._backward_spare(is_first=index == 0, is_last=False)
         return self.is_automatic and missing > 0

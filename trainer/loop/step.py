@@ -156,19 +156,41 @@ class Step(ABC):
 
     def update(self, window: Window, *, goes_on: bool) -> None:
         """Update the parameters with the gradients of a window, and count the step."""
-        if self.is_automatic and self.has_gradients:
-            self._update(window)
-        elif goes_on and not self.is_automatic:
-            self._end_manual_update()
-            self.state.global_step += 1
+        state = self.state
+        if not self.is_automatic:
+            if goes_on:
+                self._end_manual_update()
+                state.global_step += 1
+            return
+        if not self.has_gradients:
+            return
+        closure = None
+        if self.weights is not None:
+            self.correct_gradients(self.weights)
+            if self.passes_closure:
+                closure = self._closure(window, self.weights)
+        if self.writer.is_copying:
+            self.writer.wait_for_copy()  # a checkpoint is copying what changes now
+        has_updated = True
+        if self._updates_directly:
+            for index, updater in enumerate(self._updaters):
+                updater.step()
+                state.optimizer_steps[index] += 1
+        else:
+            has_updated = self._update_each(closure)
+        state.global_step += 1
+        if not has_updated:
+            state.skipped_steps += 1
+        elif self.schedulers:
+            step_schedulers(self.session, "step", state.global_step)
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         """End the window's last micro-batch; return how many it had, 0 if a hook asked to end the epoch."""
-        if goes_on and window.micro_batches:
-            self.end(window.micro_batches[-1])
+        if goes_on and window:
+            self.end(window[-1])
         self.batch = self.output = None
         self.metrics.in_batch, self.metrics.position = False, self.state.global_step
-        return window.num_micro_batches if goes_on else 0
+        return window.length if goes_on else 0
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -204,27 +226,6 @@ class Step(ABC):
         correction = weights.correction(counts_units=self.counts_units(weights))
         if correction is not None:
             self.strategy.scale_gradients(correction)
-
-    def _update(self, window: Window) -> None:
-        state, weights, closure = self.state, self.weights, None
-        if weights is not None:
-            self.correct_gradients(weights)
-            if self.passes_closure:
-                closure = self._closure(window, weights)
-        if self.writer.is_copying:
-            self.writer.wait_for_copy()  # a checkpoint is copying what changes now
-        has_updated = True
-        if self._updates_directly:
-            for index, updater in enumerate(self._updaters):
-                updater.step()
-                state.optimizer_steps[index] += 1
-        else:
-            has_updated = self._update_each(closure)
-        state.global_step += 1
-        if not has_updated:
-            state.skipped_steps += 1
-        elif self.schedulers:
-            step_schedulers(self.session, "step", state.global_step)
 
     def _update_each(self, closure: Callable[[], Any] | None) -> bool:
         """Unscale, clip and step each optimizer; return False if one was left out as scaled gradients overflowed."""
@@ -280,8 +281,8 @@ class Step(ABC):
         """Compute the loss and the gradients of a window at the parameters as they are now."""
         weights = self.make_weights(window)
         self.begin_again(window)
-        last = len(window.micro_batches) - 1
-        for index, micro_batch in enumerate(window.micro_batches):
+        last = len(window) - 1
+        for index, micro_batch in enumerate(window):
             batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
             if last:
                 self.set_grad_sync(index == last)
@@ -301,14 +302,13 @@ class OneRankStep(Step):
     """The step of a rank that shares it with no other."""
 
     def forward_backward(self, window: Window) -> bool:
-        micro_batches = window.micro_batches
-        last = len(micro_batches) - 1
+        last = len(window) - 1
         self.weights = self.make_weights(window) if last or self.passes_closure else None
         self.has_gradients = False
         self.metrics.position = self.state.global_step + 1
-        for index, micro_batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(window):
             if index:
-                self.end(micro_batches[index - 1])
+                self.end(window[index - 1])
             if not self.begin(micro_batch):
                 return False
             if last:

@@ -112,8 +112,8 @@ def _windows(session: Session) -> Iterator[Window]:
                 f"The training loader gave no batch in epoch {state.epoch}; if it can be read only once, set "
                 "max_epochs=1, or pass one that begins again with each iter()."
             )
-        if state.global_step == 0 and first.micro_batches:  # this rank may have no part in the first step
-            check_batch(first.micro_batches[0].batch, "training", session.moves_own_types)
+        if state.global_step == 0 and first:  # this rank may have no part in the first step
+            check_batch(first[0].batch, "training", session.moves_own_types)
         windows = chain([first], windows)
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 

@@ -54,10 +54,10 @@ def train_data(source, ranks, *, accumulate=1, global_batch_size=None, limit=1.0
 def read(data, windows, plain=flat):
     steps = []
     for window in windows:
-        sizes = [micro_batch.size for micro_batch in window.micro_batches]
-        batches = [micro_batch.batch for micro_batch in window.micro_batches]
+        sizes = [micro_batch.size for micro_batch in window]
+        batches = [micro_batch.batch for micro_batch in window]
         total = window.total_size or sum(sizes)
-        steps.append(Step(plain(batches), sizes, total, window.num_micro_batches, data.state_dict()))
+        steps.append(Step(plain(batches), sizes, total, window.length, data.state_dict()))
     return steps
 
 
