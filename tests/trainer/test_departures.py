@@ -263,9 +263,9 @@ def test_a_misspelt_hook_is_pointed_out():
         def on_training_batch_end(self, trainer, module, outputs, batch, batch_idx):
             raise AssertionError("never called")
 
-    with pytest.warns(UserWarning, match=r"Misspelt\.on_train_epoch_ends is no hook .* mean 'on_train_epoch_end'\?"):
+    with pytest.warns(UserWarning, match=r"Misspelt\.on_train_epoch_ends is not a hook .* mean 'on_train_epoch_end'\?"):
         quiet(max_epochs=1).fit(Misspelt(), loader())
-    with pytest.warns(UserWarning, match=r"MisspeltToo\.on_training_batch_end is no hook .* 'on_train_batch_end'\?"):
+    with pytest.warns(UserWarning, match=r"MisspeltToo\.on_training_batch_end is not a hook .* 'on_train_batch_end'\?"):
         quiet(callbacks=MisspeltToo())
 
 
@@ -274,7 +274,7 @@ def test_a_misspelt_step_is_pointed_out_even_where_it_is_not_needed():
         def validaton_step(self, batch, batch_idx):
             raise AssertionError("never called")
 
-    with pytest.warns(UserWarning, match=r"Misspelt\.validaton_step is no hook .* mean 'validation_step'\?"):
+    with pytest.warns(UserWarning, match=r"Misspelt\.validaton_step is not a hook .* mean 'validation_step'\?"):
         quiet(max_epochs=1).fit(Misspelt(), loader())
 
 

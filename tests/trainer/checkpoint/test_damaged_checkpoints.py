@@ -347,6 +347,6 @@ def test_the_package_neither_pickles_nor_loads_what_may_be_pickled() -> None:
 # no checkpoint comes near them
 BETWEEN_OWN_PROCESSES = {
     ("strategies", "distributed", "pickling.py"),
-    ("strategies", "resilience", "known_state.py"),
+    ("strategies", "resilience", "torch_rendezvous.py"),
 }
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
