@@ -24,6 +24,8 @@ class SharedStep(Step):
     that other ranks have more.
     """
 
+    __slots__ = ("_counts_units", "_is_collective", "_manual_weight", "_spare_batch")
+
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._is_collective = session.strategy.forward_is_collective
@@ -56,11 +58,13 @@ class SharedStep(Step):
         return True
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
-        num_micro_batches = super().finish(window, goes_on=goes_on)
-        if goes_on:  # count as all ranks do
-            self.state.batches_in_epoch += window.length - len(window)
-            self.state.samples_seen += window.total_size - window.size
-        return num_micro_batches
+        super().finish(window, goes_on=goes_on)
+        if not goes_on:
+            return 0
+        # count as all ranks do
+        self.state.batches_in_epoch += window.length - len(window)
+        self.state.samples_seen += window.total_size - window.size
+        return window.length
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

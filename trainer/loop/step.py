@@ -32,6 +32,15 @@ class Step(ABC):
     one rank alone, on ranks that share the step, in a pipeline.
     """
 
+    # side by side in memory: the step of a small model takes as long as some dozens of cache misses
+    __slots__ = (
+        "_clips", "_has_stepped", "_managed_optimizers", "_needs_closure", "_on_batch_end", "_on_batch_start",
+        "_overrides_optimizer_step", "_plain_backward", "_updaters", "_updates_directly", "backward", "batch",
+        "forward", "has_gradients", "hooks", "is_automatic", "metrics", "module", "optimizers", "output",
+        "passes_closure", "progress", "schedulers", "session", "set_grad_sync", "state", "strategy", "transfer",
+        "weights", "writer", "zero_grads",
+    )  # fmt: skip
+
     def __init__(self, session: Session) -> None:
         hooks = session.hooks
         self.session, self.module, self.strategy = session, session.module, session.strategy
@@ -190,7 +199,7 @@ class Step(ABC):
             self.end(window[-1])
         self.batch = self.output = None
         self.metrics.in_batch, self.metrics.position = False, self.state.global_step
-        return window.length if goes_on else 0
+        return len(window) if goes_on else 0
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -300,6 +309,8 @@ class Step(ABC):
 
 class OneRankStep(Step):
     """The step of a rank that shares it with no other."""
+
+    __slots__ = ()
 
     def forward_backward(self, window: Window) -> bool:
         last = len(window) - 1
