@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import ModuleError
 
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_DEVICE: Final = Tensor.device.__get__  # type: ignore[attr-defined]
+_CPU: Final = torch.device("cpu")
+_DRAWING: Final = (torch.rand, torch.randn, torch.randint, torch.randperm)
 _FROM_DATA: Final = (torch.tensor, torch.as_tensor)
 _OVERWRITING: Final = {
     f"aten::{name}"
@@ -61,9 +64,9 @@ class DeferredInit:
             ) from error
         if not torch.equal(self.generator, torch.get_rng_state()):
             raise ModuleError(
-                "configure_model changed the state of the random generator, by torch.manual_seed or by drawing with "
-                "device=..., which deferred_init=True cannot replay; seed before fit (seed_everything), or leave "
-                "deferred_init out."
+                "configure_model changed the state of the random generator, by torch.manual_seed or by drawing into a "
+                "tensor made with device=..., which deferred_init=True cannot replay; seed before fit "
+                "(seed_everything), or leave deferred_init out."
             )
 
     def places(self, module: nn.Module) -> Places:
@@ -102,15 +105,20 @@ class DeferredInit:
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Makes tensors from data on the CPU first, since the meta device would drop the data, and hides ``is_meta``.
+    """Makes tensors from data on the CPU first, since the meta device would drop the data, and hides that device.
 
-    Some functions of torch.nn.init do nothing where ``tensor.is_meta`` (torch 2.14).
+    Functions of torch.nn.init do nothing where ``tensor.is_meta`` (torch 2.14), and models of transformers are not
+    initialized where the device of a new tensor is the meta device (transformers 5).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func == _IS_META:
             return False
+        if func == _DEVICE:
+            return _CPU
+        if func in _DRAWING and kwargs.get("device") in (_CPU, "cpu"):
+            del kwargs["device"]  # it may be that of a tensor
         if func not in _FROM_DATA or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
@@ -138,20 +146,20 @@ def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
 
     It draws again the numbers that lie outside the bounds (torch 2.14), and so reads values.
     """
-    original = nn.init.trunc_normal_
+    original = nn.init._no_grad_trunc_normal_
 
     def trunc_normal_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.device.type != "meta":
+        if not _is_meta(tensor):
             return original(tensor, *args, **kwargs)
         outline = _Outline.of(tensor)
         operations.append(_Operation(original, (outline, *args), kwargs, outline))
         return tensor
 
-    nn.init.trunc_normal_ = trunc_normal_
+    nn.init._no_grad_trunc_normal_ = trunc_normal_
     try:
         yield
     finally:
-        nn.init.trunc_normal_ = original
+        nn.init._no_grad_trunc_normal_ = original
 
 
 @dataclass(frozen=True)
@@ -261,6 +269,12 @@ def _outlined(values: Any) -> Any:
     return tree_map(
         lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
     )
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the meta device, also where that is hidden."""
+    with torch._C.DisableTorchFunction():  # noqa: SLF001
+        return tensor.is_meta
 
 
 def _memories(values: Any) -> set[int]:

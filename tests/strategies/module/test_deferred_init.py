@@ -54,6 +54,21 @@ def computed():
     return module
 
 
+def trunc_normal_by_an_older_name(init=nn.init.trunc_normal_):
+    module = nn.Linear(30, 20)
+    init(module.weight, std=2.0)
+    return module
+
+
+def initialised_unless_deferred():
+    """As transformers 5 does: nothing is initialized where tensors are on the meta device."""
+    module = nn.Linear(3, 4)
+    if torch.tensor([]).device.type != "meta" and module.weight.device != torch.device("meta"):
+        nn.init.normal_(module.weight)
+        module.bias.data = torch.rand(4, device=module.weight.device)
+    return module
+
+
 def tied():
     module = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7)})
     module["head"].weight = module["embed"].weight
@@ -77,7 +92,18 @@ def replayed(build):
 
 @pytest.mark.parametrize(
     "build",
-    [lstm, attention, initialised_twice, truncated, orthogonal, changed_in_parts, computed, tied],
+    [
+        lstm,
+        attention,
+        initialised_twice,
+        initialised_unless_deferred,
+        truncated,
+        trunc_normal_by_an_older_name,
+        orthogonal,
+        changed_in_parts,
+        computed,
+        tied,
+    ],
     ids=lambda build: build.__name__,
 )
 def test_values_made_later_are_those_of_building_in_place(build):
@@ -103,7 +129,9 @@ def test_what_has_been_drawn_in_between_is_not_drawn_again():
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: torch.manual_seed(3), lambda: torch.randn(3, device="cpu")], ids=["a seed", "another device"]
+    "draw",
+    [lambda: torch.manual_seed(3), lambda: torch.empty(3, device="cpu").normal_()],
+    ids=["a seed", "another device"],
 )
 def test_numbers_drawn_outside_of_the_record_are_refused(draw):
     with pytest.raises(ModuleError, match=r"torch\.manual_seed or.*seed before fit"), DeferredInit().recording():
