@@ -117,6 +117,25 @@ def test_values_made_later_are_those_of_building_in_place(build):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Llama", "ViT"])
+def test_models_of_transformers_get_the_values_that_they_would_have_had(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    if name != "ViT":
+        sizes |= {"vocab_size": 11, "bos_token_id": 0, "eos_token_id": 1}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+
+    def build():
+        return getattr(transformers, f"{name}Model")(config)
+
+    torch.manual_seed(1)
+    expected = dict(named(build()))
+    _, values = replayed(build)
+    assert values.keys() == expected.keys()
+    for key, value in values.items():
+        assert torch.equal(value, expected[key]), key
+
+
 def test_what_has_been_drawn_in_between_is_not_drawn_again():
     torch.manual_seed(1)
     deferred = DeferredInit()
