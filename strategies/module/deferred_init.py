@@ -117,7 +117,14 @@ class _AsIfReal(TorchFunctionMode):
             return False
         if func == _DEVICE:
             return _CPU
-        if func in _DRAWING and kwargs.get("device") in (_CPU, "cpu"):
+        device = kwargs.get("device")
+        if device in (torch.device("meta"), "meta"):
+            raise ModuleError(
+                "configure_model makes a tensor with device='meta', as from_pretrained of transformers does, which "
+                "deferred_init=True cannot replay; build from a config and load the weights afterwards "
+                "(load_state_dict, ckpt_path), or leave deferred_init out."
+            )
+        if func in _DRAWING and device in (_CPU, "cpu"):
             del kwargs["device"]  # it may be that of a tensor
         if func not in _FROM_DATA or kwargs.get("device") is not None:
             return func(*args, **kwargs)

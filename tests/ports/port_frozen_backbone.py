@@ -35,7 +35,7 @@ def make_optimizer(model):
 
 
 def original(ranks=1):
-    """Train; with several ranks, the trained batch norms see the samples of one rank at a time, as under torch's DDP."""
+    """Train; with several ranks, trained batch norms see the samples of one rank at a time, as under torch's DDP."""
     torch.manual_seed(12)
     model = Classifier()
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)

@@ -167,6 +167,12 @@ def test_values_that_are_read_while_building_are_refused(read):
         read()
 
 
+def test_a_meta_device_of_its_own_is_refused():
+    with pytest.raises(ModuleError, match="device='meta', as from_pretrained.*load the weights afterwards"):
+        with DeferredInit().recording(), torch.device("meta"):
+            nn.Linear(2, 2)
+
+
 def test_another_error_while_building_stays_what_it_is():
     with pytest.raises(RuntimeError, match="must have same reduction dim"), DeferredInit().recording():
         torch.ones(2, 3) @ torch.ones(2, 3)
