@@ -27,6 +27,7 @@ PROGRAMS = [
     "sine_lbfgs",
     "stream",
     "transformers",
+    "vae",
     "word_language_model",
 ]
 

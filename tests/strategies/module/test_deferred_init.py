@@ -168,9 +168,9 @@ def test_values_that_are_read_while_building_are_refused(read):
 
 
 def test_a_meta_device_of_its_own_is_refused():
-    with pytest.raises(ModuleError, match="device='meta', as from_pretrained.*load the weights afterwards"):
-        with DeferredInit().recording(), torch.device("meta"):
-            nn.Linear(2, 2)
+    refused = pytest.raises(ModuleError, match="device='meta', as from_pretrained.*load the weights afterwards")
+    with refused, DeferredInit().recording(), torch.device("meta"):
+        nn.Linear(2, 2)
 
 
 def test_another_error_while_building_stays_what_it_is():
