@@ -17,9 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import ModuleError
 
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_DEVICE: Final = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE: Final = Tensor.device.__get__
 _CPU: Final = torch.device("cpu")
-_DRAWING: Final = (torch.rand, torch.randn, torch.randint, torch.randperm)
+_META: Final = torch.device("meta")
+_DEFERRED: Final = frozenset(
+    (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm)
+)
+"""Functions whose tensors are on the meta device even where the CPU is asked for: it may be that of a parameter."""
 _FROM_DATA: Final = (torch.tensor, torch.as_tensor)
 _OVERWRITING: Final = {
     f"aten::{name}"
@@ -65,8 +69,8 @@ class DeferredInit:
         if not torch.equal(self.generator, torch.get_rng_state()):
             raise ModuleError(
                 "configure_model changed the state of the random generator, by torch.manual_seed or by drawing into a "
-                "tensor made with device=..., which deferred_init=True cannot replay; seed before fit "
-                "(seed_everything), or leave deferred_init out."
+                "tensor that is not deferred (torch.Tensor(...), torch.tensor(data, device=...)), which "
+                "deferred_init=True cannot replay; seed before fit (seed_everything), or leave deferred_init out."
             )
 
     def places(self, module: nn.Module) -> Places:
@@ -117,15 +121,14 @@ class _AsIfReal(TorchFunctionMode):
             return False
         if func == _DEVICE:
             return _CPU
-        device = kwargs.get("device")
-        if device in (torch.device("meta"), "meta"):
+        if kwargs.get("device") in (_META, "meta"):
             raise ModuleError(
                 "configure_model makes a tensor with device='meta', as from_pretrained of transformers does, which "
                 "deferred_init=True cannot replay; build from a config and load the weights afterwards "
                 "(load_state_dict, ckpt_path), or leave deferred_init out."
             )
-        if func in _DRAWING and device in (_CPU, "cpu"):
-            del kwargs["device"]  # it may be that of a tensor
+        if func in _DEFERRED or (func is Tensor.to and _is_meta(args[0])):
+            args, kwargs = tree_map(_deferred_device, (args, kwargs))
         if func not in _FROM_DATA or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
@@ -251,7 +254,7 @@ class _Operation(NamedTuple):
         def replace(value: Any) -> Any:
             if isinstance(value, _Outline):
                 return value.real(real)
-            return torch.device("cpu") if value == torch.device("meta") else value
+            return torch.device("cpu") if value == _META else value
 
         with torch.no_grad():
             output = self.function(*tree_map(replace, self.args), **tree_map(replace, self.kwargs))
@@ -276,6 +279,11 @@ def _outlined(values: Any) -> Any:
     return tree_map(
         lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
     )
+
+
+def _deferred_device(value: Any) -> Any:
+    """Return the meta device in place of the CPU; every other value as it is."""
+    return _META if isinstance(value, torch.device | str) and value in (_CPU, "cpu") else value
 
 
 def _is_meta(tensor: Tensor) -> bool:

@@ -69,6 +69,14 @@ def initialised_unless_deferred():
     return module
 
 
+def on_the_device_of_another_layer():
+    module = nn.Sequential(nn.Linear(3, 4))
+    module.append(nn.Linear(4, 2, device=module[0].weight.device))
+    module.append(nn.Linear(2, 2).to(module[0].weight.device))
+    module.noise = nn.Parameter(module[0].weight + torch.randn(4, 3, device=module[0].weight.device))
+    return module
+
+
 def tied():
     module = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7)})
     module["head"].weight = module["embed"].weight
@@ -97,6 +105,7 @@ def replayed(build):
         attention,
         initialised_twice,
         initialised_unless_deferred,
+        on_the_device_of_another_layer,
         truncated,
         trunc_normal_by_an_older_name,
         orthogonal,
@@ -149,8 +158,8 @@ def test_what_has_been_drawn_in_between_is_not_drawn_again():
 
 @pytest.mark.parametrize(
     "draw",
-    [lambda: torch.manual_seed(3), lambda: torch.empty(3, device="cpu").normal_()],
-    ids=["a seed", "another device"],
+    [lambda: torch.manual_seed(3), lambda: torch.tensor([1.0, 2.0], device="cpu").normal_()],
+    ids=["a seed", "values that were there"],
 )
 def test_numbers_drawn_outside_of_the_record_are_refused(draw):
     with pytest.raises(ModuleError, match=r"torch\.manual_seed or.*seed before fit"), DeferredInit().recording():
