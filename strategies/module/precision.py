@@ -17,13 +17,22 @@ _MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
     "bf16-mixed": (None, torch.bfloat16),
     "16-mixed": (None, torch.float16),
     "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
     "64-true": (torch.float64, None),
 }
 _SHORT: Final = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+_MEANT: Final = {
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "16-mixed"),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "32-true"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16", "transformer-engine"), "bf16-mixed"),
+    **dict.fromkeys(("fp64", "float64", "double", "torch.float64"), "64-true"),
+    "transformer-engine-float16": "16-mixed",
+}
+"""Names that others have for a precision, or for the nearest one."""
 
 
 class Precision:
-    """One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` and ``64-true``, with Lightning's meaning.
+    """One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` and ``64-true``, as in Lightning.
 
     ``-mixed`` keeps float32 parameters and autocasts the steps (``torch.amp``); ``16-mixed`` also scales the loss so
     that small float16 gradients survive (Micikevicius et al. 2018). ``-true`` converts parameters and inputs.
@@ -36,8 +45,8 @@ class Precision:
     def __init__(self, name: str | int = "32-true") -> None:
         full = _SHORT.get(str(name), str(name))
         if full not in _MODES:
-            known = [*_MODES, *_SHORT]
-            raise ConfigError(f"precision={name!r} is not a known precision.{did_you_mean(str(name), known)}")
+            meant = f" Did you mean {_MEANT[full]!r}?" if full in _MEANT else did_you_mean(full, [*_MODES, *_SHORT])
+            raise ConfigError(f"precision={name!r} is not a known precision.{meant}")
         self.name = full
         self.param_dtype, self.autocast_dtype = _MODES[full]
         self.uses_scaler = self.autocast_dtype is torch.float16
