@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
@@ -46,6 +47,11 @@ class TrainerAttributes:
     def predicting(self) -> bool:
         """Whether a prediction is running."""
         return self._runner.stage == "predict"
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation before training is running."""
+        return self._runner.stage == "sanity_check"
 
     @property
     def evaluating(self) -> bool:
@@ -125,6 +131,17 @@ class TrainerAttributes:
     @logger.setter
     def logger(self, logger: Logger | None) -> None:
         self._runner.set_loggers([] if logger is None else [logger])
+
+    @property
+    def log_dir(self) -> str:
+        """The first logger's folder, else `default_root_dir`."""
+        loggers = self._runner.loggers
+        return str(run_folder(loggers[0], self.default_root_dir)) if loggers else self.default_root_dir
+
+    @property
+    def default_root_dir(self) -> str:
+        """The folder that loggers and checkpoints are written to that have no other place."""
+        return str(self.settings.default_root_dir or ".")
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

@@ -5,21 +5,47 @@ from __future__ import annotations
 import difflib
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import HOOK_NAMES, overrides
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
-from ..strategies.errors import ConfigError, ModuleError
+from ..strategies import Hardware
+from ..strategies.errors import ConfigError, DataError, ModuleError
+from .data.combined_loader import combined_of
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .session.session import Task
 from .session.settings import Settings
+
+_REMOVED_OF_TASK: Final[Mapping[Task, Sequence[str]]] = {
+    "fit": ("training_epoch_end", "validation_epoch_end"),
+    "validate": ("validation_epoch_end",),
+    "test": ("test_epoch_end",),
+}
+_REMOVED: Final = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "configure_sharded_model": "configure_model",
+    "get_progress_bar_dict": "get_metrics of the progress bar",
+    "tbptt_split_batch": "training_step, with manual optimization",
+}
+"""Hooks of Lightning 1.x, and what does their work now."""
 
 _STEPS: Final = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -45,13 +71,38 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
             f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; "
             "define it to return an optimizer, such as torch.optim.Adam(self.parameters())."
         )
+    _refuse_removed(module, task)
     point_out_misspelt(module, TrainModule)
+
+
+def check_loaders(source: object, name: str) -> None:
+    """Check that a list or dict holds loaders and not batches, of which it would make one loader each.
+
+    Raises:
+        DataError: if it holds tensors.
+    """
+    combined = combined_of(source)
+    num_tensors = 0 if combined is None else sum(isinstance(leaf, Tensor) for leaf in combined.flattened)
+    if num_tensors:
+        raise DataError(
+            f"{name} must be a loader, or a list or dict of loaders, got a {type(source).__name__} that holds tensors "
+            f"({num_tensors}); pass DataLoader(batches, batch_size=None) for batches that are made already."
+        )
+
+
+def _refuse_removed(module: TrainModule, task: Task) -> None:
+    for name in _REMOVED_OF_TASK.get(task, ()):
+        if callable(getattr(module, name, None)):
+            raise ModuleError(
+                f"{type(module).__name__}.{name} must be on_{name.replace('training', 'train')}, got a hook of "
+                "Lightning 1.x; rename it, keep the outputs of the steps on self, and clear them there."
+            )
 
 
 def _check_step(module: TrainModule, step: str, task: Task) -> None:
     if overrides(module, step, TrainModule):
         return
-    if task == "predict" and overrides(module, "forward", nn.Module):
+    if task == "predict" and module.predict_step is not None and overrides(module, "forward", nn.Module):
         return
     alternative = " or forward" if task == "predict" else ""
     raise ModuleError(
@@ -75,6 +126,13 @@ def point_out_misspelt(instance: object, base: type) -> None:
     """Warn of methods that look like a hook or a step, but for a slip: they would never be called."""
     hooks = [name for name in dir(base) if name in HOOK_NAMES or name.startswith("on_") or name.endswith("_step")]
     for name in _own_methods(instance, base):
+        if name in _REMOVED:
+            warnings.warn(
+                f"{type(instance).__name__}.{name} is a hook of Lightning 1.x and will not be called; use "
+                f"{_REMOVED[name]}.",
+                stacklevel=2,
+            )
+            continue
         near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
         if near and not name.startswith("_"):
             warnings.warn(
@@ -98,6 +156,19 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
                 f"{name}={value} needs automatic optimization, but {type(module).__name__}.automatic_optimization "
                 "is False; do it in training_step, or drop the setting."
             )
+
+
+def check_sync_batchnorm(settings: Settings, hardware: Hardware) -> None:
+    """Check that batch norms can be computed over all ranks, if they shall be.
+
+    Raises:
+        ConfigError: on other devices than GPUs.
+    """
+    if settings.sync_batchnorm and hardware.environment.world_size > 1 and hardware.device_type != "cuda":
+        raise ConfigError(
+            "sync_batchnorm=True needs GPUs (torch's SyncBatchNorm runs nowhere else), got "
+            f"accelerator={hardware.device_type!r}; use GroupNorm, or set sync_batchnorm=False."
+        )
 
 
 def check_loggers(loggers: Sequence[Logger]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .loop.evaluate import Results, evaluate, sanity_check
+from .loop.schedule import is_over
 from .loop.train import make_step, train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
@@ -44,7 +45,9 @@ def fit(session: Session, request: Request) -> None:
             saved = None  # closes its files
             session.progress.stage = "train"
             session.interruption.start(session.state.seconds)
-            train(session, step)
+            session.progress.validated_seconds = session.state.seconds
+            if _trains(session):
+                train(session, step)
             session.progress.stage = None
         session.writer.close()
         session.hooks.call("on_fit_end")
@@ -62,6 +65,12 @@ def run_evaluation(session: Session, request: Request) -> Results:
         session.progress.predictions = [[] for _ in session.evaluation_data.loaders]
     stage: Any = request.task
     return evaluate(session, stage)
+
+
+def _trains(session: Session) -> bool:
+    """Return whether there is anything to train, unlike with ``max_epochs=0``. Collective: every rank calls it."""
+    assert session.train_data is not None
+    return session.train_data.num_batches > 0 and not is_over(session)
 
 
 def _read(session: Session, request: Request) -> dict[str, Any] | None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from torch import nn
+
+from ..callbacks.dispatch import overrides
+from ..callbacks.helpers.local_path import local_path
+from ..strategies import Strategy
 from ..strategies.errors import ConfigError
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
@@ -28,6 +33,15 @@ class Request:
     """What `ckpt_path` stands for."""
     keeps_predictions: bool = False
 
+    def __post_init__(self) -> None:
+        if self.datamodule is not None and (self.train_loaders is not None or self.evaluation_loaders is not None):
+            raise ConfigError(
+                f"Trainer.{self.task} must get loaders or a data module, got both ({type(self.datamodule).__name__}); "
+                "pass one of them."
+            )
+        if self.ckpt_path is not None:
+            local_path("ckpt_path", self.ckpt_path)
+
     def parts(self) -> dict[str, object]:
         """Return what the user passed, by the names of the arguments."""
         return {
@@ -36,6 +50,31 @@ class Request:
             "train_dataloaders": self.train_loaders,
             "dataloaders" if self.task != "fit" else "val_dataloaders": self.evaluation_loaders,
         }
+
+
+M = TypeVar("M")
+
+
+def unwrapped(model: M, strategy: Strategy) -> M:
+    """Return the module inside ``torch.compile(module)``, compiled in place; anything else is returned as it is.
+
+    As in `Settings.compile`, it is ``forward`` that is compiled, or each child where the module has none.
+
+    Raises:
+        ConfigError: if it would have to travel to other processes, which compiled code cannot.
+    """
+    module = getattr(model, "_orig_mod", None)  # importing torch._dynamo, to ask for its class, takes a second
+    if not isinstance(module, TrainModule):
+        return model
+    if strategy.starts_processes:
+        raise ConfigError(
+            f"model must be a plain module where strategy={strategy.name!r} starts processes, got "
+            f"torch.compile({type(module).__name__}); set compile=True, or to a dict of torch.compile's arguments."
+        )
+    for part in [module] if overrides(module, "forward", nn.Module) else module.children():
+        # what nn.Module.compile does, with the options that torch.compile was given
+        part._compiled_call_impl = model.dynamo_ctx(part._call_impl)  # type: ignore[attr-defined]  # noqa: SLF001
+    return module  # type: ignore[return-value]
 
 
 class _LastRun(Protocol):

@@ -21,7 +21,7 @@ from ..callbacks.timer import parse_duration
 from ..strategies import Precision, place
 from ..strategies.errors import CheckpointError, RunError
 from .checkpoint import make_writer
-from .checks import check_loggers, check_manual, check_module, check_writable
+from .checks import check_loggers, check_manual, check_module, check_sync_batchnorm, check_writable
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
 from .loggers.base import continue_loggers
@@ -58,6 +58,7 @@ class Runner:
             settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
         )
         self.strategy.validate(self.hardware, self.precision)
+        check_sync_batchnorm(settings, self.hardware)
         self.loggers = make_loggers(settings)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)

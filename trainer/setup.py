@@ -20,7 +20,7 @@ from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
 from ..strategies.state.optimizer_state import needs_closure
-from .checks import check_callbacks
+from .checks import check_callbacks, check_loaders
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
 from .data.seed import derive, seed_generators
@@ -130,6 +130,7 @@ def load_train_data(session: Session, given: Any) -> None:
             f"There is no training loader: {type(session.module).__name__} defines no train_dataloader, and neither "
             "train_dataloaders nor a datamodule with one was passed; pass one to fit()."
         )
+    check_loaders(source, "train_dataloaders")
     session.state.data_size = session.state.data_size or session.strategy.data_size
     cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session))
     session.train_data = TrainData(
@@ -167,6 +168,7 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
             f"There is no loader to {kind}: {type(session.module).__name__} defines no {_LOADER_HOOKS[kind]}, and "
             f"neither dataloaders nor a datamodule with one was passed; pass one to {kind}()."
         )
+    check_loaders(source, "val_dataloaders" if session.task == "fit" else "dataloaders")
     name = "val" if kind == "validate" else kind
     limit = getattr(session.settings, f"limit_{name}_batches")
     in_order = session.task == "fit" and session.settings.overfit_batches > 0
@@ -201,12 +203,12 @@ def check_interval(session: Session) -> None:
     """
     data, interval = session.train_data, session.settings.val_check_interval
     assert data is not None
-    if not validates(session) or session.settings.check_val_every_n_epoch is None:
+    if not data.num_batches or not validates(session) or session.settings.check_val_every_n_epoch is None:
         return
     if isinstance(interval, float) and interval != 1.0 and data.num_batches == math.inf:
         raise ConfigError(
             f"val_check_interval={interval} is a fraction, but the training loader has no length; give batches as an "
-            "int."
+            "int, or a duration."
         )
     if isinstance(interval, int) and interval > data.num_batches:
         raise ConfigError(
@@ -227,6 +229,13 @@ def build_optimizers(session: Session) -> None:
         warnings.warn(
             f"{type(module).__name__}.configure_optimizers returned None, and nothing is trained; return an optimizer "
             "(is `return` missing?), or [] to train without one.",
+            stacklevel=2,
+        )
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    if returned and frozen and len(frozen) == sum(1 for _ in module.parameters()):
+        warnings.warn(
+            f"All {len(frozen)} parameters of {type(module).__name__} are frozen, such as {frozen[0]!r}: nothing is "
+            "trained; call requires_grad_() on what shall be.",
             stacklevel=2,
         )
     configured = parse_optimizers(returned)
@@ -260,7 +269,9 @@ def set_up(session: Session) -> None:
 
 
 def set_up_module(session: Session) -> None:
-    """Compile the module if asked to, and give it to the strategy."""
+    """Convert and compile the module as the settings say, and give it to the strategy."""
+    if session.settings.sync_batchnorm and session.strategy.world_size > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(session.module)
     compiled = session.settings.compile
     if compiled:
         _compile_in_place(session.module, {} if compiled is True else dict(compiled))
@@ -292,7 +303,7 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
     """Tell the loggers what is run."""
     if session.strategy.rank != 0:
         return
-    hparams = logged_hparams(session.module, session.datamodule)
+    hparams = logged_hparams(session.module, session.datamodule) if session.settings.enable_autolog_hparams else {}
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array
     if is_resumed:

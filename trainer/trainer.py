@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.console import say
-from ..callbacks.helpers.loggers import run_folder
+from ..callbacks.helpers.local_path import local_path
 from ..callbacks.helpers.table import render_table
 from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
-from ..strategies.errors import RunError
+from ..strategies.errors import ConfigError, RunError
 from .attributes import TrainerAttributes
 from .fit import fit, run_evaluation
 from .loop.evaluate import Results
@@ -25,7 +25,7 @@ from .loop.schedule import num_steps
 from .module.data_module import DataModule
 from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
-from .request import Request, evaluation_request
+from .request import Request, evaluation_request, unwrapped
 from .result import EndedRun, save_ended
 from .resume.changed_settings import Winner
 from .resume.rollback import roll_back
@@ -63,18 +63,20 @@ class Trainer(TrainerAttributes):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         *,
         optimizer_settings: Winner = "saved",
     ) -> None:
         """Train the module, validating as the settings say.
 
         Args:
-            model: what to train; it has the trained weights afterwards.
+            model: what to train, or ``torch.compile(module)``; it has the trained weights afterwards.
             train_dataloaders: a DataLoader or any iterable of batches, or a list, dict or `CombinedLoader` of them; a
                 `DataModule` is taken as one.
             val_dataloaders: likewise.
             datamodule: brings the loaders instead.
             ckpt_path: a checkpoint to resume from; ``"last"`` for the newest valid one there is, if any.
+            weights_only: Lightning's; a checkpoint is never unpickled, so that both values mean the same.
             optimizer_settings: which learning rate, weight decay, length of schedule and so on count where the
                 checkpoint was saved with others: the ``"saved"`` or the ``"configured"`` ones. What differs is logged.
 
@@ -85,7 +87,8 @@ class Trainer(TrainerAttributes):
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        request = Request("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
+        module = unwrapped(model, self.strategy)
+        request = Request("fit", module, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
         self._runner.execute(fit, request)
         self._ran.interruption.raise_if_requested()
 
@@ -96,6 +99,7 @@ class Trainer(TrainerAttributes):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> Results:
         """Run the validation data once; return, for each loader, what was logged.
 
@@ -105,6 +109,7 @@ class Trainer(TrainerAttributes):
             ckpt_path: load these weights before: a path, ``"best"`` or ``"last"``.
             verbose: print the results.
             datamodule: brings the loaders instead.
+            weights_only: as in `fit`.
         """
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
@@ -115,6 +120,7 @@ class Trainer(TrainerAttributes):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> Results:
         """Run the test data once; as `validate` otherwise."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -126,30 +132,37 @@ class Trainer(TrainerAttributes):
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> list[Any] | None:
         """Return what ``predict_step`` returns for every batch, in order and on the CPU; for several loaders, lists.
 
         With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
         """
-        request = evaluation_request("predict", model, dataloaders, datamodule, ckpt_path, last=self._runner.current)
+        module = unwrapped(model, self.strategy)
+        request = evaluation_request("predict", module, dataloaders, datamodule, ckpt_path, last=self._runner.current)
         self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
-        """Write a checkpoint directory at `path`; it exists whole or not at all. Collective: every rank calls it.
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool = False, storage_options: None = None, *, wait: bool = True
+    ) -> None:
+        """Write a checkpoint directory at `filepath`; it exists whole or not at all. Collective: every rank calls it.
 
         With ``wait=False`` this returns when the state is copied; it is written while training goes on, and an error
         in that is raised at the next step boundary.
 
         Raises:
+            ConfigError: for a URL, and for `storage_options`, as only Lightning's plugins know any.
             RunError: if there is no run whose state could be saved.
             CheckpointError: if it cannot be written, or its state holds something that is neither a tensor nor JSON.
         """
-        current = self._runner.current
+        if storage_options is not None:
+            raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
+        path, current = local_path("filepath", filepath), self._runner.current
         if isinstance(current, EndedRun):
-            save_ended(current, Path(path), weights_only=weights_only)
+            save_ended(current, path, weights_only=weights_only)
         else:
-            save_checkpoint(self.session, Path(path), weights_only=weights_only, wait=wait)
+            save_checkpoint(self.session, path, weights_only=weights_only, wait=wait)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything else is left alone."""
@@ -174,7 +187,8 @@ class Trainer(TrainerAttributes):
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
-        request = evaluation_request(task, model, loaders, datamodule, ckpt_path, last=self._runner.current)
+        module = unwrapped(model, self.strategy)
+        request = evaluation_request(task, module, loaders, datamodule, ckpt_path, last=self._runner.current)
         results: Results = self._runner.execute(run_evaluation, request)
         if verbose and self.is_global_zero and any(results):
             say(render_table(results, title=f"{task.capitalize()} metric"))
@@ -185,10 +199,6 @@ class Trainer(TrainerAttributes):
     @property
     def stage(self) -> Stage | None:
         return self._runner.stage
-
-    @property
-    def sanity_checking(self) -> bool:
-        return self.stage == "sanity_check"
 
     @property
     def current_epoch(self) -> int:
@@ -318,14 +328,6 @@ class Trainer(TrainerAttributes):
     @loggers.setter
     def loggers(self, loggers: Sequence[Logger] | None) -> None:
         self._runner.set_loggers(list(loggers or ()))
-
-    @property
-    def log_dir(self) -> str:
-        return str(run_folder(self.loggers[0], self.default_root_dir)) if self.loggers else self.default_root_dir
-
-    @property
-    def default_root_dir(self) -> str:
-        return str(self.settings.default_root_dir or ".")
 
     def follow_samples(self) -> TrainedSamples:
         return TrainedSamples(self.session)

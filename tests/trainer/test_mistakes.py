@@ -201,8 +201,8 @@ def test_what_cannot_be_logged_is_refused(log: Any, parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("data", "error", "parts"),
     [
-        (DataLoader([], 2), DataError, ["has no batches", "length is 0", "drop_last"]),
-        (DataLoader(samples(3), 4, drop_last=True), DataError, ["has no batches", "length is 0", "drop_last"]),
+        ([(torch.ones(2, 2), torch.ones(2, 1))] * 2, DataError, ["holds tensors", "4", "DataLoader(batches"]),
+        ({"a": torch.ones(2, 2)}, DataError, ["train_dataloaders", "holds tensors", "batch_size=None"]),
         ([], DataError, ["training loaders are empty", "[]"]),
         (samples(), DataError, ["TensorDataset is a data set", "pass DataLoader(dataset, batch_size=...)"]),
         (3, DataError, ["3 is not a loader", "int", "pass a DataLoader"]),
@@ -346,3 +346,75 @@ def test_what_only_a_run_has_is_refused_before_one() -> None:
         _ = Regression().trainer
     with pytest.warns(UserWarning, match=r"self\.log\('x', \.\.\.\) without a trainer does nothing"):
         Regression().log("x", 1.0)
+
+
+# --- what Lightning 1.x had, and what 2.6 refuses ---
+
+
+class TrainingEpochEnd(Regression):
+    def training_epoch_end(self, outputs: Any) -> None: ...
+
+
+class ValidationEpochEnd(Regression):
+    def validation_epoch_end(self, outputs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("module", "parts"),
+    [
+        (TrainingEpochEnd(), ["TrainingEpochEnd.training_epoch_end must be on_train_epoch_end", "keep the outputs"]),
+        (ValidationEpochEnd(), ["validation_epoch_end must be on_validation_epoch_end", "rename it"]),
+    ],
+)
+def test_an_epoch_end_hook_that_took_outputs_is_refused_unread(module: Any, parts: list[str]) -> None:
+    with raises(ModuleError, *parts):
+        fit_unread(module)
+
+
+def test_other_removed_hooks_are_pointed_out() -> None:
+    class OnEpochStart(Regression):
+        def on_epoch_start(self) -> None: ...
+
+    class OnBatchEnd(Callback):
+        def on_batch_end(self, trainer: Any, module: Any) -> None: ...
+
+    with pytest.warns(UserWarning, match=r"OnBatchEnd.on_batch_end is a hook of Lightning 1.x .* on_train_batch_end"):
+        trainer = quiet(max_epochs=1, callbacks=OnBatchEnd())
+    with pytest.warns(UserWarning, match=r"OnEpochStart.on_epoch_start .* use on_train_epoch_start"):
+        trainer.fit(OnEpochStart(), loader())
+
+
+def test_a_module_of_which_everything_is_frozen_is_named() -> None:
+    module = Regression().requires_grad_(False)
+    with (
+        raises(ModuleError, "loss without gradient"),
+        pytest.warns(UserWarning, match=r"All 2 parameters of Regression are frozen, such as 'net.weight'"),
+    ):
+        quiet(max_epochs=1).fit(module, loader())
+
+
+@pytest.mark.parametrize("task", ["fit", "validate", "test", "predict"])
+def test_loaders_beside_a_data_module_are_refused(task: str) -> None:
+    with raises(ConfigError, f"Trainer.{task} must get loaders or a data module", "got both (DataModule)", "one of"):
+        getattr(quiet(max_epochs=1), task)(Regression(), loader(), datamodule=DataModule())
+
+
+def test_methods_that_are_none_on_the_instance_are_not_there() -> None:
+    module: Any = Regression()
+    module.val_dataloader = module.validation_step = module.predict_step = None
+    quiet(max_epochs=1).fit(module, loader())
+    with raises(ModuleError, "no validation_step"):
+        quiet().validate(module, loader())
+    with raises(ModuleError, "no predict_step"):
+        quiet().predict(module, loader())
+
+
+def test_a_checkpoint_behind_a_url_is_refused(tmp_path: Path) -> None:
+    with raises(ConfigError, "ckpt_path must be a local path", "'s3://bucket/a.ckpt'"):
+        quiet(max_epochs=1).fit(Regression(), loader(), ckpt_path="s3://bucket/a.ckpt")
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(Regression(), loader())
+    with raises(ConfigError, "filepath must be a local path", "'memory://a.ckpt'"):
+        trainer.save_checkpoint("memory://a.ckpt")
+    with raises(ConfigError, "storage_options must be None", "{'key': 1}"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options={"key": 1})  # type: ignore[arg-type]

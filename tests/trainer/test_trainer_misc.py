@@ -60,7 +60,6 @@ class StopsAt(Callback):
         ({"min_steps": 6}, 6),
         ({"min_epochs": 2}, 8),
         ({"min_steps": 2, "min_epochs": 1}, 4),
-        ({"max_steps": 2, "min_steps": 6}, 2),
         ({"accumulate_grad_batches": 2}, 3),
     ],
     ids=str,

@@ -19,7 +19,8 @@ from ..loggers.base import replace_text
 from ..module.data_module import DataModule
 from ..module.train_module import TrainModule
 from ..session.profiler import Profiler
-from ..session.settings import Settings, describe, fits
+from ..session.setting_types import describe, fits
+from ..session.settings import Settings
 from ..trainer import Trainer
 from .config_file import Config, check_keys
 from .instantiate import TARGET, build, check, is_target, targets

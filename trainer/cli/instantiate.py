@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from ...strategies.errors import ConfigError, did_you_mean
-from ..session.settings import describe, fits
+from ..session.setting_types import describe, fits
 
 TARGET: Final = "_target_"
 _SIMPLE: Final = (int, float, str, bool, type(None))

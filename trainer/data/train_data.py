@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -52,9 +53,10 @@ class TrainData:
         self._known_length = self._length()
         self.num_batches = limited(limit, self._known_length, "limit_train_batches", "training")
         if self.num_batches == 0:
-            raise DataError(
-                f"The training loader has no batches (its length is {self._known_length}); check the data set, "
-                "its filter, and drop_last."
+            warnings.warn(
+                f"Nothing is trained: limit_train_batches={limit} of a training loader of length {self._known_length} "
+                "leaves no batch; check the data set, its filter, and drop_last.",
+                stacklevel=2,
             )
 
     def _count_steps(self) -> None:

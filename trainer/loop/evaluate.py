@@ -39,6 +39,10 @@ def validate(session: Session) -> None:
     with isolated_rng():
         evaluate(session, "validate")
     session.progress.validated_at = session.state.global_step
+    if session.settings.validation_seconds is not None:
+        (session.progress.validated_seconds,) = session.strategy.collectives.all_reduce(
+            [session.interruption.elapsed()], "max"
+        )
 
 
 def sanity_check(session: Session) -> None:

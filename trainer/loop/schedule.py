@@ -19,7 +19,9 @@ def plan_epoch(session: Session) -> None:
     progress.next_log = (session.state.global_step // every + 1) * every if every else math.inf
     progress.validates_inside = validates(session) and _validates_in_this_epoch(session)
     interval = settings.val_check_interval
-    if isinstance(interval, float):
+    if not isinstance(interval, int | float):
+        interval = math.inf
+    elif isinstance(interval, float):
         interval = math.inf if interval == 1.0 or math.isinf(data.num_batches) else int(data.num_batches * interval)
     progress.validation_interval = max(1, interval)
 
@@ -60,6 +62,9 @@ def validates(session: Session) -> bool:
 
 def is_validation_due(session: Session, num_micro_batches: int) -> bool:
     """Return whether a validation follows the step just completed, which had this number of micro-batches."""
+    seconds = session.settings.validation_seconds
+    if seconds is not None:
+        return session.interruption.agreed() - session.progress.validated_seconds >= seconds
     across_epochs = session.settings.check_val_every_n_epoch is None
     interval = session.progress.validation_interval
     count = session.state.batches_seen if across_epochs else session.state.batches_in_epoch

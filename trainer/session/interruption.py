@@ -52,6 +52,10 @@ class Interruption:
         """Return the seconds of training, those before a resume included."""
         return time.monotonic() - self._began
 
+    def agreed(self) -> float:
+        """Return the seconds of training, the same on all ranks: those at their last meeting."""
+        return self.elapsed() if self._is_alone else self._agreed_seconds
+
     def agree(self, signal: int, seconds: float) -> None:
         """Set what the ranks agreed on: a signal that came to any of them (0 for none), and the longest time."""
         self.signal = signal or None
@@ -64,7 +68,7 @@ class Interruption:
 
     def is_time_up(self) -> bool:
         """Whether ``max_time`` is over."""
-        return (self.elapsed() if self._is_alone else self._agreed_seconds) >= self._seconds
+        return self.agreed() >= self._seconds
 
     @contextmanager
     def listening(self) -> Iterator[None]:

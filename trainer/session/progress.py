@@ -34,6 +34,8 @@ class Progress:
     """Micro-batches between the validations inside an epoch."""
     validated_at: int = -1
     """The global step of the newest validation."""
+    validated_seconds: float = 0.0
+    """The training time of the newest validation, or of the beginning, on the clock that all ranks agree on."""
     predictions: list[Any] | None = None
     last_checkpoint: Path | None = None
     """The newest checkpoint of this run that training can be resumed from."""

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import inspect
-import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, get_type_hints
 
 from ...callbacks.callback import Callback
+from ...callbacks.helpers.local_path import local_path
 from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...callbacks.timer import parse_duration
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ...strategies.errors import ConfigError, did_you_mean
+from ..loggers import DummyLogger
 from .profiler import Profiler, profiler_by_name
+from .setting_types import Defaulted, describe, fits
 
 P = ParamSpec("P")
 S = TypeVar("S")
 
 _LIMITS: Final = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_AMOUNTS: Final = (*_LIMITS, "overfit_batches", "val_check_interval")
+"""An int counts batches, and so does a float above 1.0; a float up to 1.0 is a fraction."""
+
+_WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
+    "plugins": (
+        "give precision= its name, strategy= an object such as DDPStrategy(), and what the launcher says is found by "
+        "itself; checkpoints are written in one format (docs/checkpoint-format.md)"
+    ),
+    "model_registry": "upload the checkpoint in a callback's on_fit_end",
+}
+"""Arguments of Lightning's Trainer, and what to do instead."""
+
+_SWITCHED_OFF: Final = (
+    *("logger", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+    *("num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler"),
+)
+"""By ``barebones``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +58,18 @@ class Settings:
     devices: int | str | Sequence[int] = "auto"
     """Devices of a node: a count, indices, -1 for all, or ``auto``: as many as the strategy can use."""
     num_nodes: int = 1
-    precision: str | int = "32-true"
-    """``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` or ``64-true``."""
+    precision: Defaulted[str | int] = Defaulted("32-true")
+    """``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``."""
+    sync_batchnorm: bool = False
+    """Replace BatchNorm layers by ``torch.nn.SyncBatchNorm``; on GPUs."""
 
     # --- how long ---
     max_epochs: int | None = None
     """-1 for no limit; 1000 where neither this nor ``max_steps`` nor ``max_time`` is given."""
-    min_epochs: int = 0
+    min_epochs: Defaulted[int] = Defaulted(0)
     max_steps: int = -1
     """In optimizer steps; -1 for no limit."""
-    min_steps: int = 0
+    min_steps: Defaulted[int] = Defaulted(0)
     max_time: str | timedelta | Mapping[str, int] | None = None
     """Training time: a timedelta, its arguments, or ``"DD:HH:MM:SS"``."""
 
@@ -58,44 +78,49 @@ class Settings:
     global_batch_size: int | None = None
     """Samples of an optimizer step over all ranks; the loader's batch size is then the largest micro-batch."""
     gradient_clip_val: float | None = None
-    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    """None or 0: no clipping."""
+    gradient_clip_algorithm: Defaulted[Literal["norm", "value"]] = Defaulted("norm")
     activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None
     """What forward does not keep for backward: all of each repeated block or of each n-th, or what is cheap."""
 
-    # --- how much of the data: an int counts batches, a float is a fraction ---
-    limit_train_batches: int | float = 1.0
-    limit_val_batches: int | float = 1.0
+    # --- how much of the data: an int counts batches, a float up to 1.0 is a fraction ---
+    limit_train_batches: Defaulted[int | float] = Defaulted(1.0)
+    """0 trains nothing."""
+    limit_val_batches: Defaulted[int | float] = Defaulted(1.0)
     """0 switches validation off."""
-    limit_test_batches: int | float = 1.0
-    limit_predict_batches: int | float = 1.0
+    limit_test_batches: Defaulted[int | float] = Defaulted(1.0)
+    limit_predict_batches: Defaulted[int | float] = Defaulted(1.0)
     overfit_batches: int | float = 0.0
     """Train and validate on the same first batches, unshuffled."""
     fast_dev_run: bool | int = False
     """Run this number of batches of everything (True: 1), without loggers, checkpoints and sanity check."""
 
     # --- evaluation and logging ---
-    val_check_interval: int | float = 1.0
-    """An int: micro-batches between validations; a float: the fraction of an epoch."""
+    val_check_interval: Defaulted[int | float | str | timedelta | Mapping[str, int]] = Defaulted(1.0)
+    """An int: micro-batches between validations; a float: the fraction of an epoch; a duration, as for `max_time`."""
     check_val_every_n_epoch: int | None = 1
     """None: ``val_check_interval`` counts across epochs."""
-    num_sanity_val_steps: int = 2
+    num_sanity_val_steps: Defaulted[int] = Defaulted(2)
     """Validation batches before training; -1 for all."""
-    log_every_n_steps: int = 50
-    logger: bool | Logger | Sequence[Logger] = True
+    log_every_n_steps: Defaulted[int] = Defaulted(50)
+    """0: never."""
+    logger: Defaulted[bool | Logger | Sequence[Logger]] = Defaulted(True)
     """True: a TensorBoardLogger, or a CSVLogger where tensorboard is not installed."""
+    enable_autolog_hparams: bool = True
+    """Send the hyperparameters to the loggers when a run begins."""
 
     # --- what plugs in ---
     callbacks: Callback | Sequence[Callback] | None = None
-    enable_progress_bar: bool = True
-    enable_checkpointing: bool = True
-    enable_model_summary: bool = True
+    enable_progress_bar: Defaulted[bool] = Defaulted(True)
+    enable_checkpointing: Defaulted[bool] = Defaulted(True)
+    enable_model_summary: Defaulted[bool] = Defaulted(True)
     profiler: str | Profiler | None = None
-    """``simple``, ``pytorch``, or a profiler."""
+    """``simple``, ``advanced``, ``pytorch``, or a profiler."""
     default_root_dir: str | Path | None = None
     """None: the working directory."""
 
     # --- numerics and the rest ---
-    deterministic: bool | Literal["warn"] = False
+    deterministic: Defaulted[bool | Literal["warn"]] = Defaulted(False)
     benchmark: bool | None = None
     detect_anomaly: bool = False
     inference_mode: bool = True
@@ -132,19 +157,50 @@ class Settings:
         """After how many optimizer steps training ends; None for no limit."""
         return None if self.max_steps == -1 else self.max_steps
 
+    @property
+    def validation_seconds(self) -> float | None:
+        """The time between validations; None where ``val_check_interval`` counts batches."""
+        interval = self.val_check_interval
+        if isinstance(interval, int | float):
+            return None
+        duration = parse_duration("val_check_interval", interval)
+        return None if duration is None else duration.total_seconds()
+
     def effective(self) -> Settings:
         """Return the settings with what ``fast_dev_run``, ``overfit_batches`` and ``barebones`` mean for the others."""
-        changed: dict[str, Any] = {}
-        if self.overfit_batches:
-            changed.update(limit_train_batches=self.overfit_batches, limit_val_batches=self.overfit_batches)
+        amounts = {name: getattr(self, name) for name in _AMOUNTS}
+        changed: dict[str, Any] = {
+            name: int(amount) for name, amount in amounts.items() if isinstance(amount, float) and amount > 1.0
+        }
+        if self.gradient_clip_val == 0:
+            changed["gradient_clip_val"] = None
+        if self.default_root_dir is not None:
+            changed["default_root_dir"] = local_path("default_root_dir", self.default_root_dir)
         if self.fast_dev_run:
-            changed.update(dict.fromkeys(_LIMITS, int(self.fast_dev_run)))
-            changed.update(max_epochs=1, max_steps=int(self.fast_dev_run), val_check_interval=1.0, log_every_n_steps=1)
-        if self.fast_dev_run or self.barebones:
-            changed.update(logger=False, enable_checkpointing=False, num_sanity_val_steps=0)
+            changed.update(self._development_run(int(self.fast_dev_run)))
+        if self.overfit_batches:
+            overfit = changed.get("overfit_batches", self.overfit_batches)
+            changed.update(limit_train_batches=overfit, limit_val_batches=overfit)
         if self.barebones:
+            changed.update(logger=False, enable_checkpointing=False, num_sanity_val_steps=0)
             changed.update(enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=0)
         return replace(self, **changed) if changed else self
+
+    def _development_run(self, num_batches: int) -> dict[str, Any]:
+        """Return what ``fast_dev_run`` means for the others."""
+        return {
+            **dict.fromkeys(_LIMITS, num_batches),
+            "max_epochs": 1,
+            "min_epochs": 0,
+            "max_steps": num_batches,
+            "min_steps": 0,
+            "val_check_interval": 1.0,
+            "check_val_every_n_epoch": 1,
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "enable_checkpointing": False,
+            "logger": DummyLogger() if self.logger else False,
+        }
 
 
 def accepting(
@@ -158,11 +214,20 @@ def accepting(
         def __init__(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
             if args:
                 raise ConfigError(f"Trainer takes keyword arguments only, got {args!r}; write Trainer(max_epochs=3).")
+            unneeded = [name for name in _WITHOUT_COUNTERPART if name in kwargs and not kwargs[name]]
+            for name in unneeded:  # None or an empty list asks for nothing
+                del kwargs[name]
             for name, value in kwargs.items():
-                if name not in known:
+                if name in known:
+                    continue
+                if name in _WITHOUT_COUNTERPART:
                     raise ConfigError(
-                        f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}"
+                        f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; "
+                        f"{_WITHOUT_COUNTERPART[name]}."
                     )
+                raise ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
+            if kwargs.get("barebones"):
+                _check_barebones(kwargs)
             initialise(self, build(*args, **kwargs))
 
         __init__.__doc__ = initialise.__doc__
@@ -175,37 +240,17 @@ def accepting(
 
 
 def _check_types(settings: Settings) -> None:
+    if isinstance(settings.accumulate_grad_batches, Mapping):
+        raise ConfigError(
+            f"accumulate_grad_batches must be an int, got {settings.accumulate_grad_batches!r}; for a number that "
+            "changes with the epoch, pass callbacks=GradientAccumulationScheduler(...) with this dict."
+        )
     for name, annotation in get_type_hints(Settings).items():
         value = getattr(settings, name)
         if not fits(value, annotation):
             raise ConfigError(
                 f"{name}={value!r} has the wrong type {type(value).__name__}; it must be {describe(annotation)}."
             )
-
-
-def fits(value: object, annotation: Any) -> bool:
-    """Return whether a value is of an annotated type, as far as it can be seen from outside; a bool is not a number."""
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        return any(fits(value, part) for part in get_args(annotation))
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(annotation))
-    if annotation is Any:
-        return True
-    if annotation is int or annotation is float:
-        return not isinstance(value, bool) and isinstance(value, int if annotation is int else int | float)
-    if origin is Sequence and isinstance(value, str):
-        return False
-    return isinstance(value, type(None) if annotation is None else (origin or annotation))
-
-
-def describe(annotation: Any) -> str:
-    """Return an annotation as a reader of an error message would say it."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(describe(part) for part in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        return " or ".join(repr(choice) for choice in get_args(annotation))
-    return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
 
 
 def _check_counts(settings: Settings) -> None:
@@ -227,7 +272,7 @@ def _check_counts(settings: Settings) -> None:
         if value is not None and value < smallest:
             meaning = " (-1 means no limit)" if smallest == -1 else ""
             raise ConfigError(f"{name}={value} is not possible; give {smallest} or more{meaning}.")
-    if settings.gradient_clip_val is not None and not settings.gradient_clip_val > 0:
+    if settings.gradient_clip_val is not None and not settings.gradient_clip_val >= 0:
         raise ConfigError(
             f"gradient_clip_val={settings.gradient_clip_val} is not possible; give a number above 0, or None for "
             "no clipping."
@@ -235,28 +280,24 @@ def _check_counts(settings: Settings) -> None:
 
 
 def _check_amounts(settings: Settings) -> None:
-    for name in (*_LIMITS, "overfit_batches"):
+    for name in _AMOUNTS:
         value = getattr(settings, name)
-        if value < 0 or (isinstance(value, float) and value > 1.0) or math.isnan(value):
+        if isinstance(value, int | float) and not (0 <= value <= 1 or (value > 1 and value % 1 == 0)):
             raise ConfigError(
                 f"{name}={value} is not possible; give a fraction from 0.0 to 1.0, or a number of batches as an int."
             )
-    if settings.limit_train_batches == 0:
-        raise ConfigError(
-            f"limit_train_batches={settings.limit_train_batches} leaves nothing to train on; give at least 1 batch, "
-            "or call trainer.validate() to evaluate only."
-        )
     interval = settings.val_check_interval
-    if interval <= 0 or (isinstance(interval, float) and interval > 1.0):
+    if not isinstance(interval, int | float):
+        parse_duration("val_check_interval", interval)
+    elif interval == 0:
         raise ConfigError(
-            f"val_check_interval={interval} is not possible; give a fraction of an epoch up to 1.0, or batches as "
-            "an int."
+            f"val_check_interval={interval} is not possible; give a fraction of an epoch up to 1.0, batches as an int, "
+            "or limit_val_batches=0 for no validation."
         )
-    if settings.check_val_every_n_epoch is None and isinstance(interval, float):
+    if settings.check_val_every_n_epoch is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
             f"check_val_every_n_epoch=None counts batches across epochs, but val_check_interval={interval} is a "
-            "fraction; "
-            "give val_check_interval as an int."
+            "fraction; give val_check_interval as an int or a duration."
         )
     if not isinstance(settings.fast_dev_run, bool) and settings.fast_dev_run < 0:
         raise ConfigError(
@@ -276,16 +317,13 @@ def _check_combinations(settings: Settings) -> None:
             f"compile={settings.compile!r:.40} cannot compile parts that move what they keep, but "
             f"activation_checkpointing has offload={recomputed.offload}; drop one of them."
         )
-    if not settings.barebones:
-        return
-    wanted: dict[str, object] = {
-        "logger": settings.logger not in (True, False),
-        "profiler": settings.profiler is not None,
-        "fast_dev_run": bool(settings.fast_dev_run),
-        "detect_anomaly": settings.detect_anomaly,
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            raise ConfigError(
-                f"barebones=True switches {name} off, but {name}={getattr(settings, name)!r}; drop one of them."
-            )
+    for name in ("epochs", "steps"):
+        least, most = getattr(settings, f"min_{name}"), getattr(settings, f"max_{name}")
+        if most is not None and 0 <= most < least:
+            raise ConfigError(f"min_{name}={least} is above max_{name}={most}; raise max_{name} or drop min_{name}.")
+
+
+def _check_barebones(given: Mapping[str, object]) -> None:
+    for name in _SWITCHED_OFF:
+        if given.get(name):
+            raise ConfigError(f"barebones=True switches {name} off, but {name}={given[name]!r}; drop one of them.")

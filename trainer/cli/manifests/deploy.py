@@ -9,7 +9,7 @@ from typing import Any, Final, get_type_hints
 
 from ....strategies.elastic import parse_nodes
 from ....strategies.errors import ConfigError, did_you_mean
-from ...session.settings import describe, fits
+from ...session.setting_types import describe, fits
 
 _UNITS: Final = {"Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _AT_LEAST: Final = {"gpus": 0, "nproc": 1, "cpus": 1, "max_restarts": 0, "grace": 10, "port": 1024, "user": 1}
