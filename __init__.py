@@ -61,13 +61,15 @@ from .trainer.loggers import CSVLogger, TensorBoardLogger
 from .trainer.module.data_module import DataModule
 from .trainer.module.loss import Loss
 from .trainer.module.train_module import TrainModule
-from .trainer.session.profiler import Profiler, PyTorchProfiler, SimpleProfiler
+from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
+from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
+    "AdvancedProfiler",
     "BasePredictionWriter",
     "CSVLogger",
     "Callback",
@@ -103,6 +105,7 @@ __all__ = [
     "ModuleError",
     "NaNGuard",
     "NonFiniteError",
+    "PassThroughProfiler",
     "ProcessError",
     "Profiler",
     "PyTorchProfiler",

@@ -32,9 +32,9 @@ from .result import EndedRun, Result, result_of, take_over
 from .resume.after_restart import go_on, note_end, note_run
 from .resume.find_checkpoint import find_checkpoint
 from .resume.take_snapshot import end_snapshots
+from .session.detailed_profilers import profiler_by_name
 from .session.interruption import Interruption
-from .session.profiler import profiler_by_name
-from .session.session import Session
+from .session.session import Session, Task
 from .session.settings import Settings
 from .session.torch_flags import numerics
 from .session.train_state import TrainState
@@ -197,8 +197,8 @@ class Runner:
         try:
             self._agree(session, request)
             set_up(session)
-            self.profiler.start(self._run.log_dir, self.strategy.rank)
-            yield session
+            with self._profiled(request.task):
+                yield session
             status = "interrupted" if session.interruption.is_requested else "success"
             note_end(session)
             if self._reports:
@@ -216,6 +216,16 @@ class Runner:
             raise
         finally:
             self._close(session, status)
+
+    @contextmanager
+    def _profiled(self, task: Task) -> Iterator[None]:
+        rank = self.strategy.rank if self.strategy.world_size > 1 else None
+        self.profiler.setup(task, rank, self._run.log_dir)
+        try:
+            yield
+        finally:
+            self.profiler.describe()
+            self.profiler.teardown(task)
 
     def _agree(self, session: Session, request: Request) -> None:
         """Let all ranks go by rank 0's seed, checkpoint and folders."""
@@ -295,9 +305,6 @@ class Runner:
         session.hooks.call("teardown", session.task)
         if session.datamodule is not None:
             session.datamodule.teardown(session.task)
-        summary = self.profiler.stop()
         if self.strategy.rank == 0:
-            if summary:
-                say(summary)
             tell(self.loggers, "finalize", status)
         self.strategy.close()

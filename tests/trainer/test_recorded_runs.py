@@ -143,7 +143,7 @@ def test_the_simple_profiler_prints_its_table_and_counts_steps_and_batches(
         accumulate_grad_batches=2,
     )
     trainer.fit(_Net(), _loader(), _loader())
-    table = (Path(trainer.log_dir) / "profile-rank0.txt").read_text()
+    table = (Path(trainer.log_dir) / "fit-profile.txt").read_text()
     calls = {line.split()[0]: line.split()[1] for line in table.splitlines()[2:] if line}
     assert {name: calls[name] for name in ("training_step", "backward", "optimizer_step", "validation_step")} == {
         "training_step": "10",

@@ -128,7 +128,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
             batch = session.transfer(batch, dataloader_idx)
         for hook in getattr(hooks, f"on_{name}_batch_start"):
             hook(batch, batch_idx, dataloader_idx)
-        with session.profiler.record(action):
+        with session.profiler.profile(action):
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
             session.progress.predictions[dataloader_idx].append((batch_idx, map_tensors(torch.Tensor.cpu, output)))

@@ -14,7 +14,7 @@ from .run_state import still_parts, take_state
 def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: bool) -> None:
     """Write a checkpoint of a run in this process. Collective: every rank calls it."""
     began = monotonic()
-    with session.profiler.record("checkpoint"):
+    with session.profiler.profile("checkpoint"):
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
             tell(session.loggers, "save")

@@ -18,7 +18,7 @@ def take_snapshot(session: Session) -> None:
     if recovery is None:
         return
     began = time.monotonic()
-    with session.profiler.record("snapshot"):
+    with session.profiler.profile("snapshot"):
         # what they hold back would be lost with this process, and the run that goes on does not log it again
         if session.strategy.rank == 0:
             tell(session.loggers, "save")

@@ -17,7 +17,8 @@ from ...callbacks.timer import parse_duration
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ...strategies.errors import ConfigError, did_you_mean
 from ..loggers import DummyLogger
-from .profiler import Profiler, profiler_by_name
+from .detailed_profilers import profiler_by_name
+from .profiler import Profiler
 from .setting_types import Defaulted, describe, fits
 
 P = ParamSpec("P")

@@ -1,0 +1,196 @@
+"""Profilers that look into actions, at each function or each operator, and the names of all profilers."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import warnings
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...strategies.errors import ConfigError, did_you_mean
+from .profiler import PassThroughProfiler, Profiler, SimpleProfiler
+
+
+class AdvancedProfiler(Profiler):
+    """Measures each function that is called inside each action, with ``cProfile``: many lines, and much slower.
+
+    Inside an action that is inside another one, only the inner one is measured.
+
+    Args:
+        dirpath: as in `Profiler`.
+        filename: as in `Profiler`.
+        line_count_restriction: how many functions of an action to show: a number of lines, or a fraction of them.
+        dump_stats: also write what ``pstats`` reads, a file for each action.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 1.0,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self._profiles: dict[str, cProfile.Profile] = {}
+        self._running: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        """Begin to measure an action, and pause the one that it is inside."""
+        if self._running:
+            self._profiles[self._running[-1]].disable()
+        self._running.append(action_name)
+        self._profiles.setdefault(action_name, cProfile.Profile()).enable()
+
+    def stop(self, action_name: str) -> None:
+        """End the measurement of an action, and go on with the one that it is inside.
+
+        Raises:
+            ConfigError: if it is not the one that was started last.
+        """
+        if not self._running or self._running[-1] != action_name:
+            raise ConfigError(f"action_name must be the action that was started last, got {action_name!r}; start it.")
+        self._profiles[self._running.pop()].disable()
+        if self._running:
+            self._profiles[self._running[-1]].enable()
+
+    def summary(self) -> str:
+        """Return a table of functions for each action; write the statistics, if asked to."""
+        tables = []
+        for action_name, profile in self._profiles.items():
+            if self.dump_stats:
+                profile.dump_stats(self._path("prof", action_name))
+            text = io.StringIO()
+            limit = self.line_count_restriction
+            pstats.Stats(profile, stream=text).strip_dirs().sort_stats("cumulative").print_stats(limit)
+            tables.append(f"Profile of {action_name}\n{text.getvalue().strip()}")
+        return "\n\n".join(tables)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Forget the run: what cProfile holds cannot travel to other processes."""
+        self._profiles, self._running = {}, []
+
+
+class PyTorchProfiler(Profiler):
+    """Records every operator of a few steps with ``torch.profiler``, on the host and on the accelerator.
+
+    Skips `wait` steps, warms up for `warmup`, records `active`, and does so `repeat` times (0: to the end of the run).
+    Each recording becomes ``rank<rank>.<step>.pt.trace.json`` in `dirpath`, else in the run's folder, which TensorBoard
+    and https://ui.perfetto.dev open. The table shows the `row_limit` operators with the most of `sort_by_key`.
+
+    Raises:
+        ConfigError: for a schedule that records nothing.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int = 1,
+        row_limit: int = 20,
+        sort_by_key: str = "self_cpu_time_total",
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self._table: dict[str, Any] = {"sort_by": sort_by_key, "row_limit": row_limit}
+        smallest = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1), "repeat": (repeat, 0)}
+        for name, (value, least) in smallest.items():
+            if value < least:
+                raise ConfigError(f"PyTorchProfiler: {name}={value} is not possible; give {least} or more.")
+        self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+        self._record_shapes = record_shapes
+        self._profile_memory = profile_memory
+        self._with_stack = with_stack
+        self._profile: torch.profiler.profile | None = None
+        self._contexts: dict[str, torch.profiler.record_function] = {}
+        self._summary = ""
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begin to count steps; the recording itself begins when the schedule says so."""
+        super().setup(stage, local_rank, log_dir)
+        self._summary = ""
+        self._profile = torch.profiler.profile(
+            schedule=torch.profiler.schedule(**self._schedule),
+            on_trace_ready=self._write,
+            record_shapes=self._record_shapes,
+            profile_memory=self._profile_memory,
+            with_stack=self._with_stack,
+        )
+        self._profile.start()
+
+    def profile(self, action_name: str) -> AbstractContextManager[object]:
+        """Return a context under whose name the operators inside it stand in the trace."""
+        return torch.profiler.record_function(action_name)
+
+    def start(self, action_name: str) -> None:
+        """Begin the action in the trace."""
+        self._contexts[action_name] = torch.profiler.record_function(action_name)
+        self._contexts[action_name].__enter__()
+
+    def stop(self, action_name: str) -> None:
+        """End the action in the trace."""
+        self._contexts.pop(action_name).__exit__(None, None, None)
+
+    def step(self) -> None:
+        """Move on in the schedule; at the end of a recording, write it."""
+        if self._profile is None:
+            return
+        with warnings.catch_warnings():
+            # each recording is written when it ends, so that torch may forget it when the next begins
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._profile.step()
+
+    def summary(self) -> str:
+        """End a recording that still runs, and return the costliest operators of the last one."""
+        if self._profile is None:
+            return ""
+        steps = self._profile.step_num
+        self._profile.stop()
+        self._profile = None
+        if self._summary:
+            return self._summary
+        skipped = self._schedule["wait"] + self._schedule["warmup"]
+        return (
+            f"PyTorchProfiler recorded nothing: the run took {steps} optimizer steps, and wait + warmup = {skipped}; "
+            "run for longer, or give PyTorchProfiler(wait=0, warmup=0)."
+        )
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._rank or 0}.{profile.step_num}.pt.trace.json"
+        profile.export_chrome_trace(str(path))
+        table = profile.key_averages().table(**self._table)
+        self._summary = f"{table}\nTrace: {path} (open it in https://ui.perfetto.dev)"
+
+
+_BY_NAME: Final[dict[str, type[Profiler]]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+
+
+def profiler_by_name(profiler: str | Profiler | None) -> Profiler:
+    """Return the profiler of that name with its defaults; a profiler is returned as it is.
+
+    Raises:
+        ConfigError: for a name that no profiler has.
+    """
+    if profiler is None:
+        return PassThroughProfiler()
+    if isinstance(profiler, Profiler):
+        return profiler
+    if profiler.lower() not in _BY_NAME:
+        raise ConfigError(f"profiler={profiler!r} is not a known profiler.{did_you_mean(str(profiler), _BY_NAME)}")
+    return _BY_NAME[profiler.lower()]()
