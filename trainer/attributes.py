@@ -18,6 +18,7 @@ from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner
 from .session.settings import Settings
+from .session.train_state import Status, TrainerState, TrainState
 
 
 class TrainerAttributes:
@@ -57,6 +58,26 @@ class TrainerAttributes:
     def evaluating(self) -> bool:
         """Whether a validation or a test is running."""
         return self.validating or self.testing
+
+    @property
+    def state(self) -> TrainerState:
+        """The method that runs or ran last, what is running in it, and how it ended."""
+        runner = self._runner
+        if runner.current is None:
+            return TrainerState()
+        status: Status = "finished" if runner.has_finished and not self.interrupted else "interrupted"
+        return TrainerState("running" if runner.is_running else status, runner.current.task, runner.stage)
+
+    @property
+    def counters(self) -> TrainState:
+        """The counters of the current or last fit."""
+        return self._runner.state
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the current or last run was given; None without one."""
+        current = self._runner.current
+        return str(current.resumed_from) if current is not None and current.resumed_from is not None else None
 
     @property
     def interrupted(self) -> bool:
@@ -194,6 +215,11 @@ class TrainerAttributes:
     def num_nodes(self) -> int:
         """The number of nodes."""
         return self._runner.strategy.environment.num_nodes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """What a ``DistributedSampler`` of one's own must know, with ``use_distributed_sampler=False``."""
+        return {"num_replicas": self._runner.strategy.data_size, "rank": self._runner.strategy.data_rank}
 
     @property
     def num_devices(self) -> int:

@@ -81,6 +81,7 @@ class EndedRun:
     interruption: Interruption = field(default_factory=Interruption)
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRSchedulerConfig] = ()
+    resumed_from: Path | None = None
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
 

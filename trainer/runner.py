@@ -66,7 +66,7 @@ class Runner:
         self.state = TrainState()
         self.current: Session | EndedRun | None = None
         """The run that is going on, or the last one."""
-        self.is_running = False
+        self.is_running = self.has_finished = False
         self._has_fitted = False
         self._has_described = False
         """Whether the start-up line with the processes was printed."""
@@ -136,9 +136,10 @@ class Runner:
             check_writable(folder)
         # under a launcher rank 0 looks it up once the ranks have met
         checkpoint = None if self.hardware.environment.is_external else self._find_checkpoint(request)
-        self.is_running = True
+        self.is_running, self.has_finished = True, False
         try:
             yield replace(request, checkpoint=checkpoint)
+            self.has_finished = True
         finally:
             self.is_running = False
 
@@ -166,6 +167,7 @@ class Runner:
                 hooks=Hooks(self._run, request.module, ModuleHooks, callbacks),
                 metrics=self._metrics_of(request),
                 state=self.state,
+                resumed_from=request.checkpoint,
             )
             take_over(ended, answer[0], self.loggers)
 

@@ -35,7 +35,6 @@ from .runner import Runner
 from .session.profiler import Profiler
 from .session.session import Session, Task
 from .session.settings import Settings, accepting
-from .session.train_state import TrainState
 from .session.trained_samples import TrainedSamples
 
 
@@ -144,7 +143,7 @@ class Trainer(TrainerAttributes):
         return list(self.predictions) if self.predictions is not None else None
 
     def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool = False, storage_options: None = None, *, wait: bool = True
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: None = None, *, wait: bool = True
     ) -> None:
         """Write a checkpoint directory at `filepath`; it exists whole or not at all. Collective: every rank calls it.
 
@@ -160,9 +159,9 @@ class Trainer(TrainerAttributes):
             raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
         path, current = local_path("filepath", filepath), self._runner.current
         if isinstance(current, EndedRun):
-            save_ended(current, path, weights_only=weights_only)
+            save_ended(current, path, weights_only=bool(weights_only))
         else:
-            save_checkpoint(self.session, path, weights_only=weights_only, wait=wait)
+            save_checkpoint(self.session, path, weights_only=bool(weights_only), wait=wait)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory; anything else is left alone."""
@@ -202,15 +201,15 @@ class Trainer(TrainerAttributes):
 
     @property
     def current_epoch(self) -> int:
-        return self.state.epoch
+        return self.counters.epoch
 
     @property
     def global_step(self) -> int:
-        return self.state.global_step
+        return self.counters.global_step
 
     @property
     def samples_seen(self) -> int:
-        return self.state.samples_seen
+        return self.counters.samples_seen
 
     @property
     def batch_position(self) -> int:
@@ -360,11 +359,6 @@ class Trainer(TrainerAttributes):
     def profiler(self) -> Profiler:
         """What measures the parts of a step."""
         return self._runner.profiler
-
-    @property
-    def state(self) -> TrainState:
-        """The counters of the current or last fit."""
-        return self._runner.state
 
     @property
     def is_global_zero(self) -> bool:

@@ -110,7 +110,7 @@ def _final(trainer: Trainer, module: nn.Module) -> dict[str, Any]:
         "optimizers": [one.state_dict() for one in (optimizers if isinstance(optimizers, list) else [optimizers])],
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "callbacks": [_relative(callback.state_dict()) for callback in trainer.callbacks],
-        "counters": {k: v for k, v in trainer.state.state_dict().items() if k != "seconds"},
+        "counters": {k: v for k, v in trainer.counters.state_dict().items() if k != "seconds"},
         "rng": torch.get_rng_state(),
     }
 

@@ -244,7 +244,7 @@ def test_mixed_precision_and_loss_scaling_train_on_parts():
     torch.testing.assert_close(weights(many), weights(one), rtol=0, atol=2e-2)
     assert torch.equal(weights(many), weights(again))
     _, trainer = trained(Net, 2, num_samples=6, precision="16-mixed", dtype=torch.float32, max_epochs=1)
-    assert (trainer.global_step, trainer.state.skipped_steps) == (1, 0)
+    assert (trainer.global_step, trainer.counters.skipped_steps) == (1, 0)
 
 
 def test_an_error_names_the_part_and_leaves_the_module_and_no_thread_behind():

@@ -83,7 +83,7 @@ def train(precision, strategy, num_ranks, **options):
         "losses": trainer.strategy.all_reduce(torch.tensor(module.losses), "mean").tolist(),
         "seen": {**module.seen, "kept": kept, "predicted": trainer.predict(module, loader)[0].dtype},
         "scales": module.scales,
-        "skipped": trainer.state.skipped_steps,
+        "skipped": trainer.counters.skipped_steps,
         "buffers": {name: buffer.dtype for name, buffer in module.named_buffers()},
     }
 

@@ -94,14 +94,14 @@ def test_max_steps_10_with_two_optimizers_trains_on_10_batches(manual, each):
     module, trainer = Two(manual), quiet(max_steps=10)
     trainer.fit(module, loader(8, 2))
     assert module.num_batches == trainer.global_step == 10
-    assert trainer.state.optimizer_steps == each
+    assert trainer.counters.optimizer_steps == each
 
 
 def test_a_step_of_accumulated_micro_batches_counts_once():
     trainer = quiet(max_epochs=2, accumulate_grad_batches=3)
     trainer.fit(Regression(), loader(8, 2))
     assert trainer.global_step == 4
-    assert trainer.state.batches_seen == 8
+    assert trainer.counters.batches_seen == 8
 
 
 # --- step, then validation, then checkpoint; a stale metric never picks the best ---
@@ -191,7 +191,7 @@ def test_a_signal_inside_a_window_lets_the_window_finish():
     trainer = quiet(accumulate_grad_batches=3)
     with pytest.raises(SystemExit):
         trainer.fit(Interrupted(), loader(20, 2))
-    assert (trainer.global_step, trainer.state.batches_in_epoch) == (2, 6)
+    assert (trainer.global_step, trainer.counters.batches_in_epoch) == (2, 6)
 
 
 # --- metrics are weighted sums in float64, divided once; evaluation never pads; predict is complete and in order ---

@@ -152,7 +152,7 @@ class Two(Regression):
 def two_optimizers():
     trainer = quiet(strategy="ddp", max_steps=5)
     trainer.fit(Two(), loader(12, 2))
-    return trainer.global_step, trainer.state.optimizer_steps
+    return trainer.global_step, trainer.counters.optimizer_steps
 
 
 class SignalsRankOne(Callback):

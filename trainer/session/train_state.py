@@ -1,12 +1,15 @@
-"""TrainState: the counters of a run, which are saved and which a resumed run needs."""
+"""TrainState: the counters of a run, which are saved; TrainerState: what the trainer does, which is not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
+from ...callbacks.run import Stage
 from ...strategies.errors import CheckpointError
+
+Status = Literal["initializing", "running", "finished", "interrupted"]
 
 
 @dataclass(slots=True)
@@ -69,3 +72,25 @@ class TrainState:
             )
         for name, value in state_dict.items():
             setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer does; the strings equal the members of Lightning's enums."""
+
+    status: Status = "initializing"
+    """Of the current or last run: ``interrupted`` by a signal or an error."""
+    fn: Literal["fit", "validate", "test", "predict"] | None = None
+    """Which method runs, or ran last."""
+    stage: Stage | None = None
+    """What is running in it; None before and after."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run came to its end."""
+        return self.status == "finished"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last run has ended, one way or the other."""
+        return self.status in ("finished", "interrupted")

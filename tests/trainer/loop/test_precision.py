@@ -166,7 +166,7 @@ def test_mixed_precision_takes_the_steps_of_torch_by_hand(precision, overflows, 
     assert torch.equal(weights(module), weights(expected))
     assert weights(module).isfinite().all()
     assert module.norms == pytest.approx(norms, rel=1e-6, nan_ok=True)
-    assert trainer.state.skipped_steps == skipped == len(overflows)
+    assert trainer.counters.skipped_steps == skipped == len(overflows)
     assert trainer.global_step == 8 // accumulate
     assert trainer.optimizers[0].param_groups[0]["lr"] == lr
 
@@ -179,7 +179,7 @@ def test_manual_optimization_takes_the_steps_of_torch_by_hand(overflows, clip):
     module = Manual(overflows, clip)
     trainer = fit(module, "16-mixed")
     assert torch.equal(weights(module), weights(expected))
-    assert trainer.state.skipped_steps == skipped == len(overflows)
+    assert trainer.counters.skipped_steps == skipped == len(overflows)
     assert trainer.global_step == 8
     if clip is None:
         assert module.norms == pytest.approx(norms, rel=1e-6, nan_ok=True)
@@ -254,7 +254,7 @@ def test_a_second_forward_in_a_step_sees_the_weights_of_the_first_update(precisi
     module = StepsTwice()
     trainer = fit(module, precision)
     assert torch.equal(weights(module), weights(expected))
-    assert trainer.state.optimizer_steps == [16]
+    assert trainer.counters.optimizer_steps == [16]
 
 
 def test_the_scale_goes_on_where_a_checkpoint_left_it(tmp_path):
@@ -266,7 +266,7 @@ def test_the_scale_goes_on_where_a_checkpoint_left_it(tmp_path):
     trainer = quiet(max_epochs=1, precision="16-mixed")
     trainer.fit(resumed, loader(16, 2), ckpt_path=tmp_path / "begun.ckpt")
     assert torch.equal(weights(resumed), weights(expected))
-    assert trainer.state.skipped_steps == 2
+    assert trainer.counters.skipped_steps == 2
     assert trainer.strategy.scaler.get_scale() == 2.0**14
 
 

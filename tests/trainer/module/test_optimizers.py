@@ -79,7 +79,7 @@ def test_every_shape_that_lightning_accepts_is_accepted(configure, num_optimizer
     trainer.fit(module, loader())
     assert len(trainer.optimizers) == num_optimizers
     assert [config.interval for config in trainer.lr_scheduler_configs] == intervals
-    assert trainer.state.optimizer_steps == [4] * num_optimizers
+    assert trainer.counters.optimizer_steps == [4] * num_optimizers
     assert torch.equal(weights(module), before) == (num_optimizers == 0)
 
 
@@ -265,7 +265,7 @@ def test_optimizer_step_may_leave_an_update_out():
 
     trainer = quiet(max_epochs=1)
     trainer.fit(EverySecond(), loader())
-    assert (trainer.global_step, trainer.state.optimizer_steps) == (4, [2])
+    assert (trainer.global_step, trainer.counters.optimizer_steps) == (4, [2])
 
 
 def test_the_closure_returns_the_loss_without_computing_it_twice():
