@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .loop.evaluate import Results, evaluate, sanity_check
-from .loop.schedule import is_over
+from .loop.schedule import is_over, validates_in_this_epoch
 from .loop.train import make_step, train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
 from .resume.run_state import load_generators, load_position, load_training, load_weights
+from .session.progress import LoaderKind
 from .session.session import Session
-from .setup import build_optimizers, introduce, load_evaluation_data, load_train_data, part_ranks, set_up_module
+from .setup import (
+    build_optimizers,
+    check_interval,
+    introduce,
+    load_evaluation_data,
+    load_train_data,
+    part_ranks,
+    set_up_module,
+)
 
 
 def fit(session: Session, request: Request) -> None:
@@ -21,8 +31,9 @@ def fit(session: Session, request: Request) -> None:
     saved = _read(session, request)
     if saved is not None:
         load_position(session, saved)  # the order of the samples depends on the seed
-    _load_data(session, request)
     session.reload = partial(_load_data, session, request)
+    session.reload("train")
+    session.reload("validate")
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
     with checkpointed(session.module, setting):
         set_up_module(session)
@@ -82,7 +93,13 @@ def _read(session: Session, request: Request) -> dict[str, Any] | None:
     return read_checkpoint(session.resumed_from, session.strategy, verify=verify)
 
 
-def _load_data(session: Session, request: Request) -> None:
-    """Ask the user's hooks for the loaders."""
-    load_train_data(session, request.train_loaders)
-    load_evaluation_data(session, "validate", request.evaluation_loaders)
+def _load_data(session: Session, request: Request, kind: LoaderKind) -> None:
+    """Ask the user's hooks for loaders."""
+    if kind == "train":
+        load_train_data(session, request.train_loaders)
+    else:
+        load_evaluation_data(session, kind, request.evaluation_loaders)
+    # as in Lightning, loaders for the sanity check alone are asked for again at the first validation
+    counts = kind == "train" or validates_in_this_epoch(session)
+    session.progress.loaded_in[kind] = session.state.epoch + session.state.is_epoch_done if counts else -math.inf
+    check_interval(session)

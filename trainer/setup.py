@@ -175,8 +175,6 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
     session.evaluation_data = EvaluationData.of(
         source, limit, kind, in_order=in_order, ranks=_ranks(session), seed=session.state.seed
     )
-    if session.task == "fit":
-        check_interval(session)
 
 
 def _ranks(session: Session) -> DataRanks:

@@ -158,3 +158,51 @@ def test_the_checkpoint_that_was_given_is_known_afterwards(tmp_path: Path) -> No
     trainer.validate(dataloaders=loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
     assert trainer.ckpt_path == str(tmp_path / "a.ckpt")
     assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({"every": 0}, "E0 V E1 V E2 V E3 V E4 V E5 V"),
+        ({"every": 2}, "E0 V E1 V train E2 val V E3 V train E4 val V E5 V"),
+        ({"every": 1, "check": 3}, "E0 train E1 train E2 val V train E3 train E4 train E5 val V"),
+        ({"every": 2, "check": 3}, "E0 E1 train E2 val V E3 train E4 E5 val V"),
+        ({"every": 3, "check": 2}, "E0 E1 val V E2 train E3 V E4 E5 val V"),
+        ({"every": 4, "check": 2}, "E0 E1 val V E2 E3 V train E4 E5 val V"),
+    ],
+    ids=str,
+)
+def test_loaders_are_asked_for_again_when_they_are_needed(settings: dict[str, int], calls: str) -> None:
+    class Asked(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def train_dataloader(self) -> Any:
+            self.calls.append("train")
+            return loader(2)
+
+        def val_dataloader(self) -> Any:
+            self.calls.append("val")
+            return loader(2)
+
+        def on_train_start(self) -> None:
+            assert sorted(self.calls) == ["train", "val"]
+            self.calls.clear()
+
+        def on_train_epoch_start(self) -> None:
+            self.calls.append(f"E{self.current_epoch}")
+
+        def on_validation_epoch_start(self) -> None:
+            if not self.trainer.sanity_checking:  # type: ignore[union-attr]
+                self.calls.append("V")
+
+    module = Asked()
+    trainer = quiet(
+        max_epochs=6,
+        reload_dataloaders_every_n_epochs=settings["every"],
+        check_val_every_n_epoch=settings.get("check", 1),
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module)
+    assert " ".join(module.calls) == calls

@@ -16,7 +16,7 @@ from ..data.transfer import check_batch
 from ..metrics.accumulator import to_numbers
 from ..module.arguments import num_step_arguments
 from ..session.session import Session
-from .schedule import validates
+from .schedule import reload_if_due, validates
 from .shared_step import nothing_logged
 
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
@@ -37,6 +37,7 @@ def validate(session: Session) -> None:
     session.writer.wait_for_copy()  # hooks may swap the weights
     session.module.on_validation_model_zero_grad()
     with isolated_rng():
+        reload_if_due(session, "validate")
         evaluate(session, "validate")
     session.progress.validated_at = session.state.global_step
     if session.settings.validation_seconds is not None:

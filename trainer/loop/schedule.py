@@ -6,6 +6,7 @@ import math
 
 from ...strategies.errors import ConfigError
 from ..data.train_data import TrainData
+from ..session.progress import LoaderKind
 from ..session.session import Session
 from ..session.settings import Settings
 
@@ -17,7 +18,7 @@ def plan_epoch(session: Session) -> None:
     progress.num_batches = data.num_batches
     every = settings.log_every_n_steps
     progress.next_log = (session.state.global_step // every + 1) * every if every else math.inf
-    progress.validates_inside = validates(session) and _validates_in_this_epoch(session)
+    progress.validates_inside = validates(session) and validates_in_this_epoch(session)
     interval = settings.val_check_interval
     if not isinstance(interval, int | float):
         interval = math.inf
@@ -77,19 +78,20 @@ def is_validation_due_at_epoch_end(session: Session) -> bool:
     at_end = interval == 1.0 and isinstance(interval, float)
     if not at_end or not validates(session) or session.progress.validated_at == session.state.global_step:
         return False
-    return _validates_in_this_epoch(session)
+    return validates_in_this_epoch(session)
 
 
-def _validates_in_this_epoch(session: Session) -> bool:
+def validates_in_this_epoch(session: Session) -> bool:
+    """Return whether a validation that is due falls into this epoch."""
     every = session.settings.check_val_every_n_epoch
     return every is None or (session.state.epoch + 1) % every == 0
 
 
-def reload_if_due(session: Session) -> None:
-    """Ask for the loaders again, every ``reload_dataloaders_every_n_epochs``."""
-    every, epoch = session.settings.reload_dataloaders_every_n_epochs, session.state.epoch
-    if every and session.reload is not None and epoch and epoch % every == 0:
-        session.reload()
+def reload_if_due(session: Session, kind: LoaderKind) -> None:
+    """Ask for loaders again ``reload_dataloaders_every_n_epochs`` after the last time, when they are needed."""
+    every = session.settings.reload_dataloaders_every_n_epochs
+    if every and session.reload is not None and session.state.epoch - session.progress.loaded_in[kind] >= every:
+        session.reload(kind)
 
 
 def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:

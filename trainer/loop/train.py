@@ -85,7 +85,7 @@ def _begin_epoch(session: Session) -> None:
     progress.batch_idx = state.batches_in_epoch
     metrics.enter("train")
     if is_new:
-        reload_if_due(session)
+        reload_if_due(session, "train")
     session.hooks.call("on_train_epoch_start")
     data = session.train_data
     assert data is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...callbacks.run import Stage
 from ..data.micro_batch import MicroBatch
+
+LoaderKind = Literal["train", "validate"]
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class Progress:
     """The global step at which the loggers get the step's values."""
     next_check: float = math.inf
     """The global step after which to ask whether training is over: the last one, or when the ranks meet."""
+    loaded_in: dict[LoaderKind, float] = field(default_factory=dict)
+    """The epoch for which the loaders were asked for last."""
     num_batches: float = 0
     """Micro-batches of the epoch; infinity where only reading tells."""
     validates_inside: bool = False

@@ -25,7 +25,7 @@ from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
 from .interruption import Interruption
 from .profiler import Profiler
-from .progress import Progress
+from .progress import LoaderKind, Progress
 from .settings import Settings
 from .stop_agreement import Meetings
 from .train_state import TrainState
@@ -73,8 +73,8 @@ class Session:
     # set when the run is set up
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
-    reload: Callable[[], None] | None = None
-    """Asks the user's hooks for the loaders again."""
+    reload: Callable[[LoaderKind], None] | None = None
+    """Asks the user's hooks for loaders again."""
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRSchedulerConfig] = ()
     resumed_from: Path | None = None

@@ -120,7 +120,9 @@ def test_data_may_come_from_the_module_or_a_data_module_or_the_call():
 
     assert seen() == [[0, 1]]
     assert seen(datamodule=Data()) == seen(Data()) == [[0, 1], [2, 3]]
-    assert seen(loader(6, 3), datamodule=Data()) == [[0, 1, 2], [3, 4, 5]]
+    assert seen(loader(6, 3)) == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="must get loaders or a data module, got both"):
+        seen(loader(6, 3), datamodule=Data())
 
 
 # --- several loaders ---

@@ -256,3 +256,15 @@ def test_hyperparameters_are_not_sent_to_the_loggers_if_nobody_wants_them(tmp_pa
         logger = CSVLogger(tmp_path, name=str(wanted))
         quiet(max_epochs=1, logger=logger, enable_autolog_hparams=wanted).fit(Saving(), loader())
         assert (Path(logger.log_dir) / "hparams.yaml").exists() is wanted
+
+
+class CountsValidations(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        self.log("validations", float(len(self.validated)), reduce_fx="max")
+
+
+def test_several_ranks_validate_at_the_same_steps_by_the_clock() -> None:
+    trainer = quiet(strategy="ddp", devices=2, max_epochs=3, val_check_interval={"seconds": 0})
+    trainer.fit(CountsValidations(), loader(16), loader(4))
+    assert trainer.callback_metrics["validations"] >= 1
