@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.train import make_step, train
@@ -58,10 +59,14 @@ def run_evaluation(session: Session, request: Request) -> Results:
     saved = _read(session, request)
     if saved is not None:
         load_weights(session, saved)
-    if request.keeps_predictions:
+    writes = any(isinstance(each, BasePredictionWriter) and each.writes_epoch for each in session.callbacks)
+    if request.keeps_predictions or (writes and request.task == "predict"):
         session.progress.predictions = [[] for _ in session.evaluation_data.loaders]
     stage: Any = request.task
-    return evaluate(session, stage)
+    results = evaluate(session, stage)
+    if not request.keeps_predictions:
+        session.progress.predictions = None
+    return results
 
 
 def _read(session: Session, request: Request) -> dict[str, Any] | None:

@@ -138,7 +138,7 @@ def load_train_data(session: Session, given: Any) -> None:
         cut=cut,
         limit=settings.limit_train_batches,
         in_order=settings.overfit_batches > 0,
-        count=session.module.batch_size_of if overrides(session.module, "batch_size_of", TrainModule) else size_of,
+        count=session.count,
     )
     session.progress.accumulate_grad_batches = session.train_data.accumulate
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,12 @@ class Progress:
     """Micro-batches between the validations inside an epoch."""
     validated_at: int = -1
     """The global step of the newest validation."""
+    batch_indices: list[int] = field(default_factory=list)
+    """Of the samples of the evaluation batch that runs, or ran last; empty where they are not known."""
     predictions: list[Any] | None = None
+    """Of each loader; of all ranks from the end of the epoch on."""
+    prediction_indices: list[list[list[int]]] = field(default_factory=list)
+    """Of the samples of all ranks' predictions, for each batch of each loader."""
     last_checkpoint: Path | None = None
     """The newest checkpoint of this run that training can be resumed from."""
     checkpoint_seconds: float = 0.0
