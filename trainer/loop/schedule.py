@@ -75,6 +75,13 @@ def is_validation_due_at_epoch_end(session: Session) -> bool:
     return _validates_in_this_epoch(session)
 
 
+def is_last_validation_due(session: Session) -> bool:
+    """Return whether a validation is due as a hook has set ``should_stop`` inside an epoch; the same on every rank."""
+    if not session.progress.should_stop or session.interruption.signal is not None or not validates(session):
+        return False
+    return session.progress.validated_at != session.state.global_step and _validates_in_this_epoch(session)
+
+
 def _validates_in_this_epoch(session: Session) -> bool:
     every = session.settings.check_val_every_n_epoch
     return every is None or (session.state.epoch + 1) % every == 0
