@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small import Regression, loader, quiet
+from small import Regression, flat, loader, quiet
 from torch.utils.data import DataLoader, RandomSampler
 
 from echelon import Callback, ModelCheckpoint
@@ -249,3 +249,14 @@ def test_batches_without_tensors_weigh_one():
     trainer.fit(Texts(), texts, texts)
     assert values_of(trainer) == {"e": 1.5, "v": 1.5}
     assert trainer.samples_seen == 4
+
+
+@pytest.mark.parametrize(
+    ("overfit_batches", "trained", "validated"),
+    [(1, [0, 1], [4, 5]), (2, [0, 1, 2, 3], [4, 5, 6]), (0.5, [0, 1, 2, 3], [4, 5])],
+)
+def test_overfitting_repeats_the_first_batches_of_each_loader(overfit_batches, trained, validated):
+    module = Regression()
+    validation = DataLoader(torch.utils.data.Subset(loader().dataset, [4, 5, 6]), 2)
+    quiet(max_epochs=2, overfit_batches=overfit_batches).fit(module, loader(shuffle=True), validation)
+    assert (flat(module.seen), flat(module.validated)) == (trained * 2, validated * 2)
