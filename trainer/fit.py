@@ -36,6 +36,8 @@ def fit(session: Session, request: Request) -> None:
         # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
+        if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
+            session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
         session.hooks.call("on_fit_start")
         with session.interruption.listening():
             if saved is None:

@@ -9,6 +9,7 @@ from ...strategies.errors import DataError
 from ..data.micro_batch import Window
 from ..session.session import Session
 from .evaluate import validate
+from .remedies import EndlessEpoch, raise_if_single_sample
 from .schedule import (
     is_last_validation_due,
     is_over,
@@ -35,8 +36,7 @@ def train(session: Session, step: Step) -> None:
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone = session.interruption, not session.meetings.is_needed
-    if state.is_epoch_done or state.batches_in_epoch == 0:
-        session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
+    watch = EndlessEpoch(session)
     hooks.call("on_train_start")
     while not is_over(session):
         _begin_epoch(session)
@@ -44,11 +44,16 @@ def train(session: Session, step: Step) -> None:
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
         for window in _windows(session):
-            goes_on = step.forward_backward(window)
+            try:
+                goes_on = step.forward_backward(window)
+            except ValueError as error:
+                raise_if_single_sample(session, error)
+                raise
             step.update(window, goes_on=goes_on)
             num_micro_batches = step.finish(window, goes_on=goes_on)
             if state.global_step >= progress.next_log:
                 _log_step(session)
+                watch.look()
             if progress.validates_inside and is_validation_due(session, num_micro_batches):
                 validate(session)
             if has_plateaus:

@@ -260,3 +260,28 @@ def test_overfitting_repeats_the_first_batches_of_each_loader(overfit_batches, t
     validation = DataLoader(torch.utils.data.Subset(loader().dataset, [4, 5, 6]), 2)
     quiet(max_epochs=2, overfit_batches=overfit_batches).fit(module, loader(shuffle=True), validation)
     assert (flat(module.seen), flat(module.validated)) == (trained * 2, validated * 2)
+
+
+def test_a_value_of_on_fit_start_belongs_to_the_first_epoch_too():
+    class Starting(Regression):
+        def on_fit_start(self):
+            self.log("start", 1.0)  # Lightning 2.6.6 refuses it
+
+    trainer = quiet(max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(Starting(), loader(), loader())
+    assert values_of(trainer) == {"start": 1.0}
+
+
+def test_an_epoch_that_is_resumed_starts_again_at_its_place(tmp_path):
+    class Starts(Regression):
+        def on_train_start(self):
+            self.places = []
+
+        def on_train_epoch_start(self):
+            self.places.append((self.current_epoch, self.trainer.batch_position))
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)
+    quiet(max_epochs=2, callbacks=[saver], enable_checkpointing=True).fit(Starts(), loader())
+    module = Starts()
+    quiet(max_epochs=3).fit(module, loader(), ckpt_path=tmp_path / "epoch=1-step=6.ckpt")
+    assert module.places == [(1, 2), (2, 0)]
