@@ -28,7 +28,6 @@ from .data.stream import Cut
 from .data.train_data import TrainData
 from .loggers import default_logger
 from .loop.schedule import validates
-from .module.batch_size import size_of
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
 from .module.optimizers import check_monitors, check_parameters, parse_optimizers
