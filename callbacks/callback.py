@@ -123,7 +123,7 @@ class Callback:
         """Called when an epoch ends, after its last validation."""
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> int | None:
-        """Called before each micro-batch, which is on the device. Return -1 to end the epoch here."""
+        """Called before each micro-batch, which is on the device. The module's may return -1 to end the epoch here."""
         return None
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,13 @@ from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
 from .helpers.kept_checkpoints import KeptCheckpoints
 from .helpers.monitored import Mode, MonitoredMetric, check_mode, describe_logged
-from .helpers.save_schedule import SaveSchedule
+from .helpers.save_schedule import IntervalClock, SaveSchedule
 from .run import Run
 
 _log = logging.getLogger(__name__)
+
+_PAUSE: Final = timedelta(seconds=1)
+"""Between two saves that replace each other, where nobody has said when to save; one takes 20 ms of a disk."""
 
 
 class ModelCheckpoint(Callback):
@@ -48,7 +51,9 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: write ``epoch=3`` instead of ``3``.
         every_n_train_steps: save every n optimizer steps.
         train_time_interval: save when this time has passed on rank 0.
-        every_n_epochs: save every n epochs; the default, with 1.
+        every_n_epochs: save every n epochs; the default, with 1. If none of these three is given, and only the newest
+            checkpoint is kept, epochs that end within a second of the last save leave theirs to the next epoch or to
+            the end of training: a kill costs that second, and short epochs do not wait for the disk.
         save_on_train_epoch_end: True: save when the epoch ends; False: after each validation; None: after each
             validation if the run has any, else when the epoch ends.
 
@@ -104,6 +109,9 @@ class ModelCheckpoint(Callback):
         self._schedule = SaveSchedule(
             every_n_train_steps, train_time_interval, every_n_epochs, at_epoch_end=save_on_train_epoch_end
         )
+        # only where a save is replaced by the next one, and nobody has said when to save
+        is_newest_only = monitor is None and save_top_k == 1 and not save_last
+        self._pause = IntervalClock(_PAUSE) if is_newest_only and self._schedule.is_default else None
         # without a metric the step is the score: the newest is the best
         self._metric = MonitoredMetric("ModelCheckpoint", monitor or "step", mode if monitor else "max")
         self._kept = KeptCheckpoints()
@@ -112,7 +120,7 @@ class ModelCheckpoint(Callback):
         self._replaced: list[str] = []
         self._was_pending = False
         self._is_due = False
-        self._is_training = self._has_epoch_ended = False
+        self._is_training = self._has_epoch_ended = self._has_saved = self._is_postponed = False
         self.saved_at = -1
         """The `global_step` of the newest save."""
         self._unconfirmed = ("", KeptCheckpoints())
@@ -244,7 +252,8 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Nothing is due yet, whatever was validated before."""
-        self._is_due, self._is_training = False, True
+        self._is_due, self._is_training, self._is_postponed = False, True, False
+        self._has_saved = False
         self.saved_at = trainer.global_step
         self._metric.start(is_pending=self._was_pending)
         self._was_pending = False
@@ -273,6 +282,8 @@ class ModelCheckpoint(Callback):
         """Save if a save is due, by the step or by rank 0's clock. Collective then: every rank calls it."""
         if self._schedule.is_by_step:
             self._is_due = self._schedule.is_step_due(trainer)
+        if self._is_due and self._pause is not None and self._has_saved and not self._pause.is_over(trainer):
+            self._is_due, self._is_postponed = False, True
         if self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer)):
             is_due, self._is_due = self._is_due, False
             self._save(trainer, last=is_due)
@@ -283,6 +294,8 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
             if self.save_top_k != 0 and not self._kept.names and not trainer.is_interrupted:
                 self._save(trainer, top_k=False, force=True)  # better unranked than nothing
+        if self._is_postponed:
+            self._save(trainer)
         if self._saves_last:
             self._save(trainer, top_k=False)
         if trainer.is_interrupted:
@@ -367,6 +380,9 @@ class ModelCheckpoint(Callback):
             trainer.point_to_checkpoint(self._path(self._last), self._path(kept.newest))
         self._remove_replaced(trainer)
         self.saved_at = trainer.global_step
+        self._has_saved, self._is_postponed = True, False
+        if self._pause is not None:
+            self._pause.start(trainer.global_step)
         if self.verbose and trainer.is_global_zero:
             what = f"{self.monitor}={kept.scores[name]:.6g}" if self.monitor and name in kept.scores else "the newest"
             _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
-from ..strategies.errors import ConfigError, RunError, did_you_mean
+from ..strategies.errors import ConfigError, did_you_mean
 from .callback import Callback
 from .run import Run
 
@@ -36,12 +36,17 @@ class BasePredictionWriter(Callback):
             )
         self.interval = write_interval
 
+    @property
+    def writes_epoch(self) -> bool:
+        """Whether predictions are kept until the end of the epoch, also with ``return_predictions=False``."""
+        return self.interval != "batch"
+
     def write_on_batch_end(
         self,
         trainer: Run,
         module: nn.Module,
         prediction: Any,
-        batch_indices: Sequence[int] | None,
+        batch_indices: Sequence[int],
         batch: Any,
         batch_idx: int,
         dataloader_idx: int,
@@ -50,17 +55,17 @@ class BasePredictionWriter(Callback):
 
         Args:
             batch_idx: the index of the batch in its loader, over all ranks.
-            batch_indices: None; the positions of the samples in the dataset are not known here.
+            batch_indices: of the samples in the data set; empty for a loader that is not read by indices.
         """
         raise NotImplementedError(self._missing("write_on_batch_end"))
 
     def write_on_epoch_end(
-        self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any] | None
+        self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Write the predictions of all ranks: a list of batches, for several loaders a list of those.
 
         Args:
-            batch_indices: None, as in `write_on_batch_end`.
+            batch_indices: for each loader, also for one, a list with the indices of each batch.
         """
         raise NotImplementedError(self._missing("write_on_epoch_end"))
 
@@ -72,16 +77,10 @@ class BasePredictionWriter(Callback):
     ) -> None:
         """Write this batch, unless all are written at the end."""
         if self.interval != "epoch":
-            self.write_on_batch_end(trainer, module, outputs, None, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(trainer, module, outputs, trainer.batch_indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Write all predictions on rank 0, unless each batch is written by itself."""
-        if self.interval == "batch":
-            return
-        if trainer.predictions is None:
-            raise RunError(
-                f"{type(self).__name__}(write_interval={self.interval!r}) needs the predictions, but with "
-                "return_predictions=False none are kept; remove that, or set write_interval='batch'."
-            )
-        if trainer.is_global_zero:
-            self.write_on_epoch_end(trainer, module, trainer.predictions, None)
+        if self.writes_epoch and trainer.is_global_zero:
+            assert trainer.predictions is not None, "predictions are kept until they are written"
+            self.write_on_epoch_end(trainer, module, trainer.predictions, trainer.prediction_indices)

@@ -75,7 +75,7 @@ class Run(Protocol):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that is running, from 0; during its end hooks and checkpoint too."""
+        """The epoch that is running, from 0, to its end hooks and checkpoint; before and after, how many have ended."""
 
     @property
     def global_step(self) -> int:
@@ -210,6 +210,20 @@ class Run(Protocol):
         """The predictions of `predict`: a list with one item for each batch, for several loaders a list of such lists.
 
         From ``on_predict_epoch_end`` on they are of all ranks, in the order of the dataset.
+        """
+
+    @property
+    def batch_indices(self) -> Sequence[int]:
+        """The indices, in the data set, of the samples in the evaluation batch that runs; empty where not known.
+
+        They are known of a DataLoader over a data set with indices.
+        """
+
+    @property
+    def prediction_indices(self) -> Sequence[Sequence[Sequence[int]]]:
+        """The `batch_indices` of all ranks, for each batch of each loader, from ``on_predict_epoch_end`` on.
+
+        They are there where `predictions` are.
         """
 
     # --- checkpoints ---

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.schedule import is_over, validates_in_this_epoch
@@ -47,6 +48,8 @@ def fit(session: Session, request: Request) -> None:
         # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
+        if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
+            session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
         session.hooks.call("on_fit_start")
         with session.interruption.listening():
             if saved is None:
@@ -72,10 +75,14 @@ def run_evaluation(session: Session, request: Request) -> Results:
     saved = _read(session, request)
     if saved is not None:
         load_weights(session, saved)
-    if request.keeps_predictions:
+    writes = any(isinstance(each, BasePredictionWriter) and each.writes_epoch for each in session.callbacks)
+    if request.keeps_predictions or (writes and request.task == "predict"):
         session.progress.predictions = [[] for _ in session.evaluation_data.loaders]
     stage: Any = request.task
-    return evaluate(session, stage)
+    results = evaluate(session, stage)
+    if not request.keeps_predictions:
+        session.progress.predictions = None
+    return results
 
 
 def _trains(session: Session) -> bool:

@@ -28,7 +28,6 @@ from .data.stream import Cut
 from .data.train_data import TrainData
 from .loggers import default_logger
 from .loop.schedule import validates
-from .module.batch_size import size_of
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
 from .module.optimizers import check_monitors, check_parameters, parse_optimizers
@@ -139,7 +138,7 @@ def load_train_data(session: Session, given: Any) -> None:
         cut=cut,
         limit=settings.limit_train_batches,
         in_order=settings.overfit_batches > 0,
-        count=session.module.batch_size_of if overrides(session.module, "batch_size_of", TrainModule) else size_of,
+        count=session.count,
     )
     session.progress.accumulate_grad_batches = session.train_data.accumulate
 

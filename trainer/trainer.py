@@ -201,7 +201,7 @@ class Trainer(TrainerAttributes):
 
     @property
     def current_epoch(self) -> int:
-        return self.counters.epoch
+        return self.counters.current_epoch
 
     @property
     def global_step(self) -> int:
@@ -380,6 +380,14 @@ class Trainer(TrainerAttributes):
     def predictions(self) -> Sequence[Any] | None:
         collected = current.progress.predictions if (current := self._runner.current) is not None else None
         return collected[0] if collected is not None and len(collected) == 1 else collected
+
+    @property
+    def batch_indices(self) -> Sequence[int]:
+        return self._ran.progress.batch_indices
+
+    @property
+    def prediction_indices(self) -> Sequence[Sequence[Sequence[int]]]:
+        return self._ran.progress.prediction_indices
 
 
 for _name, _member in vars(Trainer).items():  # what `Run` says of a property is its documentation here, too

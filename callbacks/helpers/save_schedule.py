@@ -42,7 +42,9 @@ class SaveSchedule:
         if sum(bool(value) or isinstance(value, timedelta) for value in given.values()) > 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
             raise ConfigError(f"{values} exclude each other; give each a ModelCheckpoint of its own.")
-        if all(value is None for value in given.values()):
+        self.is_default = all(value is None for value in given.values())
+        """Whether nothing was chosen."""
+        if self.is_default:
             every_n_epochs = 1
         self.every_n_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.interval = train_time_interval

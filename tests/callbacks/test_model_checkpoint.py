@@ -3,8 +3,10 @@
 import os
 import shutil
 import signal
+import time
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -476,3 +478,61 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_link_without_a_top_k_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", save_top_k=0, save_last="link"))
     assert names_in(tmp_path / "ckpt") == ["epoch=2-step=12.ckpt", "last.ckpt"]
+
+
+class Saves(Callback):
+    """Counts full checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def saved_steps(folder: Path, checkpoint: ModelCheckpoint, **settings: Any) -> list[int]:
+    saves = Saves()
+    trainer_in(folder, checkpoint, saves, **settings).fit(Scripted(), batches(2))
+    return saves.steps
+
+
+def test_epochs_of_less_than_a_second_save_the_first_and_the_last(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint()
+    assert saved_steps(tmp_path, checkpoint, max_epochs=8) == [1, 8]
+    assert names_in(Path(checkpoint.dirpath)) == ["epoch=7-step=8.ckpt"]
+
+
+@pytest.mark.parametrize("options", [{"every_n_epochs": 1}, {"save_last": True}, {"save_top_k": -1}])
+def test_whoever_says_when_to_save_gets_every_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert saved_steps(tmp_path, ModelCheckpoint(**options), max_epochs=4) == [1, 2, 3, 4]
+
+
+def test_short_epochs_save_each_second(tmp_path: Path) -> None:
+    class Slow(Saves):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: list[float] = []
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            time.sleep(0.4)
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            super().on_save_checkpoint(trainer, module, checkpoint)
+            self.times.append(time.monotonic())
+
+    slow = Slow()
+    trainer_in(tmp_path, ModelCheckpoint(), slow, max_epochs=8).fit(Scripted(), batches(2))
+    assert (slow.steps[0], slow.steps[-1]) == (1, 8)
+    gaps = [after - before for before, after in pairwise(slow.times)]
+    assert len(gaps) > 1
+    assert min(gaps[:-1]) > 0.99  # the last save waits for nothing
+
+
+def test_a_stop_between_two_saves_is_saved(tmp_path: Path) -> None:
+    class Stopping(Saves):
+        def on_train_step_end(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = trainer.global_step == 5
+
+    stopping = Stopping()
+    trainer_in(tmp_path, ModelCheckpoint(), stopping, max_epochs=8).fit(Scripted(), batches(2))
+    assert stopping.steps == [1, 5]

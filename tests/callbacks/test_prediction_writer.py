@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from scripted import Scripted, batches, trainer_in
+from small import loader, quiet
+from torch.utils.data import DataLoader
 
 from echelon import BasePredictionWriter
-from echelon.strategies.errors import ConfigError, RunError
+from echelon.strategies.errors import ConfigError
 
 
 class Writer(BasePredictionWriter):
@@ -17,6 +19,8 @@ class Writer(BasePredictionWriter):
         super().__init__(write_interval)
         self.batches: list[tuple[int, int, Any]] = []
         self.epochs: list[Sequence[Any]] = []
+        self.batch_indices: list[Sequence[int]] = []
+        self.epoch_indices: Any = None
 
     def write_on_batch_end(
         self,
@@ -29,9 +33,11 @@ class Writer(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         self.batches.append((dataloader_idx, batch_idx, prediction))
+        self.batch_indices.append(batch_indices)
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
         self.epochs.append(predictions)
+        self.epoch_indices = batch_indices
 
 
 class Predicting(Scripted):
@@ -65,11 +71,39 @@ def test_batches_are_written_where_none_are_kept(tmp_path: Path) -> None:
     assert len(writer.batches) == 6
 
 
-def test_writing_all_at_once_needs_predictions_that_are_kept(tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError, match=r"Writer\(write_interval='epoch'\) needs the predictions.*set write_interval='batch'"
-    ):
-        predict(tmp_path, Writer("epoch"), return_predictions=False)
+def test_all_predictions_are_written_where_none_are_returned(tmp_path: Path) -> None:
+    writer = Writer("epoch")
+    assert predict(tmp_path, writer, return_predictions=False) is None
+    assert [[len(batch) for batch in loader] for loader in writer.epochs[0]] == [[2, 2, 2, 2], [2, 2]]
+
+
+def written_indices(loaders: Any, **settings: Any) -> tuple[Any, Any]:
+    writer = Writer("batch_and_epoch")
+    quiet(callbacks=[writer], **settings).predict(Predicting(), loaders, return_predictions=False)
+    return writer.batch_indices, writer.epoch_indices
+
+
+def test_the_indices_of_samples_are_those_that_lightning_gives() -> None:
+    per_batch = [[0, 1], [2, 3], [4]]
+    assert written_indices(loader(5)) == (per_batch, [per_batch])
+    assert written_indices([loader(5), loader(3)]) == ([*per_batch, [0, 1], [2]], [per_batch, [[0, 1], [2]]])
+    shuffled, _ = written_indices(loader(5, shuffle=True))
+    assert sorted(index for batch in shuffled for index in batch) == [0, 1, 2, 3, 4]
+
+
+def test_a_loader_without_indices_gives_none_to_the_writer() -> None:
+    batch = [torch.ones(2, 2), torch.ones(2, 1)]
+    assert written_indices(DataLoader([batch, batch], batch_size=None)) == ([[], []], [[[], []]])
+
+
+def test_rank_0_writes_the_indices_of_all_ranks(tmp_path: Path) -> None:
+    class Noting(Writer):
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+            (tmp_path / "indices").write_text(f"{batch_indices} {[batch.tolist() for batch in predictions]}")
+
+    trainer = quiet(callbacks=[Noting("epoch")], strategy="ddp", devices=2)
+    trainer.predict(Predicting(), loader(5), return_predictions=False)
+    assert (tmp_path / "indices").read_text().startswith("[[[0, 1], [2, 3], [4]]] [[0.0,")
 
 
 def test_an_unknown_interval_is_refused_at_once() -> None:

@@ -234,15 +234,15 @@ def test_what_was_read_beside_an_end_is_not_noted(mode: Any, used: list[int], tm
     assert audited(tmp_path).is_exact
 
 
-class EndsEpoch(Callback):
+class EndsEpoch(Linear):
     """Ends every epoch after three micro-batches, in the middle of a step."""
 
-    def on_train_batch_start(self, trainer: Any, module: nn.Module, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if batch_idx == 3 else None
 
 
 def test_a_micro_batch_that_a_hook_leaves_out_is_missing(tmp_path: Path) -> None:
-    module = fit(tmp_path, loader(), EndsEpoch(), SampleLedger(), accumulate_grad_batches=2)
+    module = fit(tmp_path, loader(), SampleLedger(), kind=EndsEpoch, accumulate_grad_batches=2)
     first = audited(tmp_path).epochs[0]
     assert (first.used, first.verdict, len(first.missing)) == (9, "NOT EXACT", 14)
     assert [(one.epoch, list(one.indices)) for one in noted(tmp_path)] == module.seen

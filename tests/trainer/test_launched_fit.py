@@ -106,7 +106,7 @@ def test_the_caller_has_weights_counters_and_metrics(fitted):
     trainer, module, _, _ = fitted
     assert trainer.global_step == 6
     assert trainer.samples_seen == 44
-    assert trainer.current_epoch == 1
+    assert trainer.current_epoch == 2
     assert {"loss", "val"} <= trainer.callback_metrics.keys()
     assert trainer.progress_bar_metrics.keys() == {"loss"}
     assert module.net[1].num_batches_tracked == 6

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from .combined_loader import CombinedLoader, combined_of
-from .index_stream import DataRanks, drawn, length_of
+from .index_stream import DataRanks, drawn, length_of, set_epoch
 from .limits import Count, limited
-from .loader_kinds import check_loader, is_dealt, is_sequence, unshuffled, with_indices
+from .loader_kinds import check_loader, is_dealt, is_indexed, unshuffled, with_indices
 from .seed import derive
 
-Reader = Callable[[int | None, int], Iterator[tuple[int, Any]]]
-"""Reads this rank's batches of a loader, each with its index among those of all ranks. The arguments are the number of
-batches of all ranks (None: all of them) and a seed for random samplers, the same on all ranks."""
+
+class EvaluationBatch(NamedTuple):
+    """A batch of an evaluation."""
+
+    batch_idx: int
+    """Its index among the batches of all ranks."""
+    batch: Any
+    indices: list[int] | None = None
+    """What the loader's sampler drew for it; None where only the batch tells its number of samples."""
+
+
+Reader = Callable[[int | None, int], Iterator[EvaluationBatch]]
+"""Reads this rank's batches of a loader. The arguments are the number of batches of all ranks (None: all of them) and a
+seed for random samplers, the same on all ranks."""
 
 
 class SideBySide:
@@ -50,57 +62,82 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
     Batch k is read by rank k modulo their number. A loader that yields to each rank its own is taken to yield them in
     turn.
     """
+    if is_indexed(loader) and (ranks.data_size == 1 or deals(loader, ranks)):
+        return _Indexed(loader, ranks)
     if ranks.data_size == 1:
-        return lambda stop, _: enumerate(islice(loader, stop))
+        return lambda stop, _: map(EvaluationBatch, count(), islice(loader, stop))
     if not deals(loader, ranks):
         return partial(_own, loader, ranks)
     if isinstance(loader, SideBySide):
         return partial(_passed, loader, ranks)
-    return partial(_picked, loader, ranks) if is_sequence(loader) else _Dealt(loader, ranks)
+    return partial(_picked, loader, ranks)
 
 
-def _own(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+def _own(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
     """Read a loader that yields to each rank batches of its own."""
     mine = None if stop is None else len(range(ranks.data_rank, stop, ranks.data_size))
-    return zip(count(ranks.data_rank, ranks.data_size), islice(loader, mine), strict=False)
+    return map(EvaluationBatch, count(ranks.data_rank, ranks.data_size), islice(loader, mine))
 
 
-def _picked(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+def _picked(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
     """Read a sequence of batches."""
     places = range(len(loader))[:stop][ranks.data_rank :: ranks.data_size]
-    return ((place, loader[place]) for place in places)
+    return (EvaluationBatch(place, loader[place]) for place in places)
 
 
-def _passed(loader: SideBySide, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+def _passed(loader: SideBySide, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
     """Read loaders side by side: all of them whole, since one that begins again has no batch k, and pass most over."""
-    return islice(drawn(enumerate(loader), seed, stop=stop, chunk=1), ranks.data_rank, None, ranks.data_size)
+    batches = drawn(map(EvaluationBatch, count(), loader), seed, stop=stop, chunk=1)
+    return islice(batches, ranks.data_rank, None, ranks.data_size)
 
 
-class _Dealt:
+class _Indexed:
     """Reads a DataLoader with indices: a copy of it, which reads this rank's batches of indices alone."""
 
     def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
         self._ranks = ranks
         self._turns = _Turns(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, ranks)
         self._loader = with_indices(loader, self._turns)
+        # indices are known of batches that come as they were drawn (DataLoader(in_order=False))
+        vars(self._loader)["in_order"] = True
 
-    def __call__(self, stop: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+    def __call__(self, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
         self._turns.stop, self._turns.seed = stop, seed
-        return zip(count(self._ranks.data_rank, self._ranks.data_size), self._loader, strict=False)
+        places = count(self._ranks.data_rank, self._ranks.data_size)
+        # on one rank the sampler is left to itself, and may read ahead of the limit
+        batches = islice(self._loader, stop) if self._ranks.data_size == 1 else self._loader
+        for place, batch in zip(places, batches, strict=False):
+            entry = self._turns.drawn.popleft() if self._turns.drawn else None
+            yield EvaluationBatch(place, batch, entry if isinstance(entry, list) else None)
 
 
 class _Turns:
-    """What a sampler yields when it is this rank's turn; where it draws random numbers, all ranks draw the same."""
+    """What a sampler yields when it is this rank's turn, noted; where it draws random numbers, all ranks draw the same.
+
+    On one rank it draws as if nobody looked.
+    """
 
     stop: int | None = None
     seed = 0
 
     def __init__(self, sampler: Iterable[Any], ranks: DataRanks) -> None:
         self._sampler, self._ranks = sampler, ranks
+        self.drawn: deque[Any] = deque()
+        """What has been drawn for batches that the loader has not returned yet."""
 
     def __iter__(self) -> Iterator[Any]:
+        self.drawn = deque()
+        if self._ranks.data_size == 1:
+            return map(self._note, self._sampler)
         entries = drawn(self._sampler, self.seed, stop=self.stop)
-        return islice(entries, self._ranks.data_rank, None, self._ranks.data_size)
+        return map(self._note, islice(entries, self._ranks.data_rank, None, self._ranks.data_size))
+
+    def _note(self, entry: Any) -> Any:
+        self.drawn.append(entry)
+        return entry
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type] # what has none raises TypeError, as it should
 
 
 @dataclass(frozen=True)
@@ -144,15 +181,26 @@ class EvaluationData:
             )
         return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed, source)
 
-    def batches(self, dataloader_idx: int, limit: float, step: int) -> Iterator[tuple[int, Any]]:
-        """Return this rank's batches of a loader, each with its index among those of all ranks.
+    def batches(self, dataloader_idx: int, limit: float, step: int, epoch: int = 0) -> Iterator[EvaluationBatch]:
+        """Return this rank's batches of a loader.
 
         What the ranks read together are the batches of one process, each once. The limit is the largest number of
-        batches of all ranks. On several ranks a random order is a function of seed and step.
+        batches of all ranks. On several ranks a random order is a function of seed and step. Samplers are told the
+        epoch.
         """
+        _tell_epoch(self.loaders[dataloader_idx], epoch)
         count = min(self.num_batches[dataloader_idx], limit)
         stop = None if count == math.inf else int(count)
         return self.readers[dataloader_idx](stop, derive(self.seed, step, dataloader_idx))
+
+
+def _tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader, or of loaders side by side, the epoch."""
+    for each in loader.combined.flattened if isinstance(loader, SideBySide) else [loader]:
+        batch_sampler = getattr(each, "batch_sampler", None)
+        samplers = getattr(each, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+        for sampler in {id(sampler): sampler for sampler in samplers}.values():
+            set_epoch(sampler, epoch)
 
 
 def _length_on_all(loader: Any, ranks: DataRanks) -> int | None:

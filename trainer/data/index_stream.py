@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -65,10 +66,19 @@ class Sampled:
     def entries(self, epoch: int, start: int) -> Iterator[Any]:
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):  # a batch sampler may hold one
             set_epoch(sampler, epoch)
-        return drawn(self.sampler, derive(self.seed, epoch), start)
+        seed = derive(self.seed, epoch)
+        return drawn(_with_generator(self.sampler, seed), seed, start)
 
     def size(self) -> int | None:
         return length_of(self.sampler)
+
+
+def _with_generator(sampler: Any, seed: int) -> Any:
+    """Return a sampler that draws from a generator of this seed, if it draws from one of its own, else as it is."""
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler = copy.copy(sampler)
+        sampler.generator = torch.Generator().manual_seed(seed)
+    return sampler
 
 
 def drawn(

@@ -72,19 +72,28 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
     sampler: Any = loader.sampler
     if type(sampler) is SequentialSampler:
         return Sequential(len(dataset))
-    generator = getattr(sampler, "generator", None)
+    # torchdata's sampler makes a generator of its own, with another seed each time
+    generator = loader.generator if _is_of_torchdata(sampler) else getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
-        sampler = copy.copy(sampler)
-        sampler.generator = None  # draws from a stream of its own, begun by the seed, so that it can be resumed
         seed = generator.initial_seed()
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
+    if _is_random(sampler) and not sampler.replacement and sampler.num_samples == len(dataset):
         return Shuffled(len(dataset), seed)
     return Sampled(sampler, seed)
 
 
+def _is_random(sampler: Any) -> bool:
+    """Return whether a sampler is the one of ``shuffle=True``: torch's, or that of torchdata's StatefulDataLoader."""
+    return type(sampler) is RandomSampler or _is_of_torchdata(sampler)
+
+
+def _is_of_torchdata(sampler: Any) -> bool:
+    kind = type(sampler)
+    return kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
+
+
 def unshuffled(loader: Any) -> Any:
     """Return a copy of a loader that reads its samples in their order; one that does not shuffle as it is."""
-    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+    if not isinstance(loader, DataLoader) or not _is_random(loader.sampler):
         return loader
     dataset: Any = loader.dataset
     indices = SequentialSampler(dataset)

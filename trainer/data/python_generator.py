@@ -14,6 +14,9 @@ _SIZE: Final = 4 * (_NUM_WORDS + 1)
 _MARK: Final = 16
 """Bytes that differ between any two states that occur: the index and three words, which drawing and seeding change."""
 
+_AT_END: Final = _NUM_WORDS.to_bytes(4, sys.byteorder)
+"""The index after which the words are made again."""
+
 State = tuple[Any, float | None]
 """The memory (or, where that is not known, what `random.getstate` returns), and the normal that is kept for later."""
 
@@ -28,7 +31,11 @@ class PythonGenerator:
     def __init__(self) -> None:
         self._generator: Any = random.seed.__self__  # type: ignore[attr-defined] # whose methods the functions are
         self._memory = _memory_of(self._generator) if _is_laid_out_as_known() else None
-        self._scratch: tuple[Any, memoryview] | None = None
+        if self._memory is not None:
+            middle = 4 + 2 * _NUM_WORDS
+            self._index, self._first, self._second = self._memory[:4], self._memory[4:middle], self._memory[middle:]
+        self._twister: Any = None
+        self._halves = memoryview(b""), memoryview(b"")
 
     def get_state(self) -> State:
         """Return the state as it is now."""
@@ -52,21 +59,26 @@ class PythonGenerator:
     def state_after(self, seed: int) -> State:
         """Return the state that `seed` makes."""
         before = self.get_state()
-        self.seed(seed)
+        random.seed(seed)
         state = self.get_state()
         self.set_state(before)
         return state
 
-    def seed(self, seed: int) -> None:
-        """Seed with 64 bits; by NumPy, if something imported it, whose seeding takes a third of the time."""
-        if self._memory is None or "numpy" not in sys.modules:
+    def seed(self, seed: int, twister: Any = None) -> None:
+        """Seed with 64 bits; faster beside a twister of NumPy's, an ``MT19937`` that has just been seeded.
+
+        Half of what seeding costs is filling the words. NumPy's are taken over, turned by half: another state, whose
+        numbers are not those of NumPy.
+        """
+        if self._memory is None or type(twister).__name__ != "MT19937":
             random.seed(seed)
             return
-        if self._scratch is None:
-            self._scratch = _numpy_twister()
-        twister, memory = self._scratch
-        twister.seed(seed >> 32)  # NumPy's own generator is seeded with the other half
-        self._memory[4:], self._memory[:4] = memory[:-4], memory[-4:]
+        if twister is not self._twister:
+            array = (ctypes.c_char * (4 * _NUM_WORDS)).from_address(twister.ctypes.state_address)
+            words = memoryview(array).cast("B")
+            self._twister, self._halves = twister, (words[: 2 * _NUM_WORDS], words[2 * _NUM_WORDS :])
+        self._first[:], self._second[:] = self._halves[1], self._halves[0]
+        self._index[:] = _AT_END
         self._generator.gauss_next = None
 
 
@@ -84,14 +96,6 @@ def _is_laid_out_as_known() -> bool:
         return False
     *words, index = probe.getstate()[1]
     return list(_memory_of(probe).cast("I")) == [index, *words]
-
-
-def _numpy_twister() -> tuple[Any, memoryview]:
-    """Return a Mersenne Twister of NumPy's and its memory: the words, then the index."""
-    numpy = sys.modules["numpy"].random
-    twister = numpy.MT19937(0)
-    array = (ctypes.c_char * _SIZE).from_address(twister.ctypes.state_address)
-    return numpy.RandomState(twister), memoryview(array).cast("B")
 
 
 PYTHON_GENERATOR: Final = PythonGenerator()

@@ -116,9 +116,12 @@ def isolated_rng() -> Iterator[None]:
 def seed_generators(seed: int) -> None:
     """Seed the CPU generators of this process or worker with 64 bits, quickly; NumPy's if something imported it."""
     torch.default_generator.manual_seed(seed)
-    PYTHON_GENERATOR.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & _LARGEST_SEED)
+    if "numpy" not in sys.modules:
+        random.seed(seed)
+        return
+    numpy = sys.modules["numpy"].random
+    numpy.seed(seed & _LARGEST_SEED)
+    PYTHON_GENERATOR.seed(seed, numpy.get_bit_generator())
 
 
 class PreservedGenerators:

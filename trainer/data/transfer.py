@@ -7,33 +7,33 @@ from typing import Any
 
 from ...callbacks.dispatch import overrides
 from ...strategies import Strategy
-from ...strategies.distributed.nested import iterate_tensors
-from ...strategies.errors import DataError
+from ..module.batch_size import warn_of_unclear_size
 from ..module.data_module import DataHooks, DataModule
 from ..module.train_module import TrainModule
+from .stream import CountSamples
 
 Transfer = Callable[[Any, int], Any]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_batch(batch: Any, what: str, moves_own_types: bool) -> None:
-    """Check that a batch holds tensors.
+def make_count(module: TrainModule) -> CountSamples:
+    """Return what counts the samples of a batch that no sampler has counted: the module's hook, or the guess of it.
 
-    Raises:
-        DataError: if it holds none, unless the user moves batches of types of their own.
+    The guess warns if the tensors of the first batch do not agree.
     """
-    if moves_own_types or next(iterate_tensors(batch), None) is not None or hasattr(batch, "to"):
-        return
-    raise DataError(
-        f"The first {what} batch holds no tensor: it is a {type(batch).__name__} ({batch!r:.80}). Return tensors "
-        "from the data set or its collate_fn, or override transfer_batch_to_device for batches of another kind."
-    )
+    if overrides(module, "batch_size_of", TrainModule):
+        return module.batch_size_of
+    is_first = True
 
+    def count(batch: Any) -> int:
+        nonlocal is_first
+        if is_first:
+            warn_of_unclear_size(batch)
+            is_first = False
+        return module.batch_size_of(batch)
 
-def moves_own_types(module: TrainModule, datamodule: DataModule | None) -> bool:
-    """Return whether the user brings batches to the device in a way of their own."""
-    return any(overrides(one, "transfer_batch_to_device", DataHooks) for one in (module, datamodule))
+    return count
 
 
 def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> Transfer | None:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...strategies.distributed.nested import map_tensors
+from ..data.evaluation_data import EvaluationBatch
 from ..data.seed import isolated_rng
-from ..data.transfer import check_batch
 from ..metrics.accumulator import to_numbers
+from ..metrics.reduction import Line
 from ..module.arguments import num_step_arguments
 from ..session.session import Session
 from .schedule import reload_if_due, validates
@@ -79,20 +80,18 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
             for dataloader_idx in range(len(data.loaders)):
                 _evaluate_loader(session, name, dataloader_idx, limit)
             if progress.predictions is not None:
-                progress.predictions = in_dataset_order(
-                    session.strategy.collectives.all_gather_object(progress.predictions)
-                )
+                _gather_predictions(session)
+            values = metrics.end_batches()
             hooks.call(f"on_{name}_epoch_end")
-            values = metrics.end_stage()
+            values += metrics.end_hooks()
             if stage not in ("sanity_check", "predict"):
-                session.log(values)
+                session.log({line.reported: value for line, value in values})
             hooks.call(f"on_{name}_end")
     getattr(module, f"on_{name}_model_train")()
     metrics.clear_stage()
     metrics.enter(logs_into)
     progress.stage, progress.batch_idx = outer, training_batch_idx
-    numbers = {key: value.item() for key, value in values.items()}
-    return [_of_loader(numbers, index) for index in range(len(data.loaders))]
+    return [_of_loader(values, index) for index in range(len(data.loaders))]
 
 
 @contextmanager
@@ -115,16 +114,12 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     metrics.dataloader_idx = dataloader_idx if several else None
     num_args = num_step_arguments(session.module, f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
-    is_first = True
-    batches = data.batches(dataloader_idx, limit, session.state.global_step)
+    batches = data.batches(dataloader_idx, limit, session.state.global_step, session.run.current_epoch)
     if session.strategy.forward_is_collective and session.is_shared:
         batches = _in_lockstep(session, batches, action, dataloader_idx, num_args)
-    for batch_idx, batch in batches:
-        if is_first:
-            check_batch(batch, name, session.moves_own_types)
-            is_first = False
-        metrics.begin_batch(session.module.batch_size_of(batch))
-        session.progress.batch_idx = batch_idx
+    for batch_idx, batch, indices in batches:
+        metrics.begin_batch(session.count(batch) if indices is None else len(indices))
+        session.progress.batch_idx, session.progress.batch_indices = batch_idx, indices or []
         if session.transfer is not None:
             batch = session.transfer(batch, dataloader_idx)
         for hook in getattr(hooks, f"on_{name}_batch_start"):
@@ -132,7 +127,8 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         with session.profiler.profile(action):
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
-            session.progress.predictions[dataloader_idx].append((batch_idx, map_tensors(torch.Tensor.cpu, output)))
+            kept = map_tensors(Tensor.cpu, output), session.progress.batch_indices
+            session.progress.predictions[dataloader_idx].append((batch_idx, kept))
         for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
         if session.progress.stage != "sanity_check" and (values := metrics.batch_values()):
@@ -142,21 +138,20 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     metrics.in_batch, metrics.dataloader_idx = False, None
 
 
-def _of_loader(numbers: dict[str, float], index: int) -> dict[str, float]:
+def _of_loader(values: Sequence[tuple[Line, Tensor]], index: int) -> dict[str, float]:
     """Return what was logged on one loader, or on no particular one."""
-    mine = f"/dataloader_idx_{index}"
-    return {key: number for key, number in numbers.items() if "/dataloader_idx_" not in key or key.endswith(mine)}
+    return {line.reported: value.item() for line, value in values if line.dataloader_idx in (None, index)}
 
 
 def _in_lockstep(
-    session: Session, batches: Iterator[tuple[int, Any]], step_name: str, dataloader_idx: int, num_args: int
-) -> Iterator[tuple[int, Any]]:
+    session: Session, batches: Iterator[EvaluationBatch], step_name: str, dataloader_idx: int, num_args: int
+) -> Iterator[EvaluationBatch]:
     """Yield this rank's batches, and run a discarded one as often as another rank has one and this one does not.
 
     It is the last one seen; a rank that has seen none gets another rank's. Collective: every rank iterates to the end.
     """
     strategy = session.strategy
-    spare: tuple[int, Any] | None = None
+    spare: EvaluationBatch | None = None
     while True:
         item = next(batches, None)
         spare = spare if item is None else item
@@ -173,10 +168,18 @@ def _in_lockstep(
             yield item
             continue
         assert spare is not None
-        batch_idx, batch = spare
+        batch_idx, batch, _ = spare
         batch = batch if session.transfer is None else session.transfer(batch, dataloader_idx)
         with nothing_logged(session):
             strategy.run(step_name, *(batch, batch_idx, dataloader_idx)[:num_args])
+
+
+def _gather_predictions(session: Session) -> None:
+    """Put the predictions of all ranks together, with the indices of their samples. Collective: every rank calls it."""
+    gathered = session.strategy.collectives.all_gather_object(session.progress.predictions)
+    loaders = in_dataset_order(gathered)
+    session.progress.predictions = [[prediction for prediction, _ in loader] for loader in loaders]
+    session.progress.prediction_indices = [[indices for _, indices in loader] for loader in loaders]
 
 
 def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, Any]]]]) -> list[list[Any]]:

@@ -81,6 +81,13 @@ def is_validation_due_at_epoch_end(session: Session) -> bool:
     return validates_in_this_epoch(session)
 
 
+def is_last_validation_due(session: Session) -> bool:
+    """Return whether a validation is due as a hook has set ``should_stop`` inside an epoch; the same on every rank."""
+    if not session.progress.should_stop or session.interruption.signal is not None or not validates(session):
+        return False
+    return session.progress.validated_at != session.state.global_step and validates_in_this_epoch(session)
+
+
 def validates_in_this_epoch(session: Session) -> bool:
     """Return whether a validation that is due falls into this epoch."""
     every = session.settings.check_val_every_n_epoch

@@ -16,6 +16,7 @@ from ...strategies import Strategy
 from ...strategies.state.optimizer_state import needs_closure
 from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments
+from ..module.hooks import ModuleHooks
 from ..module.loss import loss_of, mean_of, outputs_for_hooks
 from ..module.optimizers import ManagedOptimizer, zero_grad_of
 from ..module.train_module import TrainModule
@@ -34,9 +35,9 @@ class Step(ABC):
 
     # side by side in memory: the step of a small model takes as long as some dozens of cache misses
     __slots__ = (
-        "_clips", "_has_stepped", "_managed_optimizers", "_needs_closure", "_on_batch_end", "_on_batch_start",
-        "_overrides_optimizer_step", "_plain_backward", "_updaters", "_updates_directly", "backward", "batch",
-        "forward", "has_gradients", "hooks", "is_automatic", "metrics", "module", "optimizers", "output",
+        "_clips", "_has_stepped", "_managed_optimizers", "_may_leave", "_needs_closure", "_on_batch_end",
+        "_on_batch_start", "_overrides_optimizer_step", "_plain_backward", "_updaters", "_updates_directly", "backward",
+        "batch", "forward", "has_gradients", "hooks", "is_automatic", "metrics", "module", "optimizers", "output",
         "passes_closure", "progress", "schedulers", "session", "set_grad_sync", "state", "strategy", "transfer",
         "weights", "writer", "zero_grads",
     )  # fmt: skip
@@ -51,6 +52,8 @@ class Step(ABC):
         """Whether the trainer, not the module, makes the optimizer steps."""
         self.set_grad_sync = session.strategy.set_grad_sync
         self._on_batch_start, self._on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
+        self._may_leave = overrides(session.module, "on_train_batch_start", ModuleHooks)
+        """Whether the last hook is the module's, which may end the epoch; what callbacks return is not asked."""
         self._bind_update()
         self._bind_gradients()
         self.weights: Weights | None = None
@@ -126,12 +129,12 @@ class Step(ABC):
         if self.transfer is not None:
             batch = self.transfer(batch, 0)
         self.batch = batch
-        goes_on = True
+        answer = None
         for hook in self._on_batch_start:
-            goes_on = hook(batch, batch_idx) != -1 and goes_on
+            answer = hook(batch, batch_idx)
         if self.writer.is_copying and not self.is_automatic:
             self.writer.wait_for_copy()  # the step itself changes what a checkpoint is copying
-        return goes_on
+        return not (answer == -1 and self._may_leave)
 
     def add_gradients(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
         """Add the gradients of the loss that ``training_step`` returned for a micro-batch."""

@@ -7,10 +7,11 @@ from itertools import chain
 
 from ...strategies.errors import DataError
 from ..data.micro_batch import Window
-from ..data.transfer import check_batch
 from ..session.session import Session
 from .evaluate import validate
+from .remedies import EndlessEpoch, raise_if_single_sample
 from .schedule import (
+    is_last_validation_due,
     is_over,
     is_validation_due,
     is_validation_due_at_epoch_end,
@@ -35,20 +36,24 @@ def train(session: Session, step: Step) -> None:
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone = session.interruption, not session.meetings.is_needed
-    if state.is_epoch_done or state.batches_in_epoch == 0:
-        session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
+    watch = EndlessEpoch(session)
     hooks.call("on_train_start")
     while not is_over(session):
         _begin_epoch(session)
-        is_partial = False
+        is_partial, goes_on = False, True
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
         for window in _windows(session):
-            goes_on = step.forward_backward(window)
+            try:
+                goes_on = step.forward_backward(window)
+            except ValueError as error:
+                raise_if_single_sample(session, error)
+                raise
             step.update(window, goes_on=goes_on)
             num_micro_batches = step.finish(window, goes_on=goes_on)
             if state.global_step >= progress.next_log:
                 _log_step(session)
+                watch.look()
             if progress.validates_inside and is_validation_due(session, num_micro_batches):
                 validate(session)
             if has_plateaus:
@@ -64,13 +69,14 @@ def train(session: Session, step: Step) -> None:
             may_be_over = is_alone and (progress.should_stop or interruption.signal is not None or may_run_out)
             if (may_be_over or state.global_step >= progress.next_check) and is_over(session):
                 is_partial = True
-                hooks.call("on_train_last_step")
+                _leave_epoch(session)
                 break
-        _end_epoch(session, is_partial)
+        _end_epoch(session, is_partial=is_partial, validates=goes_on)
         if not is_partial:
             hooks.call("on_train_step_end")
             if is_over(session):
                 hooks.call("on_train_last_step")
+        state.is_epoch_over = True
     writer.wait_for_copy()
     session.strategy.sync_replicas()  # under torchrun each rank keeps its own replica
     hooks.call("on_train_end")
@@ -97,10 +103,10 @@ def _begin_epoch(session: Session) -> None:
 
 
 def _windows(session: Session) -> Iterator[Window]:
-    """Return the windows of the rest of the epoch; the first of a run is checked.
+    """Return the windows of the rest of the epoch.
 
     Raises:
-        DataError: when a whole epoch is empty, or the first batch holds no tensor.
+        DataError: when a whole epoch is empty.
     """
     data, state = session.train_data, session.state
     assert data is not None
@@ -112,10 +118,15 @@ def _windows(session: Session) -> Iterator[Window]:
                 f"The training loader gave no batch in epoch {state.epoch}; if it can be read only once, set "
                 "max_epochs=1, or pass one that begins again with each iter()."
             )
-        if state.global_step == 0 and first:  # this rank may have no part in the first step
-            check_batch(first[0].batch, "training", session.moves_own_types)
         windows = chain([first], windows)
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
+
+
+def _leave_epoch(session: Session) -> None:
+    """Do what is due where training ends inside an epoch."""
+    if is_last_validation_due(session):
+        validate(session)
+    session.hooks.call("on_train_last_step")
 
 
 def _log_step(session: Session) -> None:
@@ -123,15 +134,16 @@ def _log_step(session: Session) -> None:
     session.progress.next_log += session.settings.log_every_n_steps
 
 
-def _end_epoch(session: Session, is_partial: bool) -> None:
+def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     """Do everything due at the end of an epoch; of one that is cut short, only what reports."""
     state, metrics = session.state, session.metrics
-    if not is_partial and is_validation_due_at_epoch_end(session):
+    if validates and not is_partial and is_validation_due_at_epoch_end(session):
         validate(session)
+    values = metrics.end_batches()
     session.hooks.call("on_train_epoch_end")
-    values = metrics.end_stage()
+    values += metrics.end_hooks()
     if not (is_partial and session.run.is_interrupted):  # the run that goes on will log the epoch as a whole
-        session.log(values)
+        session.log({line.reported: value for line, value in values})
     if is_partial:
         return
     step_schedulers(session, "epoch", state.epoch + 1)

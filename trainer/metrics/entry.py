@@ -11,7 +11,8 @@ from ...strategies.errors import ModuleError
 from .accumulator import REDUCTIONS, Accumulator, Reduce
 from .reduction import ComputedMetric, Line, Share, computed_value
 
-Moment = Literal["step", "epoch"]
+Moment = Literal["step", "epoch", "end"]
+"""An optimizer step, the batches of an epoch, or the hooks at its end."""
 
 # Lightning takes these functions for their names, and a mean of its own weighs by samples
 _NAME_OF: Final[dict[Any, str]] = {
@@ -53,13 +54,17 @@ class Entry:
         key: the name and the loader; unique among the entries of a stage.
         name: what is reported.
         suffix: of the loader, at the end of what is reported.
+        dataloader_idx: of the loader, where there are several.
         in_batch: whether it is logged in batches, and so has steps.
         in_training: whether a step is reported by default.
         is_heard: whether this rank's values count.
         is_double: whether the values are float64, and so is what is reported.
     """
 
-    __slots__ = ("batch", "computed", "epoch", "epoch_line", "is_unread", "scope", "stamp", "step", "step_line")
+    __slots__ = (
+        *("batch", "computed", "epoch", "epoch_line", "in_batch", "is_unread", "scope", "stamp", "step"),
+        "step_line",
+    )
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Entry:
         suffix: str,
         scope: Scope,
         *,
+        dataloader_idx: int | None,
         in_batch: bool,
         in_training: bool,
         is_heard: bool,
@@ -81,15 +87,19 @@ class Entry:
         if not (on_step or on_epoch):
             raise ModuleError(f"self.log({name!r}, on_step=False, on_epoch=False) goes nowhere; set one of them.")
         reduce_fx = _reduction_of(name, scope.reduce_fx)
-        self.scope = scope
+        self.scope, self.in_batch = scope, in_batch
         self.step = Accumulator(reduce_fx) if on_step and is_heard else None
         self.epoch = Accumulator(reduce_fx) if on_epoch and is_heard else None
         has_both = on_step and on_epoch
 
-        def line(moment: Moment) -> Line:
+        def line(moment: Literal["step", "epoch"]) -> Line:
             reported = f"{name}_{moment}{suffix}" if has_both else name + suffix
             reduction: Any = "function" if callable(reduce_fx) else reduce_fx
-            return Line(key, name + suffix, reported, reduction, scope.prog_bar, scope.logger, is_double=is_double)
+            return Line(
+                *(key, name + suffix, reported, reduction, scope.prog_bar, scope.logger),
+                is_double=is_double,
+                dataloader_idx=dataloader_idx,
+            )
 
         self.step_line, self.epoch_line = line("step"), line("epoch")
         self.stamp = self.batch = -1

@@ -116,6 +116,7 @@ class Metrics:
             name,
             f"/dataloader_idx_{self.dataloader_idx}" if has_suffix else "",
             scope,
+            dataloader_idx=self.dataloader_idx,
             in_batch=self.in_batch,
             in_training=self.stage == "train",
             is_heard=not scope.rank_zero_only or self._strategy.rank == 0,
@@ -157,8 +158,11 @@ class Metrics:
         entries = [e for e in self._logged_in_step(self.stage) if e.scope.logger]
         return {e.step_line.reported: e.value("step") for e in entries}
 
-    def end_stage(self) -> dict[str, Tensor]:
-        """End an epoch of the current stage: return its values for the loggers. Collective: every rank calls it."""
+    def end_batches(self) -> list[tuple[Line, Tensor]]:
+        """Compute what an epoch of the current stage has logged so far, for the hooks at its end.
+
+        Return the values for the loggers. Collective: every rank calls it.
+        """
         # unread values of the last step are older than what is computed here, and must not replace it later
         if self._is_alone:
             self.read_steps()
@@ -168,10 +172,21 @@ class Metrics:
                 for entry in self._stages[stage].values():
                     entry.stamp = -1
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
-        values = self._values(entries, self.stage, "epoch")
+        return self._end(entries, "epoch")
+
+    def end_hooks(self) -> list[tuple[Line, Tensor]]:
+        """Compute what the hooks at the end of the epoch have logged after `end_batches`, and return it alike.
+
+        Collective: every rank calls it.
+        """
+        entries = [e for e in self._entries.values() if not e.in_batch and e.epoch is not None and not e.epoch.is_empty]
+        return self._end(entries, "end")
+
+    def _end(self, entries: list[Entry], moment: Moment) -> list[tuple[Line, Tensor]]:
+        values = self._values(entries, self.stage, moment)
         for line, value in values:
             self._keep(line, value, self.position)
-        return {line.reported: value for line, value in values if line.logger}
+        return [(line, value) for line, value in values if line.logger]
 
     def _take_step(self, stage: Stage) -> list[tuple[Line, Tensor]]:
         """Reduce and keep what a stage has logged in the current step. Collective: every rank calls it."""
@@ -197,7 +212,8 @@ class Metrics:
         for entry in self._entries.values():
             entry.clear()
         if not self._is_alone:
-            self._reduction(self.stage, "epoch").reset()
+            for moment in ("epoch", "end"):
+                self._reduction(self.stage, moment).reset()
 
     def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
         """Forget what the current stage's epoch has accumulated, and go on from a saved state, if there is one."""

@@ -61,6 +61,8 @@ class Line:
     """Where in the module the object lies that computes the value; empty: elsewhere; None: it is a number."""
     is_double: bool = field(default=False, compare=False)
     """Whether the value is reported in float64."""
+    dataloader_idx: int | None = field(default=None, compare=False)
+    """Of the loader, where there are several, in whose batches it is logged."""
 
 
 class Share(NamedTuple):

@@ -40,7 +40,12 @@ class Progress:
     """The global step of the newest validation."""
     validated_seconds: float = 0.0
     """The training time of the newest validation, or of the beginning, on the clock that all ranks agree on."""
+    batch_indices: list[int] = field(default_factory=list)
+    """Of the samples of the evaluation batch that runs, or ran last; empty where they are not known."""
     predictions: list[Any] | None = None
+    """Of each loader; of all ranks from the end of the epoch on."""
+    prediction_indices: list[list[list[int]]] = field(default_factory=list)
+    """Of the samples of all ranks' predictions, for each batch of each loader."""
     last_checkpoint: Path | None = None
     """The newest checkpoint of this run that training can be resumed from."""
     checkpoint_seconds: float = 0.0

@@ -16,8 +16,9 @@ from ...callbacks.run import Logger, Run
 from ...strategies import Strategy
 from ..checkpoint import MemoryWriter, Writer
 from ..data.evaluation_data import EvaluationData
+from ..data.stream import CountSamples
 from ..data.train_data import TrainData
-from ..data.transfer import Transfer, make_transfer, moves_own_types
+from ..data.transfer import Transfer, make_count, make_transfer
 from ..metrics.accumulator import to_numbers
 from ..metrics.metrics import Metrics
 from ..module.data_module import DataModule
@@ -67,8 +68,8 @@ class Session:
     meetings: Meetings = field(init=False)
     transfer: Transfer | None = field(init=False)
     """Brings a batch to the device; None where it is there already and no hook wants it."""
-    moves_own_types: bool = field(init=False)
-    """Whether the user brings batches to the device."""
+    count: CountSamples = field(init=False)
+    """Counts the samples of a batch that no sampler has counted."""
 
     # set when the run is set up
     train_data: TrainData | None = None
@@ -85,7 +86,7 @@ class Session:
     def __post_init__(self) -> None:
         self.meetings = Meetings(self.strategy, self.interruption)
         self.transfer = make_transfer(self.module, self.datamodule, self.strategy)
-        self.moves_own_types = moves_own_types(self.module, self.datamodule)
+        self.count = make_count(self.module)
 
     @property
     def is_shared(self) -> bool:
@@ -115,6 +116,6 @@ class Session:
             numbers = dict(numbers)
             step = int(numbers.pop("step"))
         else:
-            numbers, step = {**numbers, "epoch": self.state.epoch}, self.state.global_step
+            numbers, step = {**numbers, "epoch": self.state.current_epoch}, self.state.global_step
         for logger in self.loggers:
             logger.log_metrics(numbers, step)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ...callbacks.run import Stage
 from ...strategies.errors import CheckpointError
 
 Status = Literal["initializing", "running", "finished", "interrupted"]
+_UNSAVED: Final = "is_epoch_over"
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class TrainState:
     """For how many data ranks the run began: what the loaders' batch size and the accumulation are meant for."""
     global_batch_size: int | None = None
     """Samples of an optimizer step; None where the data does not tell."""
+    is_epoch_over: bool = False
+    """Whether the epoch has ended for this run, its checkpoint included; not saved, since a resumed run may go on."""
 
     def begin_epoch(self) -> None:
         """Go to the next epoch, unless this one is still running (or has been resumed)."""
@@ -48,6 +51,12 @@ class TrainState:
             self.batches_before_epoch += self.batches_in_epoch
             self.batches_in_epoch = 0
             self.is_epoch_done = False
+        self.is_epoch_over = False
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, from 0; before and after, the number of epochs that have ended."""
+        return self.epoch + self.is_epoch_over
 
     @property
     def batches_seen(self) -> int:
@@ -55,8 +64,8 @@ class TrainState:
         return self.batches_before_epoch + self.batches_in_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all numbers."""
-        return asdict(self)
+        """Return all numbers that are saved."""
+        return {name: value for name, value in asdict(self).items() if name != _UNSAVED}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take all numbers back.
@@ -64,7 +73,7 @@ class TrainState:
         Raises:
             CheckpointError: if they are not those of a TrainState.
         """
-        names = {f.name for f in fields(self)}
+        names = {f.name for f in fields(self)} - {_UNSAVED}
         if set(state_dict) != names:
             raise CheckpointError(
                 f"The saved training state holds {sorted(state_dict)}, not {sorted(names)}; "
@@ -72,6 +81,7 @@ class TrainState:
             )
         for name, value in state_dict.items():
             setattr(self, name, value)
+        self.is_epoch_over = self.is_epoch_done
 
 
 @dataclass(frozen=True)

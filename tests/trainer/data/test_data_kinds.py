@@ -56,6 +56,7 @@ FOUR = [[0, 1], [2, 3], [4, 5], [6, 7]]
 # --- kinds ---
 
 
+@pytest.mark.filterwarnings("ignore:The batch size is not clear")
 @pytest.mark.parametrize(
     ("data", "batches", "length"),
     [
@@ -200,8 +201,8 @@ def test_several_evaluation_loaders_are_read_one_after_the_other(given):
     results = trainer.validate(module, given(loader(4, 2), loader(1, 1)), verbose=False)
     assert module.validated == [(0, 0, [0, 1]), (0, 1, [2, 3]), (1, 0, [0])]
     assert results == [
-        {"val/dataloader_idx_0": 0.0, "own_0": 1.0, "own_1": 1.0},
-        {"val/dataloader_idx_1": 1.0, "own_0": 1.0, "own_1": 1.0},
+        {"val/dataloader_idx_0": 0.0, "own_0": 1.0},
+        {"val/dataloader_idx_1": 1.0, "own_1": 1.0},
     ]
     assert trainer.num_val_batches == [2, 1]
 

@@ -24,7 +24,7 @@ def evaluated(make, data_size, *, limit=1.0, again=float("inf"), is_dealing=True
         data = EvaluationData.of(make(ranks), limit, "validate", in_order=in_order, ranks=ranks, seed=7)
         for step in steps:
             read = list(data.batches(0, again, step))
-        return [(batch_idx, indices([batch])[0]) for batch_idx, batch in read], data.num_batches
+        return [(batch_idx, indices([batch])[0]) for batch_idx, batch, _ in read], data.num_batches
 
     found = on_ranks(data_size, run, DataRanks(is_dealing=is_dealing))
     assert len({tuple(num_batches) for _, num_batches in found}) == 1
@@ -134,7 +134,7 @@ def test_loaders_side_by_side_are_read_in_turn():
         both = CombinedLoader([loader(10, 2, shuffle=True), Batches(2)], "max_size_cycle")
         data = EvaluationData.of(both, 1.0, "validate", ranks=ranks, seed=7)
         torch.manual_seed(ranks.data_rank)
-        return [(index, [indices([part])[0] for part in batch]) for index, batch in data.batches(0, 9, 0)]
+        return [(index, [indices([part])[0] for part in batch]) for index, batch, _ in data.batches(0, 9, 0)]
 
     for data_size in (2, 3):
         read = together(on_ranks(data_size, run))
@@ -169,3 +169,51 @@ def test_predictions_of_all_ranks_come_in_the_order_of_the_data():
     ]
     assert in_dataset_order(ranks) == [["a", "b", "c", None], ["x", "y"]]
     assert in_dataset_order([[[(0, 5)]]]) == [[5]]
+
+
+class Drawing(Sampler):
+    """Draws random numbers when an iteration begins."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def __iter__(self):
+        self.drawn = torch.randperm(5).tolist()
+        return iter(self.drawn)
+
+
+def read_of(source, data_size=1):
+    def run(ranks):
+        data = EvaluationData.of(source, 1.0, "validate", ranks=ranks, seed=7)
+        return [tuple(each) for each in data.batches(0, 9, 0)]
+
+    return together(on_ranks(data_size, run))
+
+
+@pytest.mark.parametrize("data_size", [1, 2])
+def test_batches_come_with_the_indices_of_their_samples(data_size):
+    for kind in ("in order", "workers", "persistent workers", "lists", "sampler of lists", "sampler"):
+        for _, batch, drawn_indices in read_of(KINDS[kind](), data_size):
+            assert indices([batch]) == [drawn_indices]
+    for kind in ("sequence",):
+        assert {drawn_indices for *_, drawn_indices in read_of(KINDS[kind](), data_size)} == {None}
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_one_rank_reads_with_the_random_numbers_of_the_loader_itself(in_batches):
+    sampler = Drawing()
+
+    def make():
+        return DataLoader(samples(5), batch_size=2 if in_batches else None, sampler=sampler)
+
+    torch.manual_seed(3)
+    expected, after = [batch[1].tolist() for batch in make()], torch.rand(1)
+    torch.manual_seed(3)
+    assert [batch[1].tolist() for _, batch, _ in read_of(make())] == expected
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_a_limit_leaves_the_indices_of_the_next_reading_right():
+    data = EvaluationData.of(loader(8, 2, num_workers=1, persistent_workers=True), 2, "validate", ranks=DataRanks())
+    for _ in range(3):
+        assert [each.indices for each in data.batches(0, 9, 0)] == [[0, 1], [2, 3]]

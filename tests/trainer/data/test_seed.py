@@ -1,6 +1,7 @@
 """Seeding is reproducible everywhere, derived seeds are distinct and fixed, generator states round-trip exactly."""
 
 import json
+import math
 import random
 
 import numpy as np
@@ -188,3 +189,28 @@ def test_a_captured_state_restores_the_streams_of_cuda_devices():
     seed_everything(32)
     restore_rng(state)
     assert torch.equal(torch.rand(5, device="cuda"), expected)
+
+
+def test_quick_seeding_gives_each_library_numbers_of_its_own():
+    rows = []
+    for place in range(2000):
+        seed_generators(derive(3, place))
+        rows.append([random.random() for _ in range(4)] + np.random.rand(4).tolist() + torch.rand(4).tolist())
+    correlations = np.corrcoef(np.array(rows).T) - np.eye(12)
+    assert abs(correlations).max() < 5 / math.sqrt(2000)
+    seed_generators(5)
+    words = {random.getrandbits(32) for _ in range(3000)}
+    assert not words & set(np.random.randint(0, 2**32, 3000, dtype=np.uint64).tolist()) - {0}
+
+
+def test_quick_seeding_follows_another_generator_of_numpy():
+    seed_generators(7)
+    expected = random.random(), np.random.rand(), random.gauss()
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.MT19937(1))
+    try:
+        random.gauss()
+        seed_generators(7)
+        assert (random.random(), np.random.rand(), random.gauss()) == expected
+    finally:
+        np.random.set_bit_generator(before)

@@ -182,7 +182,7 @@ def recorded(tmp_path):
         return Trainer(
             default_root_dir=tmp_path,
             accelerator="cpu",
-            callbacks=[callback, ModelCheckpoint(), *more],
+            callbacks=[callback, ModelCheckpoint(every_n_epochs=1), *more],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,

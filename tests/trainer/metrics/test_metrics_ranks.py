@@ -41,6 +41,11 @@ def log(metrics, name, value, batch_size=1, **options):
     metrics.log(name, value, tuple({**DEFAULTS, **options}.values()), batch_size)
 
 
+def ended(metrics):
+    """The values of an epoch that ends here."""
+    return {line.reported: value for line, value in metrics.end_batches()}
+
+
 def plain(values):
     return {name: value.item() for name, value in values.items()}
 
@@ -52,7 +57,7 @@ def evaluate(metrics, logs):
     metrics.in_batch = True
     logs(metrics)
     metrics.in_batch = False
-    values = plain(metrics.end_stage())
+    values = plain(ended(metrics))
     metrics.clear_stage()
     metrics.enter(before)
     return values
@@ -217,7 +222,7 @@ def both(ranks):
     metrics.position = 2
     log(metrics, "x", 3.0 + ranks.rank, on_step=True, on_epoch=True)
     metrics.in_batch = False
-    metrics.end_stage()
+    ended(metrics)
     metrics.reduce()
     return plain(metrics.callback_metrics())
 
@@ -262,8 +267,8 @@ def saved_inside_an_epoch(ranks):
     resumed.load_state_dict(ranks.collectives.broadcast(state))
     half(metrics, 3)
     half(resumed, 3)
-    values = plain(metrics.end_stage())
-    assert plain(resumed.end_stage()) == values
+    values = plain(ended(metrics))
+    assert plain(ended(resumed)) == values
     return values
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from resuming import Numbered, Run, Small, assert_exact, fit
+from small import Regression, flat, quiet, samples
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon import CombinedLoader, seed_everything
@@ -92,3 +93,42 @@ def unchanged():
 def test_a_stateful_data_loader_reads_on(memory_path, stateful, data, workers):
     steps = [2, 5] if workers else [2, 4, 5, 7]
     assert_exact(lambda: Run(Small(), stateful(data(), 3, num_workers=workers), None), memory_path, steps)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_that_shuffles_reads_on(memory_path, stateful, workers):
+    def build():
+        return Run(Small(), stateful(Numbered(14, augment), 3, shuffle=True, num_workers=workers), None)
+
+    assert_exact(build, memory_path, [2, 5] if workers else [2, 4, 5, 7])
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_a_stateful_data_loader_is_shuffled_as_torchs(stateful):
+    def read(kind, **options):
+        module, loader = Regression(), kind(samples(), 2, **options)
+        seed_everything(1)
+        quiet(max_epochs=2).fit(module, loader)
+        return flat(module.seen)
+
+    for options in ({"shuffle": True}, {"shuffle": True, "generator": torch.Generator().manual_seed(3)}):
+        assert read(stateful, **options) == read(DataLoader, **options)
+
+
+class OwnGenerator(torch.utils.data.Sampler):
+    """Cannot do without its generator."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        self.generator.get_state()
+        return iter(torch.randint(14, (12,), generator=self.generator).tolist())
+
+    def __len__(self):
+        return 12
+
+
+def test_a_sampler_that_needs_its_generator_is_resumed(memory_path):
+    assert_exact(lambda: Run(Small(), DataLoader(Numbered(14), 3, sampler=OwnGenerator()), None), memory_path)

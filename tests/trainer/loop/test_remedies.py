@@ -1,0 +1,52 @@
+"""What data does to training is said with a remedy: an epoch without an end, one sample in BatchNorm."""
+
+import time
+
+import pytest
+import torch
+from small import Regression, loader, quiet, raises
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon import Callback, DataError
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            time.sleep(0.02)
+            yield torch.ones(2), torch.ones(1)
+
+
+class After(Callback):
+    """Ends training after some seconds."""
+
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def on_train_step_end(self, trainer, module):
+        trainer.should_stop = time.monotonic() > self.end
+
+
+def test_an_endless_epoch_without_a_limit_is_pointed_out_once():
+    trainer = quiet(callbacks=[After(6)], log_every_n_steps=2)
+    with pytest.warns(UserWarning, match=r"Epoch 0 has had \d+ batches.*no length.*max_steps, max_time") as caught:
+        trainer.fit(Regression(), DataLoader(Endless(), 2))
+    assert len(caught) == 1
+
+
+def test_an_endless_epoch_with_a_limit_is_nobodys_mistake():
+    quiet(max_time={"seconds": 6}, log_every_n_steps=2).fit(Regression(), DataLoader(Endless(), 2))
+
+
+class Normalised(Regression):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_sample_in_a_batch_norm_is_explained(devices):
+    ranks = {"strategy": "ddp", "devices": devices} if devices > 1 else {}
+    with raises(DataError, "BatchNorm", "got batch 1 of epoch 0 with 1 sample on rank", "drop_last=True"):
+        quiet(max_epochs=1, **ranks).fit(Normalised(), loader(4 * devices - 1, 2))

@@ -1,0 +1,57 @@
+"""Remedies for what data does to training: an epoch that never ends, and a batch of one sample in BatchNorm."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from time import monotonic
+from typing import Final
+
+from ...strategies.errors import DataError
+from ..session.session import Session
+
+_PATIENCE: Final = 5.0
+"""Seconds of an epoch of unknown length after which to ask whether it ends at all."""
+
+
+class EndlessEpoch:
+    """Warns once, on rank 0, if the first epoch of a fit takes long, has no length, and nothing else ends training."""
+
+    def __init__(self, session: Session) -> None:
+        settings = session.settings
+        ends = settings.last_step is not None or session.interruption.has_limit
+        self._session = session
+        self._watches = not ends and session.strategy.rank == 0
+        self._began, self._epoch = monotonic(), session.state.current_epoch
+
+    def look(self) -> None:
+        """Warn if it is time to."""
+        if not self._watches:
+            return
+        session = self._session
+        is_unknown = session.progress.num_batches == math.inf and session.state.epoch == self._epoch
+        self._watches = is_unknown and monotonic() - self._began < _PATIENCE
+        if is_unknown and not self._watches:
+            warnings.warn(
+                f"Epoch {self._epoch} has had {session.state.batches_in_epoch} batches, and its loader has no length: "
+                "if it never ends, neither do the epoch and training. Set max_steps, max_time or limit_train_batches, "
+                "and val_check_interval as an int to validate in between.",
+                stacklevel=2,
+            )
+
+
+def raise_if_single_sample(session: Session, error: ValueError) -> None:
+    """Say which batch it was if BatchNorm has refused one sample.
+
+    Raises:
+        DataError: with the remedy.
+    """
+    micro_batch = session.progress.micro_batch
+    if micro_batch is None or micro_batch.size != 1 or "more than 1 value per channel" not in str(error):
+        return
+    strategy = session.strategy
+    raise DataError(
+        f"BatchNorm in training needs more than one value per channel, got batch {session.progress.batch_idx} of epoch "
+        f"{session.state.epoch} with 1 sample on rank {strategy.rank} of {strategy.world_size}. The last batch of an "
+        "epoch is what is left over, cut by the ranks: set drop_last=True in the DataLoader, or another batch_size."
+    ) from error
