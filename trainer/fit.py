@@ -23,6 +23,8 @@ from .setup import (
     load_train_data,
     part_ranks,
     set_up_module,
+    warn_if_endless,
+    warn_of_late_parameters,
 )
 
 
@@ -34,6 +36,7 @@ def fit(session: Session, request: Request) -> None:
     session.reload = partial(_load_data, session, request)
     session.reload("train")
     session.reload("validate")
+    warn_if_endless(session)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
     with checkpointed(session.module, setting):
         set_up_module(session)
@@ -47,7 +50,9 @@ def fit(session: Session, request: Request) -> None:
         # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
+        known = set(session.module.parameters())
         session.hooks.call("on_fit_start")
+        warn_of_late_parameters(session, known)
         with session.interruption.listening():
             if saved is None:
                 sanity_check(session)
