@@ -37,10 +37,10 @@ class Step(ABC):
     # side by side in memory: the step of a small model takes as long as some dozens of cache misses
     __slots__ = (
         "_clips", "_has_stepped", "_has_warned_of_loss", "_is_updating", "_managed_optimizers", "_needs_closure",
-        "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward", "_updaters", "_updates_directly", "backward", "batch",
-        "forward", "has_gradients", "hooks", "is_automatic", "metrics", "module", "optimizers", "output",
-        "passes_closure", "progress", "schedulers", "session", "set_grad_sync", "state", "strategy", "transfer",
-        "weights", "writer", "zero_grads",
+        "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward", "_updaters",
+        "_updates_directly", "backward", "batch", "forward", "has_gradients", "hooks", "is_automatic", "metrics",
+        "module", "optimizers", "output", "passes_closure", "progress", "schedulers", "session", "set_grad_sync",
+        "state", "strategy", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
