@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
-from torch import Tensor
-
 from ...strategies.errors import ConfigError, DataError, did_you_mean
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -176,20 +174,9 @@ _READERS: Final[dict[str, Callable[[Sequence[Limited]], Iterator[Sequence[Any]]]
 
 
 def combined_of(source: Any) -> CombinedLoader | None:
-    """Return several loaders as a CombinedLoader of our own; None for one loader.
-
-    Raises:
-        DataError: for batches in place of the loaders.
-    """
+    """Return several loaders as a CombinedLoader of our own; None for one loader."""
     if isinstance(source, CombinedLoader):
         return copy.copy(source)
-    if not isinstance(source, Mapping | list | tuple):
-        return None
-    combined = CombinedLoader(source, "max_size_cycle")
-    batch = next((leaf for leaf in combined.flattened if isinstance(leaf, Tensor)), None)
-    if batch is not None:
-        raise DataError(
-            f"A {type(source).__name__} must hold loaders, got a Tensor of shape {tuple(batch.shape)}; pass a list of "
-            "batches as DataLoader(batches, batch_size=None), and tensors as DataLoader(TensorDataset(...))."
-        )
-    return combined
+    if isinstance(source, Mapping | list | tuple):
+        return CombinedLoader(source, "max_size_cycle")
+    return None

@@ -32,7 +32,7 @@ def a_misspelt_hook() -> None:
     fit(Misspelt())
 
 
-@tour.answered_by(ModuleError, "Old.training_epoch_end is never called", "define on_train_epoch_end(self)")
+@tour.answered_by(ModuleError, "Old.training_epoch_end must be on_train_epoch_end", "rename it")
 def the_epoch_end_of_lightning_1() -> None:
     class Old(Regression):
         def training_epoch_end(self, outputs: Any) -> None:

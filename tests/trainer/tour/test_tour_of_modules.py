@@ -70,13 +70,12 @@ def parameters_made_after_the_optimizers() -> None:
     fit(Late())
 
 
-@tour.answered_by(
-    ModuleError, "none of the 2 parameters of Regression has requires_grad=True", "set it on those to train"
-)
+@tour.answered_by(UserWarning, "All 2 parameters of Regression are frozen", "call requires_grad_()")
 def everything_frozen() -> None:
     module = Regression()
     module.freeze()
-    fit(module)
+    with pytest.raises(ModuleError, match=r"none of the 2 parameters of Regression has requires_grad=True; set it"):
+        fit(module)
 
 
 # --- its steps ---

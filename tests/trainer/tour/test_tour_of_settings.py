@@ -41,6 +41,16 @@ def fit(**settings: Any) -> None:
 # --- how long, how much ---
 
 
+@tour.answered_by(ConfigError, "min_epochs=5", "max_epochs=3", "drop min_epochs")
+def min_epochs_above_max_epochs() -> None:
+    Trainer(min_epochs=5, max_epochs=3)
+
+
+@tour.answered_by(ConfigError, "min_steps=50", "max_steps=10", "drop min_steps")
+def min_steps_above_max_steps() -> None:
+    Trainer(min_steps=50, max_steps=10)
+
+
 @tour.answered_by(ConfigError, "max_epochs='3'", "wrong type str", "int")
 def epochs_as_a_string() -> None:
     Trainer(max_epochs="3")  # type: ignore[arg-type]
