@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.errors import CheckpointError, ConfigError, did_you_mean
+from ..strategies.errors import CheckpointError, ConfigError, ModuleError, did_you_mean
 from .callback import Callback
 from .run import Run
 
@@ -32,13 +32,13 @@ class Hooks:
         callbacks = list(callbacks)
         for name in HOOK_NAMES:
             hooks: list[Callable[..., Any]] = [
-                functools.partial(getattr(callback, name), run, module)
+                functools.partial(_fitted(getattr(callback, name), name, callback), run, module)
                 for callback in callbacks
                 if overrides(callback, name, Callback)
             ]
             if hasattr(module_base, name) and overrides(module, name, module_base):
-                hooks.append(getattr(module, name))
-            setattr(self, name, tuple(_with_dataloader_idx(hook, name) for hook in hooks))
+                hooks.append(_fitted(getattr(module, name), name, module))
+            setattr(self, name, tuple(hooks))
         self.setup = (functools.partial(_lend_log, module, callbacks), *self.setup)
         self.teardown = (*self.teardown, functools.partial(_take_log_back, module, callbacks))
 
@@ -51,17 +51,35 @@ class Hooks:
             hook(*args)
 
 
-def _with_dataloader_idx(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a hook that takes ``dataloader_idx`` where `Callback`'s does, whether its author left that out or not."""
-    of_callback = inspect.signature(getattr(Callback, name)).parameters
-    if "dataloader_idx" not in of_callback:
+def _fitted(hook: Callable[..., Any], name: str, owner: object) -> Callable[..., Any]:
+    """Return a hook that takes what `Callback`'s does, its author having left ``dataloader_idx`` out or not.
+
+    Raises:
+        ConfigError: for a callback's hook that takes other arguments.
+        ModuleError: for a module's.
+    """
+    names = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+    if not isinstance(owner, Callback):
+        del names[:2]  # the trainer and the module
+    signature = inspect.signature(hook)
+    if _takes(signature, len(names)):
         return hook
-    parameters = inspect.signature(hook).parameters.values()
-    number = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    most = len(of_callback) - len(("self", "trainer", "module"))
-    if number != most - 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return hook
-    return lambda *args: hook(*args[:-1])
+    if names[-1:] == ["dataloader_idx"] and _takes(signature, len(names) - 1):
+        return lambda *args: hook(*args[:-1])
+    kind = ConfigError if isinstance(owner, Callback) else ModuleError
+    raise kind(
+        f"{type(owner).__name__}.{name} must take ({', '.join(names)}), got {name}({', '.join(signature.parameters)}); "
+        f"define {name}({', '.join(['self', *names])})."
+    )
+
+
+def _takes(signature: inspect.Signature, number: int) -> bool:
+    """Return whether what has this signature can be called with a number of arguments by position."""
+    try:
+        signature.bind(*range(number))
+    except TypeError:
+        return False
+    return True
 
 
 def _lend_log(module: nn.Module, callbacks: Iterable[Callback], stage: str) -> None:

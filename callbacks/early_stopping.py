@@ -155,6 +155,8 @@ class EarlyStopping(Callback):
         value = self._metric.read(trainer, strict=self.strict)
         if value is None:
             return
+        if not self.check_finite:
+            self._metric.warn_if_nan(trainer, value)
         reason, message = self._judge(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason, self.stopping_reason_message = reason, message

@@ -364,7 +364,9 @@ class ModelCheckpoint(Callback):
         name = self.monitor or "step"
         if self.monitor is None or (name in counts and name not in trainer.callback_metrics):
             return float(counts[name])
-        return self._metric.read(trainer)
+        score = self._metric.read(trainer)
+        self._metric.warn_if_nan(trainer, score)
+        return score
 
     def _commit(self, trainer: Run, name: str, kept: KeptCheckpoints, wait: bool) -> None:
         """Save, then link, then delete, also when that is done in the background; `kept` is part of the checkpoint."""

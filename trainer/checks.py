@@ -18,6 +18,7 @@ from ..callbacks.run import Logger
 from ..strategies import Hardware
 from ..strategies.errors import ConfigError, DataError, ModuleError
 from .data.combined_loader import combined_of
+from .module.arguments import check_step_arguments
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .session.session import Task
@@ -48,6 +49,8 @@ _REMOVED: Final = {
 """Hooks of Lightning 1.x, and what does their work now."""
 
 _STEPS: Final = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_STAGES: Final = {"train", "training", "val", "valid", "validation", "test", "predict"}
+"""Keys of a dict that holds the loaders of a whole program."""
 
 
 def check_module(module: object, datamodule: object, task: Task) -> None:
@@ -59,12 +62,17 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
     """
     if not isinstance(module, TrainModule):
         hint = "derive its class from echelon.TrainModule" if isinstance(module, nn.Module) else "pass a TrainModule"
+        if isinstance(module, type):
+            hint += f", such as {module.__name__}()"
         raise ConfigError(f"Trainer.{task} got a {type(module).__name__} ({module!r:.60}) to run; {hint}.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise ConfigError(
             f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule, or pass "
             "loaders."
         )
+    if "_modules" not in vars(module):
+        name = type(module).__name__
+        raise ModuleError(f"{name}.__init__ must call super().__init__(), got a {name} without; call it first.")
     _check_step(module, _STEPS[task], task)
     if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
         raise ModuleError(
@@ -99,8 +107,23 @@ def _refuse_removed(module: TrainModule, task: Task) -> None:
             )
 
 
+def check_stages(train: object) -> None:
+    """Check that the training loaders are not those of all stages.
+
+    Raises:
+        ConfigError: if they are.
+    """
+    if isinstance(train, Mapping) and len(train) > 1 and _STAGES.issuperset(train):
+        raise ConfigError(
+            f"train_dataloaders must be for training, got a dict of {sorted(train)}, which would be read side by side "
+            f"as one batch; pass fit(module, loaders[{next(iter(train))!r}], val_dataloaders=...)."
+        )
+
+
 def _check_step(module: TrainModule, step: str, task: Task) -> None:
     if overrides(module, step, TrainModule):
+        names = ("batch", "batch_idx", "dataloader_idx")
+        check_step_arguments(module, step, names[:2] if task == "fit" else names)
         return
     if task == "predict" and module.predict_step is not None and overrides(module, "forward", nn.Module):
         return
@@ -200,7 +223,8 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks holds {callback!r:.80}, a {type(callback).__name__}; pass instances of echelon.Callback."
+                f"callbacks holds {callback!r:.80}, a {type(callback).__name__}; pass instances of echelon.Callback"
+                f"{f', such as {callback.__name__}(...)' if isinstance(callback, type) else ''}."
             )
         point_out_misspelt(callback, Callback)
     num_bars = sum(isinstance(callback, TQDMProgressBar) for callback in callbacks)

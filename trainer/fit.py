@@ -24,6 +24,8 @@ from .setup import (
     load_train_data,
     part_ranks,
     set_up_module,
+    warn_if_endless,
+    warn_of_late_parameters,
 )
 
 
@@ -35,6 +37,7 @@ def fit(session: Session, request: Request) -> None:
     session.reload = partial(_load_data, session, request)
     session.reload("train")
     session.reload("validate")
+    warn_if_endless(session)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
     with checkpointed(session.module, setting):
         set_up_module(session)
@@ -50,7 +53,9 @@ def fit(session: Session, request: Request) -> None:
         part_ranks(session)
         if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
+        known = set(session.module.parameters())
         session.hooks.call("on_fit_start")
+        warn_of_late_parameters(session, known)
         with session.interruption.listening():
             if saved is None:
                 sanity_check(session)

@@ -20,8 +20,16 @@ from ..callbacks.run import Logger, Run, Stage
 from ..callbacks.timer import parse_duration
 from ..strategies import Precision, place
 from ..strategies.errors import CheckpointError, RunError
+from .advice import advise
 from .checkpoint import make_writer
-from .checks import check_loggers, check_manual, check_module, check_sync_batchnorm, check_writable
+from .checks import (
+    check_loggers,
+    check_manual,
+    check_module,
+    check_stages,
+    check_sync_batchnorm,
+    check_writable,
+)
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
 from .loggers.base import continue_loggers
@@ -130,6 +138,7 @@ class Runner:
                 "or use another Trainer."
             )
         check_module(request.module, request.datamodule, request.task)
+        check_stages(request.train_loaders)
         check_manual(request.module, self.settings)
         folder = root_dir(self.settings, request.task)
         if folder is not None:
@@ -207,6 +216,7 @@ class Runner:
                 self._result = result_of(session)
         except BaseException as error:
             self.strategy.annotate(error)
+            advise(error)
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)

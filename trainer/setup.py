@@ -30,7 +30,7 @@ from .loggers import default_logger
 from .loop.schedule import validates
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
-from .module.optimizers import check_monitors, check_parameters, parse_optimizers
+from .module.optimizers import check_monitors, check_parameters, parse_optimizers, warn_of_shared_parameters
 from .module.train_module import TrainModule
 from .session.session import Session, Task
 from .session.settings import Settings
@@ -97,7 +97,7 @@ def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
 def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) -> list[Callback]:
     """Return the callbacks with those that the module brings along, which replace others of their class."""
     brought = module.configure_callbacks()
-    brought = [brought] if isinstance(brought, Callback) else list(brought)
+    brought = [brought] if isinstance(brought, Callback) else list(brought or [])
     check_callbacks(brought)
     kinds = {type(callback) for callback in brought}
     return in_order([*(callback for callback in callbacks if type(callback) not in kinds), *brought])
@@ -124,6 +124,11 @@ def load_train_data(session: Session, given: Any) -> None:
     """
     settings = session.settings
     source = source_of("train", given, session.datamodule, session.module)
+    if source is None and overrides(session.module, "train_dataloader", DataHooks):
+        raise ModuleError(
+            f"{type(session.module).__name__}.train_dataloader must return a loader, got None (is `return` missing?); "
+            "return a DataLoader."
+        )
     if source is None:
         raise ModuleError(
             f"There is no training loader: {type(session.module).__name__} defines no train_dataloader, and neither "
@@ -141,6 +146,18 @@ def load_train_data(session: Session, given: Any) -> None:
         count=session.count,
     )
     session.progress.accumulate_grad_batches = session.train_data.accumulate
+
+
+def warn_if_endless(session: Session) -> None:
+    """Say that nothing ends a run on data without a length."""
+    settings, data = session.settings, session.train_data
+    has_limit = any(limit is not None for limit in (settings.max_epochs, settings.last_step, settings.max_time))
+    if data is not None and data.num_batches == math.inf and not has_limit:
+        warnings.warn(
+            f"The training loader, a {type(data.source).__name__}, has no length, and nothing says when to end: not "
+            f"before {settings.last_epoch} epochs; set max_epochs, max_steps, max_time or limit_train_batches.",
+            stacklevel=2,
+        )
 
 
 def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
@@ -238,6 +255,7 @@ def build_optimizers(session: Session) -> None:
     configured = parse_optimizers(returned)
     check_parameters(configured.optimizers, module)
     if module.automatic_optimization:
+        warn_of_shared_parameters(configured.optimizers, module)
         check_monitors(configured.schedulers)
     evaluating = [type(optimizer).__name__ for optimizer in configured.optimizers if needs_closure(optimizer)]
     if evaluating and strategy.precision.uses_scaler:
@@ -249,6 +267,20 @@ def build_optimizers(session: Session) -> None:
     session.optimizers, session.schedulers = configured.optimizers, configured.schedulers
     if not session.state.optimizer_steps:  # a resumed run has them
         session.state.optimizer_steps = [0] * len(configured.optimizers)
+
+
+def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
+    """Say which parameters the module has got since its optimizers were made, and no optimizer has."""
+    groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
+    known = known.union(*(group["params"] for group in groups))
+    late = [name for name, parameter in session.module.named_parameters() if parameter not in known]
+    if late:
+        warnings.warn(
+            f"{', '.join(late[:3])}{' ...' if late[3:] else ''} of {type(session.module).__name__} came after "
+            "configure_optimizers and is in no optimizer, so that it is not trained; make it in __init__ or "
+            "configure_model.",
+            stacklevel=2,
+        )
 
 
 def set_up(session: Session) -> None:

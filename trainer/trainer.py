@@ -89,7 +89,7 @@ class Trainer(TrainerAttributes):
         module = unwrapped(model, self.strategy)
         request = Request("fit", module, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
         self._runner.execute(fit, request)
-        self._ran.interruption.raise_if_requested()
+        self._ran.interruption.raise_if_requested(self._ran.progress.last_checkpoint)
 
     def validate(
         self,

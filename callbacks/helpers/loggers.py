@@ -23,6 +23,9 @@ def refuse_incomplete(logger: object) -> None:
     Raises:
         ConfigError: if it lacks one, which is named.
     """
+    if isinstance(logger, type):
+        name = logger.__name__
+        raise ConfigError(f"logger must be a logger, got the class {name}; write logger={name}(...).")
     missing = [name for name in _REQUIRED if not hasattr(logger, name)]
     if 0 < len(missing) < len(_REQUIRED):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Final, Literal
 
@@ -38,6 +39,7 @@ class MonitoredMetric:
         self._validated_at: int | None = None
         self._epoch_ended_at: int | None = None
         self._is_of_steps = True
+        self._has_warned = False
 
     def start(self, *, is_pending: bool = False) -> None:
         """Forget what was noted, when training starts; a run that is resumed may have a decision pending."""
@@ -82,6 +84,18 @@ class MonitoredMetric:
                 f"{describe_logged(trainer.callback_metrics, self._monitor)}"
             )
         return None
+
+    def warn_if_nan(self, trainer: Run, value: float | None) -> None:
+        """Say once that the metric is not a number."""
+        if value is None or not math.isnan(value) or self._has_warned or not trainer.is_global_zero:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"{self._owner}(monitor={self._monitor!r}) got nan at global_step {trainer.global_step}, which ranks as "
+            "the worst value; look at what is logged, or add NaNGuard() to the callbacks to stop at the first loss "
+            "that is not finite.",
+            stacklevel=2,
+        )
 
     def _is_overdue(self, trainer: Run) -> bool:
         has_validated = self._validated_at is not None or not sum(trainer.num_val_batches)

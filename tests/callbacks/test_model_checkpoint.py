@@ -60,11 +60,13 @@ def test_mode_max_keeps_the_largest(tmp_path: Path) -> None:
 
 def test_nan_is_best_only_as_long_as_there_is_nothing_else(tmp_path: Path) -> None:
     only_nan = ModelCheckpoint(tmp_path / "nan", monitor="val_loss")
-    fit(tmp_path, only_nan, Scripted([NAN, NAN, NAN]))
+    with pytest.warns(UserWarning, match="got nan at global_step 4"):
+        fit(tmp_path, only_nan, Scripted([NAN, NAN, NAN]))
     assert names_in(tmp_path / "nan") == ["epoch=0-step=4.ckpt"]
     for mode in ("min", "max"):
         checkpoint = ModelCheckpoint(tmp_path / mode, monitor="val_loss", mode=mode)
-        fit(tmp_path, checkpoint, Scripted([NAN, 0.5, NAN]))
+        with pytest.warns(UserWarning, match="got nan at global_step 4"):
+            fit(tmp_path, checkpoint, Scripted([NAN, 0.5, NAN]))
         assert names_in(tmp_path / mode) == ["epoch=1-step=8.ckpt"]
 
 

@@ -23,7 +23,8 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
         )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(
-            f"{loader!r:.80} is not a loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable."
+            f"{loader!r:.80} is not a loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable"
+            f"{', or call it' if callable(loader) else ''}."
         )
     sampler = _distributed_sampler(loader)
     if ranks.data_size == 1 or sampler is None:

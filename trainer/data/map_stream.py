@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -132,7 +133,11 @@ class MapStream:
     def _draws_more(self) -> bool:
         """Return whether the sampler has drawn another window, its batches still to be filled in."""
         if not self._indices.drawn:  # reading makes the sampler go on, which then says what comes
-            self._ahead = self._fetch()
+            try:
+                self._ahead = self._fetch()
+            except Exception as error:
+                _note(error, next(chain.from_iterable(self._indices.drawn), None))
+                raise
         self._is_over = not self._indices.drawn
         return not self._is_over
 
@@ -140,7 +145,11 @@ class MapStream:
         """Read the batch of what the sampler has drawn; return False if the loader has none."""
         batch, self._ahead = self._ahead, END
         if batch is END:
-            batch = self._fetch()
+            try:
+                batch = self._fetch()
+            except Exception as error:
+                _note(error, micro_batch)
+                raise
         if batch is END:
             return False
         micro_batch.batch, micro_batch.lap = batch, self.rounds
@@ -198,3 +207,10 @@ def _is_plain(dataset: Any) -> bool:
     if type(dataset) is ConcatDataset:
         return all(map(_is_plain, dataset.datasets))
     return type(dataset) in _PLAIN
+
+
+def _note(error: Exception, micro_batch: MicroBatch | None) -> None:
+    """Say in an error of the user's data set which samples it is about."""
+    if micro_batch is not None and isinstance(micro_batch.indices, list):
+        listed = ", ".join(map(str, micro_batch.indices[:8])) + (", ..." if micro_batch.indices[8:] else "")
+        error.add_note(f"Raised while the samples [{listed}] of the training data were read into a batch.")

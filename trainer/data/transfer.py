@@ -7,6 +7,7 @@ from typing import Any
 
 from ...callbacks.dispatch import overrides
 from ...strategies import Strategy
+from ...strategies.errors import ModuleError
 from ..module.batch_size import warn_of_unclear_size
 from ..module.data_module import DataHooks, DataModule
 from ..module.train_module import TrainModule
@@ -55,6 +56,12 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
             batch = before(batch, dataloader_idx)
         batch = precision.convert_batch(batch)
         batch = strategy.batch_to_device(batch) if move is None else move(batch, strategy.device, dataloader_idx)
-        return after(batch, dataloader_idx) if after is not None else batch
+        batch = after(batch, dataloader_idx) if after is not None else batch
+        if batch is None:
+            raise ModuleError(
+                f"{' and '.join(name for name, hook in hooks.items() if hook is not None)} must return the batch, got "
+                "None; return it."
+            )
+        return batch
 
     return transfer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -35,11 +37,11 @@ class Step(ABC):
 
     # side by side in memory: the step of a small model takes as long as some dozens of cache misses
     __slots__ = (
-        "_clips", "_has_stepped", "_managed_optimizers", "_may_leave", "_needs_closure", "_on_batch_end",
-        "_on_batch_start", "_overrides_optimizer_step", "_plain_backward", "_updaters", "_updates_directly", "backward",
-        "batch", "forward", "has_gradients", "hooks", "is_automatic", "metrics", "module", "optimizers", "output",
-        "passes_closure", "progress", "schedulers", "session", "set_grad_sync", "state", "strategy", "transfer",
-        "weights", "writer", "zero_grads",
+        "_clips", "_has_stepped", "_has_warned_of_loss", "_is_updating", "_managed_optimizers", "_may_leave",
+        "_needs_closure", "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward",
+        "_updaters", "_updates_directly", "backward", "batch", "forward", "has_gradients", "hooks", "is_automatic",
+        "metrics", "module", "optimizers", "output", "passes_closure", "progress", "schedulers", "session",
+        "set_grad_sync", "state", "strategy", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -60,6 +62,9 @@ class Step(ABC):
         """Of the losses of this window; None where its one micro-batch is the whole step."""
         self.has_gradients = False
         """Whether this window has computed any."""
+        self._is_updating = False
+        """Whether the trainer makes an optimizer step, through the module's ``optimizer_step``."""
+        self._has_warned_of_loss = False
         self._has_stepped = False
         """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
         self.batch: Any = None
@@ -141,7 +146,7 @@ class Step(ABC):
         output = self.output
         # nearly always the loss itself, known without a call
         is_plain = type(output) is Tensor and output.requires_grad and output.ndim == 0
-        loss = output if is_plain else loss_of(output)
+        loss = output if is_plain else loss_of(output, module=self.module)
         if is_first:
             for zero_grad in self.zero_grads:
                 zero_grad()
@@ -195,6 +200,8 @@ class Step(ABC):
             state.skipped_steps += 1
         elif self.schedulers:
             step_schedulers(self.session, "step", state.global_step)
+        if state.global_step >= self.progress.next_log and has_updated and not self._has_warned_of_loss:
+            self._look_at_loss()
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         """End the window's last micro-batch; return how many it had, 0 if a hook asked to end the epoch."""
@@ -239,6 +246,18 @@ class Step(ABC):
         if correction is not None:
             self.strategy.scale_gradients(correction)
 
+    def _look_at_loss(self) -> None:
+        """Say once, at a step that is logged, that training goes on with a loss that is not finite."""
+        loss = loss_of(self.output)
+        if loss is None or self.strategy.rank or math.isfinite(value := mean_of(loss).item()):
+            return
+        self._has_warned_of_loss = True
+        warnings.warn(
+            f"The loss is {value} at global_step {self.state.global_step}, and training goes on; add NaNGuard() to "
+            "the callbacks to stop at the first loss or gradient that is not finite.",
+            stacklevel=2,
+        )
+
     def _update_each(self, closure: Callable[[], Any] | None) -> bool:
         """Unscale, clip and step each optimizer; return False if one was left out as scaled gradients overflowed."""
         settings = self.session.settings
@@ -251,7 +270,9 @@ class Step(ABC):
                 self.module.configure_gradient_clipping(optimizer, limit, algorithm)
             if self._overrides_optimizer_step:
                 managed: Any = self._managed_optimizers[index]
+                self._is_updating = True
                 self.module.optimizer_step(self.state.epoch, self.progress.batch_idx, managed, closure)
+                self._is_updating = False
             else:
                 self._updaters[index].step(closure if self._needs_closure[index] else None)
                 self.state.optimizer_steps[index] += 1
@@ -259,6 +280,12 @@ class Step(ABC):
 
     def _managed_step(self, index: int, closure: Callable[[], Any] | None) -> None:
         """Do what ``step`` means of an optimizer that the user's module holds."""
+        if self.is_automatic and not self._is_updating:
+            warnings.warn(
+                f"{type(self.optimizers[index]).__name__}.step() was called with automatic_optimization=True, where "
+                "the trainer steps it, too; drop the call, or set self.automatic_optimization = False in __init__.",
+                stacklevel=3,
+            )
         if closure is not None and not self._needs_closure[index]:
             closure()
             closure = None

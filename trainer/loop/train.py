@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 
@@ -136,6 +137,8 @@ def _log_step(session: Session) -> None:
 
 def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     """Do everything due at the end of an epoch; of one that is cut short, only what reports."""
+    if not is_partial:
+        _warn_if_untrained(session)
     state, metrics = session.state, session.metrics
     if validates and not is_partial and is_validation_due_at_epoch_end(session):
         validate(session)
@@ -150,3 +153,14 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     step_schedulers(session, "epoch", state.epoch + 1, with_metric=True)
     state.is_epoch_done = True
     metrics.clear_stage()
+
+
+def _warn_if_untrained(session: Session) -> None:
+    """Say that no batch of all epochs until now had a loss."""
+    state = session.state
+    if state.global_step == 0 and state.batches_in_epoch > 0 and session.optimizers:
+        warnings.warn(
+            f"training_step returned None for all {state.batches_in_epoch} batches of epoch {state.epoch}, and nothing "
+            "was trained; return the loss (is `return` missing?).",
+            stacklevel=2,
+        )

@@ -90,7 +90,14 @@ class Metrics:
                 value = value.item() if value.is_cpu else value.detach().clone()
         elif not isinstance(value, int | float):
             value = self._number(entry, value)
-        weight = self.batch_size if batch_size is None else batch_size
+        weight = self.batch_size
+        if batch_size is not None:
+            weight = batch_size
+            if batch_size < 0:
+                raise ModuleError(
+                    f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {batch_size}; give "
+                    "theirs, or leave it out."
+                )
         if entry.step is not None:
             if entry.stamp != self.position or entry.batch != self.batch:
                 entry.step.restart(value, weight)
@@ -109,6 +116,11 @@ class Metrics:
     def _register(self, name: str, scope: Scope, value: Any) -> Entry:
         if not isinstance(name, str):
             raise ModuleError(f"The name in self.log must be a string, got {name!r}; pass one.")
+        if self.stage == "predict":
+            raise ModuleError(
+                f"self.log({name!r}, ...) must be called in fit, validate or test, got stage='predict', where nothing "
+                "is logged; return the number from predict_step."
+            )
         key = self._key(name)
         has_suffix = self.dataloader_idx is not None and scope.add_dataloader_idx
         entry = self._entries[key] = Entry(
@@ -136,7 +148,7 @@ class Metrics:
         except (TypeError, ValueError):
             raise ModuleError(
                 f"self.log({entry.step_line.name!r}, ...) must get a number or a scalar tensor, "
-                f"got {type(value).__name__} ({value!r:.60}); convert it."
+                f"got {type(value).__name__} ({value!r:.60}); convert it, or use self.log_dict for a dict."
             ) from None
 
     # --- reading -----------------------------------------------------------------------------------------------------

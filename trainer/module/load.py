@@ -94,15 +94,23 @@ def _build(
 
         saved = OmegaConf.create(dict(saved))
     arguments = init_arguments(cls, saved, state.get(f"{key}_argument"), given)
+    omitted = state.get(f"omitted_{key}")
     try:
-        return cls(**arguments)
+        built = cls(**arguments)
     except TypeError as error:
-        omitted = state.get(f"omitted_{key}")
         reason = f" {omitted} could not be stored as JSON." if omitted else ""
         raise CheckpointError(
             f"{cls.__name__} cannot be built with the arguments {sorted(arguments)}: {error}.{reason} "
             "Pass what is missing to load_from_checkpoint, or call save_hyperparameters() in __init__."
         ) from error
+    missing = [name for name in omitted or () if name not in arguments]
+    if missing:
+        warnings.warn(
+            f"The arguments {missing} of {cls.__name__} could not be stored as JSON and have their defaults now; pass "
+            "them to load_from_checkpoint.",
+            stacklevel=5,
+        )
+    return built
 
 
 def _read_hparams(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...strategies.errors import ModuleError
 
@@ -27,6 +27,12 @@ class Loss:
     total: Tensor
     count: Tensor | float
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, Tensor) and self.count < 0:
+            raise ModuleError(
+                f"Loss.count must be a number of units from 0, got {self.count}; give how many there are."
+            )
+
     @property
     def mean(self) -> Tensor:
         """The loss per unit of this micro-batch; 0 where it has none."""
@@ -37,8 +43,10 @@ class Loss:
         return Loss(self.total + other.total, self.count + other.count)
 
 
-def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | None:
+def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | None = None) -> Tensor | Loss | None:
     """Return the loss in what a training step returned: a tensor, a mapping with ``"loss"``, `Loss`, or None to skip.
+
+    The module is named if it is frozen.
 
     Raises:
         ModuleError: when it is something else, is no scalar, or has no gradient.
@@ -63,6 +71,12 @@ def loss_of(output: Any, *, where: str = "training_step") -> Tensor | Loss | Non
             f"{where} returned a loss of shape {tuple(value.shape)}; return one number, such as loss.mean()."
         )
     if not value.requires_grad:
+        parameters = list(module.parameters()) if module is not None else []
+        if module is not None and not any(parameter.requires_grad for parameter in parameters):
+            raise ModuleError(
+                f"{where} returned a loss without gradient, as none of the {len(parameters)} parameters of "
+                f"{type(module).__name__} has requires_grad=True; set it on those to train."
+            )
         raise ModuleError(
             f"{where} returned a loss without gradient (value {value.item():.6g}); compute it from the parameters, "
             "outside torch.no_grad() and without .detach() or .item()."

@@ -210,6 +210,25 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
             )
 
 
+def warn_of_shared_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Say that a parameter is in two optimizers, where each of them steps with every loss."""
+    owners: dict[nn.Parameter, str] = {}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        shared = [parameter for parameter in held if parameter in owners]
+        if shared:
+            warnings.warn(
+                f"{names.get(shared[0], 'A parameter')} is in 2 optimizers ({owners[shared[0]]} and {kind}), and each "
+                "steps it with every loss; divide the parameters between them, or set self.automatic_optimization = "
+                "False in __init__ and step them in training_step.",
+                stacklevel=2,
+            )
+            return
+        owners.update(dict.fromkeys(held, kind))
+
+
 def check_monitors(schedulers: Sequence[LRSchedulerConfig]) -> None:
     """Check that schedulers that are stepped with a metric name it.
 

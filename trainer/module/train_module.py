@@ -167,6 +167,11 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several numbers at once, each by `log` with these options; also a torchmetrics ``MetricCollection``."""
+        if not hasattr(dictionary, "items"):
+            raise ModuleError(
+                f"self.log_dict must get a dict of names and numbers, got {type(dictionary).__name__} "
+                f"({dictionary!r:.60}); use self.log for one number."
+            )
         # a copy of the state, the default, would end the sharing of it among a collection's metrics
         items: Any = dictionary.items
         if _is_collection(dictionary):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -97,15 +98,22 @@ class Interruption:
         if self._is_alone:
             self.signal = number
 
-    def raise_if_requested(self) -> None:
-        """End as the signal asks, once training has been brought to an end.
+    def raise_if_requested(self, checkpoint: Path | None) -> None:
+        """End as the signal asks, once training has been brought to an end; say where it can go on from.
 
         Raises:
             KeyboardInterrupt: after SIGINT.
             SystemExit: with 143 after SIGTERM or SIGUSR1.
         """
         if self.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"Training ended at a step boundary; {_way_on(checkpoint)}.")
         if self.signal is not None:
-            _log.warning("%s received: training ended at a step boundary", signal.Signals(self.signal).name)
+            name = signal.Signals(self.signal).name
+            _log.warning("%s received: training ended at a step boundary; %s", name, _way_on(checkpoint))
             raise SystemExit(143)
+
+
+def _way_on(checkpoint: Path | None) -> str:
+    if checkpoint is None:
+        return "no checkpoint was saved (enable_checkpointing=True saves one)"
+    return f"go on with fit(..., ckpt_path={str(checkpoint)!r})"

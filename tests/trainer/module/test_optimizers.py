@@ -73,6 +73,7 @@ def two_lists(module):
         (lambda m: [], 0, []),
     ],
 )
+@pytest.mark.filterwarnings("ignore:net.weight is in 2 optimizers")
 def test_every_shape_that_lightning_accepts_is_accepted(configure, num_optimizers, intervals):
     module, trainer = configured(configure), quiet(max_epochs=1)
     before = weights(module)
