@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="timed steps of a turn; by default as many as take 0.25 s")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them in each turn")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=8, help="how often all begin anew")
+    parser.add_argument("--contests", type=int, default=8, help="how often all begin again")
     parser.add_argument("--lightning", action=argparse.BooleanOptionalAction, help="by default, if it is installed")
     parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     options = parser.parse_args(argv)

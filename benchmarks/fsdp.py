@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a turn")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them in each turn")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=8, help="how often all begin anew")
+    parser.add_argument("--contests", type=int, default=8, help="how often all begin again")
     parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     options = parser.parse_args(argv)
     size = Size(options.contests, options.rounds, options.steps, options.warmup)

@@ -3,7 +3,7 @@
 Each contender trains in a thread of its own, and all but one wait inside a forward. What is timed are the steps of a
 turn after its first few, from forward to forward: not the start, not the end of the epoch. On several ranks the turns
 change at the same steps, so that collectives meet. Where its tensors happen to lie in memory makes a contender some
-percent faster or slower for as long as it lives; so there are several contests, in each of which all begin anew.
+percent faster or slower for as long as it lives; so there are several contests, in each of which all begin again.
 """
 
 from __future__ import annotations

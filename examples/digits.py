@@ -16,7 +16,7 @@ import echelon
 
 
 class Images(Dataset):
-    """Images and their labels; each time an image is read, it is transformed anew."""
+    """Images and their labels; each time an image is read, it is transformed again."""
 
     def __init__(self, images, labels, transform):
         self.images, self.labels, self.transform = images, labels, transform

@@ -53,7 +53,7 @@ def test_a_second_source_of_the_same_number_is_refused(tmp_path: Path) -> None:
         trainer.fit(Scripted(), batches())
 
 
-def test_a_second_fit_starts_the_schedule_anew(tmp_path: Path) -> None:
+def test_a_second_fit_starts_the_schedule_again(tmp_path: Path) -> None:
     steps = Steps()
     trainer = trainer_in(tmp_path, GradientAccumulationScheduler({1: 2}), steps, max_epochs=2)
     module = Scripted()

@@ -42,7 +42,7 @@ def test_a_change_within_min_delta_is_no_improvement(tmp_path: Path) -> None:
     assert epochs_until_stop(tmp_path, stopping, Scripted([0.0, 0.5, 0.75])) == 3
 
 
-def test_an_improvement_starts_the_count_anew(tmp_path: Path) -> None:
+def test_an_improvement_starts_the_count_again(tmp_path: Path) -> None:
     stopping = EarlyStopping("val_loss", patience=2)
     assert epochs_until_stop(tmp_path, stopping, Scripted([0.5, 0.6, 0.4, 0.5, 0.3]), max_epochs=5) == 5
     assert stopping.wait_count == 0

@@ -254,7 +254,7 @@ def test_a_folder_that_was_moved_resumes(tmp_path: Path) -> None:
     assert names_in(tmp_path / "new") == ["epoch=1-step=8.ckpt"]
 
 
-def test_a_resumed_run_in_another_folder_ranks_anew_and_deletes_nothing(tmp_path: Path) -> None:
+def test_a_resumed_run_in_another_folder_ranks_again_and_deletes_nothing(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "old", monitor="val_loss"), Scripted([0.3, 0.1]), max_epochs=2)
     old = str(tmp_path / "old" / "epoch=1-step=8.ckpt")
     checkpoint = ModelCheckpoint(tmp_path / "new", monitor="val_loss")

@@ -38,7 +38,7 @@ def test_a_loss_that_is_not_finite_is_placed(tmp_path: Path, value: float) -> No
     assert torch.equal(module.net.weight, module.weights[6])
 
 
-def test_a_run_after_one_that_broke_off_begins_anew(tmp_path: Path) -> None:
+def test_a_run_after_one_that_broke_off_begins_again(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, NaNGuard(), max_epochs=3)
     with pytest.raises(NonFiniteError):
         trainer.fit(Breaking(float("nan")), batches())

@@ -9,10 +9,13 @@ import torch
 from programs import run_program
 
 import echelon
+from echelon.strategies.placement import BY_NAME
+from echelon.trainer import loggers
+from echelon.trainer.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
-COMMANDS = "from echelon.trainer.cli.main import main"
+IMPORT_MAIN = "from echelon.trainer.cli.main import main"
 
 
 def blocks(page, *languages):
@@ -67,7 +70,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     lines = [line.partition("  #")[0] for line in "".join(blocks(page, "bash")).splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("echelon ")]
     if commands:
-        run(tmp_path, "-W", "error", "-c", f"{COMMANDS}\nfor words in {commands}: assert main(words) == 0")
+        run(tmp_path, "-W", "error", "-c", f"{IMPORT_MAIN}\nfor words in {commands}: assert main(words) == 0")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -92,13 +95,21 @@ CALLBACKS = [
     for name, kind in vars(echelon.callbacks).items()
     if isinstance(kind, type) and issubclass(kind, echelon.Callback) and kind is not echelon.Callback
 ]
+LOGGERS = [name for name in vars(loggers) if name.endswith("Logger")]
 
 
 @pytest.mark.parametrize(
     ("page", "names"),
-    [("trainer", SETTINGS), ("callbacks", [name for name in HOOKS if "predict" not in name]), ("callbacks", CALLBACKS)],
-    ids=["settings", "hooks", "callbacks"],
+    [
+        ("trainer", SETTINGS),
+        ("callbacks", [name for name in HOOKS if "predict" not in name]),
+        ("callbacks", CALLBACKS),
+        ("parallel", [f'"{name}"' for name in BY_NAME]),
+        ("logging", LOGGERS),
+        ("config", [f"echelon {name}" for name in COMMANDS]),
+    ],
+    ids=["settings", "hooks", "callbacks", "strategies", "loggers", "commands"],
 )
 def test_a_page_leaves_nothing_out(page, names):
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    assert [name for name in names if f"`{name}" not in text] == []
+    assert [name for name in names if f"`{name}" not in text] == [], f"describe them in docs/{page}.md"

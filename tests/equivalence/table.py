@@ -37,7 +37,7 @@ this table.
 |---|{{rule}}|
 {{rows}}
 
-Measured with torch {torch.__version__.split("+")[0]} on the CPU. To measure anew:
+Measured with torch {torch.__version__.split("+")[0]} on the CPU. To measure again:
 
 ```bash
 python tests/equivalence/table.py

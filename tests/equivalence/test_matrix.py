@@ -55,10 +55,11 @@ def test_a_fit_that_starts_processes_ends_in_the_caller_like_one_process(line, e
 
 
 def test_every_strategy_is_in_the_matrix():
-    assert {line.strategy for line in LINES} == set(BY_NAME)
+    assert {line.strategy for line in LINES} == set(BY_NAME), "give each a Line of LINES in tests/equivalence/matrix.py"
 
 
 def test_the_page_of_the_results_has_every_line_and_case():
     rows = [re.split(r" *\| *", row.strip("|\n ")) for row in PAGE.read_text().splitlines() if row.startswith("|")]
-    assert rows[0][1:] == [line.title for line in LINES if line is not ONE_PROCESS]
-    assert [row[0] for row in rows[2:]] == [case.title for case in CASES]
+    remedy = "run `python tests/equivalence/table.py`"
+    assert rows[0][1:] == [line.title for line in LINES if line is not ONE_PROCESS], remedy
+    assert [row[0] for row in rows[2:]] == [case.title for case in CASES], remedy

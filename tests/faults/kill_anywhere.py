@@ -68,7 +68,7 @@ class Noisy(TrainModule):
 
 def train(folder: Path, *, epochs: int = EPOCHS) -> None:
     """Train from the last checkpoint on, saving every third step in the background; leave the weights."""
-    seed_everything(0)  # after a fork, Python seeds its own generator anew
+    seed_everything(0)  # after a fork, Python seeds its own generator again
     module = Noisy()
     trainer = Trainer(
         max_epochs=epochs,

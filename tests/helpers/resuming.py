@@ -24,7 +24,7 @@ class Interrupted(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass
 class Run:
-    """What is trained on what; built anew for every part of a run."""
+    """What is trained on what; built again for every part of a run."""
 
     module: Any
     train: Any

@@ -52,7 +52,7 @@ def trainer_on(devices, **settings):
 
 
 def trained(module, devices, num_samples=41, batch_size=12, val_samples=0, dtype=torch.float64, **settings):
-    """The module, built anew, and the trainer after training it on so many devices."""
+    """A new module, and the trainer after training it on this number of devices."""
     seed_everything(5)
     module, trainer = module(), trainer_on(devices, **settings)
     val_loader = DataLoader(samples(val_samples), batch_size) if val_samples else None
@@ -151,7 +151,7 @@ def test_predictions_are_those_of_one_device_in_the_order_of_the_data():
 
 
 def connected(module, devices=2, precision="64-true"):
-    """The strategy with a module on so many devices, without a trainer."""
+    """The strategy with a module on this number of devices, without a trainer."""
     strategy = DataParallelStrategy()
     strategy.connect(Hardware("cpu", tuple(range(devices))), Precision(precision))
     strategy.setup_module(module)

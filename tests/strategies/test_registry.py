@@ -1,8 +1,11 @@
+"""The strategy and the devices of a run, from their names and from the launcher; and what names no strategy."""
+
 import pytest
 
 from echelon import DDPStrategy, ElasticStrategy, FSDPStrategy, LocalSGDStrategy, Trainer
 from echelon.strategies import Precision, place
 from echelon.strategies.errors import ConfigError
+from echelon.strategies.placement import BY_NAME
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x",
@@ -108,9 +111,9 @@ def test_lightnings_names_of_what_is_here_are_known():
         ("single_xla", "use 'single' instead"),
         ("model_parallel", "use 'fsdp' instead"),
         ("dddp", "strategy='dddp' is not a known strategy. Did you mean 'ddp'"),
-        ("quantum", "Choose one of: auto, ddp, dp, elastic, fsdp, hsdp, local_sgd, single, zero"),
+        ("quantum", f"Choose one of: {', '.join(sorted([*BY_NAME, 'auto']))}"),
         (DDPStrategy, r"got the class DDPStrategy; write strategy=DDPStrategy\(\)"),
-        (["ddp"], r"must be a strategy of Echelon or the name of one, got \['ddp'\]; use one of single, dp, ddp"),
+        (["ddp"], r"must be a strategy of Echelon or the name of one, got \['ddp'\]; use one of " + ", ".join(BY_NAME)),
         (None, "got None; use one of single"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_trainer_with_everything_at_default_shows_logs_and_saves(tmp_path, cap
 # --- second runs ---
 
 
-def test_a_second_fit_begins_anew_and_gets_a_folder_of_its_own(tmp_path):
+def test_a_second_fit_begins_again_and_gets_a_folder_of_its_own(tmp_path):
     trainer = quiet(tmp_path, max_epochs=1, logger=True, enable_checkpointing=True)
     module = Regression()
     trainer.fit(module, loader())

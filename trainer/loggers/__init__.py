@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from .csv import CSVLogger
-from .dummy import DummyLogger
-from .tensorboard import TensorBoardLogger
-
-__all__ = ["CSVLogger", "DummyLogger", "TensorBoardLogger", "default_logger"]
+from .csv import CSVLogger as CSVLogger
+from .dummy import DummyLogger as DummyLogger
+from .tensorboard import TensorBoardLogger as TensorBoardLogger
 
 
 def default_logger(save_dir: str | Path) -> TensorBoardLogger | CSVLogger:

@@ -199,7 +199,7 @@ def test_a_run_that_went_back_inside_a_round(path: Path) -> None:
     assert seconds(goodput) == {"start_up": 2, "productive": 6 + 10, "redone": 4}
 
 
-def test_a_run_begun_anew_where_another_was_complete_loses_nothing_of_it(path: Path) -> None:
+def test_a_run_begun_again_where_another_was_complete_loses_nothing_of_it(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), end(12), start(20), period(25, 5, 0, 5), end(25))
     goodput = account(read_ledger(path))
     check(goodput)

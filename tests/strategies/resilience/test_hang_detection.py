@@ -180,14 +180,14 @@ def test_the_one_that_is_a_step_behind_is_the_culprit_else_all_are(tmp_path, beh
     )
 
 
-def test_silence_counts_anew_when_this_process_did_not_run(tmp_path):
+def test_silence_counts_again_when_this_process_did_not_run(tmp_path):
     watch = one(tmp_path)
     assert first_hang(watch, 100.0, 104.0) is None
     when, _ = first_hang(watch, 700.0, 710.0)
     assert 705.0 < when <= 706.5
 
 
-def test_silence_counts_anew_when_the_machine_was_suspended(tmp_path):
+def test_silence_counts_again_when_the_machine_was_suspended(tmp_path):
     watch = one(tmp_path)
     assert first_hang(watch, 100.0, 104.0) is None
     when, _ = first_hang(watch, 105.0, 115.0, suspended=3600.0)
@@ -343,7 +343,7 @@ def test_one_that_has_ended_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ptrace is called as Linux has it")
-def test_one_that_is_debugged_is_no_hang_and_silence_counts_anew_after_it(tmp_path):
+def test_one_that_is_debugged_is_not_a_hang_and_silence_counts_again_after_it(tmp_path):
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     watch = Watch(tmp_path, 2)

@@ -49,7 +49,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(writer: Writer, tm
         assert loaded["trainer"]["step"] == step
 
 
-def test_still_parts_may_change_once_settled(writer: Writer, tmp_path: Path) -> None:
+def test_what_is_still_may_change_once_it_is_copied(writer: Writer, tmp_path: Path) -> None:
     live = state(1, 1_000_000)
     writer.save(tmp_path / "a.ckpt", live, still=("optimizers",))
     live["model"]["w"].fill_(-1)

@@ -175,7 +175,7 @@ def test_several_training_loaders_give_structured_batches(given, noted):
     assert trainer.num_training_batches == len(noted)
 
 
-def test_shuffled_loaders_side_by_side_are_shuffled_anew_each_epoch():
+def test_shuffled_loaders_side_by_side_are_shuffled_again_each_epoch():
     module = Structured()
     quiet(max_epochs=2).fit(module, {"a": loader(32, 32, shuffle=True), "b": loader(32, 32, shuffle=True)})
     first, second = module.noted()

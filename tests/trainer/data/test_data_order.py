@@ -1,6 +1,6 @@
 """The order of the data is a function of (seed, epoch); what the user brings to read it is used as it is.
 
-Both are departures from Lightning, which replays epoch 0 on resume and builds samplers and loaders anew.
+Both are departures from Lightning, which replays epoch 0 on resume and builds samplers and loaders again.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""What a run that is resumed in another way does: the batch cut anew, other settings of optimizers, a place far on."""
+"""What a run that is resumed in another way does: batches cut otherwise, other settings of optimizers, a far place."""
 
 import itertools
 import logging

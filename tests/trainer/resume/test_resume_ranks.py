@@ -55,7 +55,7 @@ class Draws(Callback):
         return {"draws": self.draws}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Draw anew in every part of a run."""
+        """Draw again in every part of a run."""
 
 
 def fit(

@@ -63,7 +63,7 @@ def test_the_simple_profiler_counts_every_call_and_writes_its_table(tmp_path: Pa
     assert float(rows["training_step"][3]) <= float(rows["the"][3])
 
 
-def test_the_simple_profiler_begins_anew_for_a_second_run_and_keeps_both_tables(tmp_path: Path) -> None:
+def test_the_simple_profiler_begins_again_for_a_second_run_and_keeps_both_tables(tmp_path: Path) -> None:
     profiler = SimpleProfiler()
     for steps in (2, 7):
         profiler.setup("fit", None, str(tmp_path))

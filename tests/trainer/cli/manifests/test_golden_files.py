@@ -18,7 +18,7 @@ def test_a_config_is_rendered_as_in_its_golden_file(config, folder, target, monk
     path = str(config.relative_to(ROOT))
     assert main(["render", "--target", target, path]) == 0
     golden = folder / FILES[target]
-    again = f"to write it anew: echelon render --target {target} {path} --output {golden.relative_to(ROOT)}"
+    again = f"to write it again: echelon render --target {target} {path} --output {golden.relative_to(ROOT)}"
     assert capsys.readouterr().out == golden.read_text(), again
 
 
