@@ -29,7 +29,7 @@ class After(Callback):
 
 
 def test_an_endless_epoch_without_a_limit_is_pointed_out_once():
-    trainer = quiet(callbacks=[After(6)], log_every_n_steps=2)
+    trainer = quiet(max_epochs=2, callbacks=[After(6)], log_every_n_steps=2)
     with pytest.warns(UserWarning, match=r"Epoch 0 has had \d+ batches.*no length.*max_steps, max_time") as caught:
         trainer.fit(Regression(), DataLoader(Endless(), 2))
     assert len(caught) == 1
