@@ -207,6 +207,7 @@ class Runner:
                 self._result = result_of(session)
         except BaseException as error:
             self.strategy.annotate(error)
+            session.has_failed = True
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
