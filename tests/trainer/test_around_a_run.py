@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import threading
 import traceback
 import warnings
 from functools import partial
@@ -313,6 +314,19 @@ def test_every_call_works_or_says_what_to_do_around_a_launched_fit(strategy, tmp
     again = Net.load_from_checkpoint(tmp_path / "whole.ckpt")
     assert load(tmp_path / "whole.ckpt")["loop"]["global_step"] == trainer.global_step == 2
     assert all(map(torch.equal, again.parameters(), module.parameters()))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_fit_in_a_thread_ends_as_any_other_and_what_is_saved_then_is_what_the_caller_has(strategy, tmp_path):
+    trainer, module = trainer_of(strategy, tmp_path), Net()
+    thread = threading.Thread(target=trainer.fit, args=(module, Data()))
+    thread.start()
+    thread.join()
+    assert trainer.global_step == {"single": 4, "ddp": 2}[strategy]
+    with torch.no_grad():
+        module.layer[0].weight.fill_(7)
+    trainer.save_checkpoint(tmp_path / "changed.ckpt")
+    assert (load(tmp_path / "changed.ckpt")["model"]["layer.0.weight"] == 7).all()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "elastic"])
