@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import sys
 import threading
 import traceback
 import warnings
@@ -327,6 +328,18 @@ def test_a_fit_in_a_thread_ends_as_any_other_and_what_is_saved_then_is_what_the_
         module.layer[0].weight.fill_(7)
     trainer.save_checkpoint(tmp_path / "changed.ckpt")
     assert (load(tmp_path / "changed.ckpt")["model"]["layer.0.weight"] == 7).all()
+
+
+def test_two_fits_in_two_threads_leave_the_program_as_it_was(tmp_path):
+    main = sys.modules["__main__"]
+    trainers = [trainer_of("ddp", tmp_path / name) for name in ("one", "two")]
+    threads = [threading.Thread(target=trainer.fit, args=(Net(), Data())) for trainer in trainers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [trainer.global_step for trainer in trainers] == [2, 2]
+    assert sys.modules["__main__"] is main
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "elastic"])
