@@ -43,6 +43,7 @@ OF_THE_USER = {
     *("training_step", "validation_step", "test_step", "predict_step", "example_input_array", "strict_loading"),
     *("configure_model", "configure_sharding", "configure_optimizers", "configure_callbacks", "optimizer_step"),
     *("configure_gradient_clipping", "automatic_optimization", "attach", "attach_optimizers", "load_from_checkpoint"),
+    *("batch_size_of", "CHECKPOINT_HYPER_PARAMS_TYPE", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_KEY"),
 }
 """What the user defines, or the trainer calls; and what needs neither."""
 
@@ -150,6 +151,7 @@ MODULE = {
     "module.optimizers": lambda t, m, f: m.optimizers(),
     "module.lr_schedulers": lambda t, m, f: m.lr_schedulers(),
     "module.manual_backward": lambda t, m, f: m.manual_backward(torch.zeros((), requires_grad=True)),
+    "module.all_gather": lambda t, m, f: m.all_gather(torch.ones(1)),
     "module.clip_gradients": lambda t, m, f: m.clip_gradients(sgd(m), 1.0, "norm"),
     "module.deepcopy": lambda t, m, f: copy.deepcopy(m),
     "module.pickle": lambda t, m, f: pickle.dumps(m),
