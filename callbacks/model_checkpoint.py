@@ -213,10 +213,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is kept; `on_fit_start` drops what is no longer in the folder.
-
-        After a launched fit this is the state of another process, with its folder.
-        """
+        """Restore what is kept; after a launched fit, as the first rank kept it."""
         if not (self._is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
         self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"])
