@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..strategies.errors import CheckpointError, ConfigError
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
-from .helpers.kept_checkpoints import KeptCheckpoints
+from .helpers.kept_checkpoints import KeptCheckpoints, local_folder, own_names
 from .helpers.monitored import Mode, MonitoredMetric, check_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule
 from .run import Run
@@ -95,7 +95,7 @@ class ModelCheckpoint(Callback):
         if save_last not in (None, True, False, "link"):
             raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}; change it.")
         check_mode("ModelCheckpoint", mode)
-        self.dirpath = "" if dirpath is None else _local_folder(dirpath)
+        self.dirpath = "" if dirpath is None else local_folder(dirpath)
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
@@ -118,6 +118,7 @@ class ModelCheckpoint(Callback):
         self._saved_best = ""
         self._assigned_best = ""
         self._replaced: list[str] = []
+        self._loaded_from = ""
         self._was_pending = False
         self._is_due = False
         self._is_training = self._has_epoch_ended = self._has_saved = self._is_postponed = False
@@ -212,16 +213,13 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is kept; `on_fit_start` drops what is no longer in the folder.
-
-        After a launched fit this is the state of another process, with its folder.
-        """
+        """Restore what is kept; after a launched fit, as the first rank kept it."""
         if not (self._is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
-        scores = {name: float("nan") if score is None else float(score) for name, score in state_dict["scores"].items()}
-        self._kept = KeptCheckpoints(scores, state_dict["newest"])
+        self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"])
+        self._loaded_from = state_dict["dirpath"]
         self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
-        self._was_pending, self._replaced = state_dict["is_pending"], state_dict["replaced"]
+        self._was_pending, self._replaced = state_dict["is_pending"], own_names(state_dict["replaced"])
 
     # --- when --------------------------------------------------------------------------------------------------------
 
@@ -241,14 +239,20 @@ class ModelCheckpoint(Callback):
             self._is_dirpath_chosen = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Drop what is no longer in rank 0's folder. Collective: every rank calls it."""
+        """Drop what is not in rank 0's folder, or of another folder. Collective: every rank calls it."""
+        named, folder = trainer.named_checkpoint, Path(self.dirpath).resolve()
+        if named is not None and folder not in named.resolve().parents and self._loaded_from != self.dirpath:
+            self._kept, self._replaced = KeptCheckpoints(), []  # names of another run may be in this folder, too
         on_disk = [name for name in self._kept.names if Path(self._path(name)).is_dir()]
         scores = {name: score for name, score in self._kept.scores.items() if name in on_disk}
         newest = self._kept.newest if self._kept.newest in on_disk else ""
         best = self._saved_best if Path(self._saved_best).is_dir() else ""
         scores, newest, self._saved_best = trainer.strategy.broadcast((scores, newest, best))
         self._kept = KeptCheckpoints(scores, newest)
-        self._remove_replaced(trainer)  # a kill may have come between a save and what it was to replace
+        # a kill may have come between a save and the link, or what it was to replace
+        if self.save_last and newest:
+            trainer.point_to_checkpoint(self._path(self._last), self._path(newest))
+        self._remove_replaced(trainer)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Nothing is due yet, whatever was validated before."""
@@ -390,13 +394,8 @@ class ModelCheckpoint(Callback):
             _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")
 
     def _remove_replaced(self, trainer: Run) -> None:
+        named = trainer.named_checkpoint
         for name in self._replaced:
-            if name not in self._kept.names and Path(self._path(name)).is_dir():
-                trainer.remove_checkpoint(self._path(name))
-
-
-def _local_folder(dirpath: str | Path) -> str:
-    """Return the path of a folder, ``~`` expanded."""
-    if "://" in str(dirpath):
-        raise ConfigError(f"dirpath must be a local folder, got {str(dirpath)!r}; mount the store and give its path.")
-    return str(Path(dirpath).expanduser())
+            path = Path(self._path(name))
+            if name not in self._kept.names and path.is_dir() and (named is None or path.resolve() != named.resolve()):
+                trainer.remove_checkpoint(path)

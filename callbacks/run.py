@@ -228,6 +228,13 @@ class Run(Protocol):
 
     # --- checkpoints ---
 
+    @property
+    def named_checkpoint(self) -> Path | None:
+        """The checkpoint that the user named to begin with, by its path or as ``best``; it is not this run's to delete.
+
+        None without one, and for ``last`` and ``last.ckpt``: such a run goes on with what it had begun.
+        """
+
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
         """Write a checkpoint folder at `path`, atomically. Collective: every rank calls it.
 

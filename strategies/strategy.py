@@ -20,7 +20,7 @@ from .distributed.collectives import Collectives
 from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 from .distributed.tensor_collectives import ReduceOp
-from .errors import ConfigError, ProcessError
+from .errors import ConfigError, ProcessError, RunError
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .state.optimizer_state import state_by_name, state_by_position
@@ -104,6 +104,19 @@ class Strategy(ABC):
         self.group = None
         self.device = torch.device("cpu")
         self.collectives = Collectives(None, self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or pickled: nothing of a process that has joined others.
+
+        Raises:
+            RunError: in such a process.
+        """
+        if self.group is not None:
+            raise RunError(
+                f"A strategy that has joined the other processes, here as rank {self.rank} of {self.world_size}, "
+                "cannot be copied or pickled, nor can its trainer; copy it before its first run, or the module alone."
+            )
+        return dict(self.__dict__)
 
     # --- before any process is started -------------------------------------------------------------------------------
 

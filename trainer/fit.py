@@ -48,6 +48,7 @@ def fit(session: Session, request: Request) -> None:
             load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
             if not session.is_restarted:  # else it may be a snapshot, which the next one replaces
                 session.progress.last_checkpoint = session.resumed_from
+        session.is_built = True
         # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
         part_ranks(session)
@@ -80,6 +81,7 @@ def run_evaluation(session: Session, request: Request) -> Results:
     saved = _read(session, request)
     if saved is not None:
         load_weights(session, saved)
+    session.is_built = True
     writes = any(isinstance(each, BasePredictionWriter) and each.writes_epoch for each in session.callbacks)
     if request.keeps_predictions or (writes and request.task == "predict"):
         session.progress.predictions = [[] for _ in session.evaluation_data.loaders]

@@ -110,8 +110,8 @@ def _load_model(module: TrainModule, state: dict[str, Any]) -> None:
 def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
-    Their optimizers have ended with them: a checkpoint to resume from is a copy of the one that the run saved last, if
-    that is of its last step.
+    Their optimizers have ended with them: a checkpoint to resume from has the training state of the one that the run
+    saved last, if that is of its last step, and the weights of the caller's module.
 
     Raises:
         RunError: if the run saved no checkpoint at its last step.
@@ -128,4 +128,4 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
             f"(the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a ModelCheckpoint, "
             "or pass weights_only=True."
         )
-    checkpoint.save(path, saved)
+    checkpoint.save(path, {**saved, "model": dict(run.module.state_dict())})  # as the caller has it now

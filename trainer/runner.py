@@ -217,6 +217,7 @@ class Runner:
         except BaseException as error:
             self.strategy.annotate(error)
             advise(error)
+            session.has_failed = True
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
@@ -250,6 +251,8 @@ class Runner:
             if environment.is_external:
                 session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
             session.state.seed = strategy.collectives.broadcast(session.state.seed)
+        is_link = request.ckpt_path == "last" or Path(request.ckpt_path or "").is_symlink()  # such as last.ckpt
+        session.named_checkpoint = None if is_link else session.resumed_from
         if strategy.rank:
             tell(self.loggers, "silence")
         if request.task == "fit":

@@ -328,6 +328,10 @@ class Trainer(TrainerAttributes):
     def loggers(self, loggers: Sequence[Logger] | None) -> None:
         self._runner.set_loggers(list(loggers or ()))
 
+    @property
+    def named_checkpoint(self) -> Path | None:
+        return self.session.named_checkpoint
+
     def follow_samples(self) -> TrainedSamples:
         return TrainedSamples(self.session)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Self
 
+from ...strategies.errors import ConfigError
+from .checkpoint_name import EXTENSION
 from .monitored import MonitoredMetric
 
 
@@ -15,6 +20,13 @@ class KeptCheckpoints:
     """The top k, in the order in which they were saved."""
     newest: str = ""
     """The checkpoint that ``last.ckpt`` links to, one of the top k or one that is kept for this reason only."""
+
+    @classmethod
+    def loaded(cls, scores: Mapping[str, float | None], newest: str) -> Self:
+        """Return what was saved (None: a score that is not finite), without names that lead out of the folder."""
+        own = {name: scores[name] for name in own_names(scores)}
+        finite = {name: float("nan") if score is None else float(score) for name, score in own.items()}
+        return cls(finite, newest if own_names([newest]) else "")
 
     @property
     def names(self) -> list[str]:
@@ -35,3 +47,20 @@ class KeptCheckpoints:
         if not metric.is_better(score, self.scores[worst]):
             return None
         return {name: kept for name, kept in self.scores.items() if name != worst}
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Return those of the loaded names that a callback could have given: of checkpoints inside its folder."""
+    paths = {name: PurePath(name) for name in names}
+    return [
+        name
+        for name, path in paths.items()
+        if path.suffix == EXTENSION and not path.is_absolute() and ".." not in path.parts
+    ]
+
+
+def local_folder(dirpath: str | Path) -> str:
+    """Return the path of a folder, ``~`` expanded."""
+    if "://" in str(dirpath):
+        raise ConfigError(f"dirpath must be a local folder, got {str(dirpath)!r}; mount the store and give its path.")
+    return str(Path(dirpath).expanduser())

@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -197,15 +197,22 @@ def preload(modules: Iterable[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_ONE_THREAD: Final = threading.Lock()
+
+
 @contextlib.contextmanager
 def blank_main() -> Iterator[None]:
-    """Hide the user's program from multiprocessing, which would make each child run it again to import it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    """Hide the user's program from multiprocessing, which would make each child run it again to import it.
+
+    In one thread at a time: another would take the blank module for the program, and leave it there.
+    """
+    with _ONE_THREAD:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

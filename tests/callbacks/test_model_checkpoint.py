@@ -332,8 +332,7 @@ def test_what_an_interruption_saved_goes_when_there_is_something_newer(tmp_path:
     with pytest.raises(SystemExit):
         fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Terminated([0.3]))
     assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt"]
-    path = str(tmp_path / "ckpt" / "epoch=1-step=6.ckpt")
-    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Scripted([0.2, 0.4]), ckpt_path=path)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Scripted([0.2, 0.4]), ckpt_path="last")
     assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt"]
 
 
@@ -538,3 +537,61 @@ def test_a_stop_between_two_saves_is_saved(tmp_path: Path) -> None:
     stopping = Stopping()
     trainer_in(tmp_path, ModelCheckpoint(), stopping, max_epochs=8).fit(Scripted(), batches(2))
     assert stopping.steps == [1, 5]
+
+
+def test_a_resumed_run_leaves_the_checkpoint_that_the_user_named(tmp_path: Path) -> None:
+    first = ModelCheckpoint(tmp_path / "ckpt")
+    fit(tmp_path, first, max_epochs=2)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=5, ckpt_path=first.best_model_path)
+    # as Lightning 2.6.6, which names the file epoch=1-step=8.ckpt and keeps these two of five
+    assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt", "epoch=4-step=20.ckpt"]
+
+
+def test_a_run_that_goes_on_from_its_last_checkpoint_keeps_no_more_than_one_that_never_stopped(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=2)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=5, ckpt_path="last")
+    assert names_in(tmp_path / "ckpt") == ["epoch=4-step=20.ckpt"]
+
+
+@pytest.mark.parametrize("part", ["replaced", "scores", "newest"])
+def test_retention_believes_no_path_outside_of_its_folder(tmp_path: Path, part: str) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "other"), max_epochs=1)
+    [precious] = (tmp_path / "other").iterdir()
+    for name in (str(precious), f"../other/{precious.name}"):
+        checkpoint = ModelCheckpoint(tmp_path / "ckpt")
+        fit(tmp_path, checkpoint, max_epochs=1)
+        forged = checkpoint.state_dict()
+        forged[part] = {"replaced": [name], "scores": {name: -1.0}, "newest": name}[part]
+        going_on = ModelCheckpoint(tmp_path / "ckpt")
+        going_on.load_state_dict(forged)
+        fit(tmp_path, going_on)
+        assert precious.is_dir()
+
+
+def test_names_of_a_checkpoint_from_another_folder_mean_nothing_in_this_one(tmp_path: Path) -> None:
+    mine = ModelCheckpoint(tmp_path / "mine")
+    fit(tmp_path, mine, max_epochs=2)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "others"), max_epochs=2)
+    checkpoint = ModelCheckpoint(tmp_path / "others")
+    fit(tmp_path, checkpoint, max_epochs=3, ckpt_path=mine.best_model_path)
+    assert names_in(tmp_path / "others") == ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]
+
+
+def test_a_kill_between_a_save_and_its_link_leaves_no_link_to_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    fit(tmp_path, ModelCheckpoint(folder, save_last=True), max_epochs=1)
+    shutil.copytree(folder / "epoch=0-step=4.ckpt", tmp_path / "before")
+    fit(tmp_path, ModelCheckpoint(folder, save_last=True), max_epochs=2, ckpt_path="last")
+    (tmp_path / "before").rename(folder / "epoch=0-step=4.ckpt")
+    (folder / "last.ckpt").unlink()
+    (folder / "last.ckpt").symlink_to("epoch=0-step=4.ckpt")
+    targets = []
+
+    class Looking(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.session.writer.close()
+            targets.append((folder / "last.ckpt").resolve().name)
+
+    fit(tmp_path, ModelCheckpoint(folder, save_last=True), also=[Looking()], ckpt_path="last")
+    assert targets == ["epoch=1-step=8.ckpt"]
+    assert names_in(folder) == ["epoch=2-step=12.ckpt", "last.ckpt"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ...strategies.errors import CheckpointError
 from ...strategies.resilience.rounds import RUN_FOLDER
@@ -26,6 +27,21 @@ _FITS: Final = itertools.count()
 _log = logging.getLogger("echelon")
 
 
+@dataclass(frozen=True)
+class _Notes:
+    """What earlier rounds have noted of a fit."""
+
+    seed: int
+    data_size: int
+    versions: list[int | str | None]
+    """Where its loggers write."""
+    owns_snapshots: bool
+    """Whether the snapshots in memory are its own: they are of the fit that was running."""
+    step: int
+    """That of its newest sound checkpoint; -1 if there is none."""
+    checkpoint: Path | None
+
+
 def go_on(session: Session) -> None:
     """Have a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
 
@@ -38,18 +54,18 @@ def go_on(session: Session) -> None:
         return
     recovery = session.recovery = ElasticFit(next(_FITS), MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree()
-    known, may_go_on_from_memory, step, path = strategy.collectives.on_first_rank(
-        partial(_noted, supervisor, recovery.fit, -1 if in_memory is None else in_memory.step)
-    )
-    if known is None:
+    least = -1 if in_memory is None else in_memory.step
+    notes = strategy.collectives.on_first_rank(partial(_recall, supervisor, recovery.fit, least))
+    if notes is None:
         supervisor.snapshots.clear()
         return
     recovery.is_restarted = True
     # a run that has saved nothing would otherwise choose them again
-    session.state.seed, session.state.data_size = known["seed"], known["data_size"]
-    continue_loggers(session.loggers, known["versions"])
+    session.state.seed, session.state.data_size = notes.seed, notes.data_size
+    continue_loggers(session.loggers, notes.versions)
+    step, path = notes.step, notes.checkpoint
     session.progress.last_checkpoint = path
-    if in_memory is not None and may_go_on_from_memory and in_memory.step >= step:
+    if in_memory is not None and notes.owns_snapshots and in_memory.step >= step:
         step, path = in_memory.step, in_memory.path
     if path is not None:
         session.resumed_from = path
@@ -87,12 +103,14 @@ def note_checkpoint(session: Session, path: Path) -> None:
         supervisor.notices.post(name, [*known, str(path.absolute())][-_KEPT:])
 
 
-def _noted(supervisor: Supervisor, fit: int, in_memory: int) -> tuple[Any, bool, int, Path | None]:
-    """Return what `note_run` kept of a fit, whether snapshots in memory are its own, and its newest checkpoint."""
+def _recall(supervisor: Supervisor, fit: int, in_memory: int) -> _Notes | None:
+    """Return what earlier rounds have noted of a fit, given the step of the snapshots in memory; None if nothing."""
     known = supervisor.notices.read(f"run/{fit}")
-    is_own = supervisor.notices.read("fit") == fit  # snapshots are of the fit that was running
-    newest = (-1, None) if known is None else _newest(supervisor, fit, in_memory if is_own else -1)
-    return known, is_own, *newest
+    if known is None:
+        return None
+    owns_snapshots = supervisor.notices.read("fit") == fit
+    step, path = _newest(supervisor, fit, in_memory if owns_snapshots else -1)
+    return _Notes(known["seed"], known["data_size"], known["versions"], owns_snapshots, step, path)
 
 
 def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...callbacks.dispatch import load_callback_states
 from ...callbacks.helpers.loggers import tell
+from ...strategies.errors import RunError
 from ..loop.schedule import plan_epoch
 from ..session.session import Session
 from .find_checkpoint import read_checkpoint
@@ -18,7 +19,12 @@ def roll_back(session: Session, path: Path) -> None:
     Epoch, data position and random generators stay where they are: what was read since the checkpoint is skipped. So
     the run goes on in the same way when it is killed now, resumed from that checkpoint, and decides the same again.
     Collective: every rank calls it, between two optimizer steps.
+
+    Raises:
+        RunError: while no training batches run.
     """
+    if session.progress.stage != "train":
+        raise RunError(f"roll_back was called in stage={session.progress.stage!r}; call it in on_train_step_end.")
     session.writer.close()  # on every rank this returns when the checkpoint is committed
     saved = read_checkpoint(path, session.strategy)
     state, loop = session.state, saved["loop"]

@@ -80,6 +80,12 @@ class Session:
     schedulers: Sequence[LRSchedulerConfig] = ()
     resumed_from: Path | None = None
     """The checkpoint that this run begins with."""
+    named_checkpoint: Path | None = None
+    """The checkpoint that the user named to begin with, by its path or as ``best``."""
+    is_built: bool = False
+    """Whether all that a checkpoint holds is there: the strategy has the module, a fit its data and optimizers."""
+    has_failed: bool = False
+    """Whether an error has ended it."""
     recovery: ElasticFit | None = None
     """In a fit of an elastic strategy."""
 
