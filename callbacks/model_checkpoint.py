@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..strategies.errors import CheckpointError, ConfigError
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
-from .helpers.kept_checkpoints import KeptCheckpoints, local_folder, own_names
+from .helpers.kept_checkpoints import KeptCheckpoints, own_names
+from .helpers.local_path import local_path
 from .helpers.monitored import Mode, MonitoredMetric, check_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule
 from .run import Run
@@ -33,8 +34,7 @@ class ModelCheckpoint(Callback):
     Checkpoints are saved in `on_train_step_end`, when the step's validation is over, and in `on_train_last_step`, when
     training ends inside an epoch; the other hooks only mark what is due. A checkpoint is ranked by the value that the
     metric has at its step: a save that is due before the metric is computed waits for it. Retention deletes only what
-    it replaces, after the new checkpoint is on disk. The hooks run on every rank. They communicate when a save is due,
-    and every rank follows rank 0's metric and disk.
+    it replaces, after the new checkpoint is on disk. Every rank follows rank 0's metric and disk.
 
     Args:
         dirpath: the folder; by default ``<log_dir>/checkpoints``.
@@ -45,8 +45,7 @@ class ModelCheckpoint(Callback):
             checkpoint; "link": link it to the newest of the top k.
         save_top_k: the number of checkpoints to keep; -1 for all, 0 for none but the last.
         save_weights_only: leave out what only resuming needs.
-        save_on_exception: save when training raises, in one process only; a run that resumes there leaves the data of
-            the failed step out.
+        save_on_exception: save when training raises, in one process only; a resume there skips the failed step's data.
         mode: whether ``min`` or ``max`` of the metric is better.
         auto_insert_metric_name: write ``epoch=3`` instead of ``3``.
         every_n_train_steps: save every n optimizer steps.
@@ -95,7 +94,7 @@ class ModelCheckpoint(Callback):
         if save_last not in (None, True, False, "link"):
             raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}; change it.")
         check_mode("ModelCheckpoint", mode)
-        self.dirpath = "" if dirpath is None else local_folder(dirpath)
+        self.dirpath = "" if dirpath is None else str(local_path("dirpath", dirpath))
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
@@ -390,8 +389,8 @@ class ModelCheckpoint(Callback):
         if self._pause is not None:
             self._pause.start(trainer.global_step)
         if self.verbose and trainer.is_global_zero:
-            what = f"{self.monitor}={kept.scores[name]:.6g}" if self.monitor and name in kept.scores else "the newest"
-            _log.info("Saved %s (%s); the best is %s.", self._path(name), what, self.best_model_path or "yet to come")
+            score = f" ({self.monitor}={kept.scores[name]:.6g})" if self.monitor and name in kept.scores else ""
+            _log.info("Saved %s%s; the best is %s.", self._path(name), score, self.best_model_path or "yet to come")
 
     def _remove_replaced(self, trainer: Run) -> None:
         named = trainer.named_checkpoint

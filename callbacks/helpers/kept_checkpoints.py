@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Self
 
-from ...strategies.errors import ConfigError
 from .checkpoint_name import EXTENSION
 from .monitored import MonitoredMetric
 
@@ -57,10 +56,3 @@ def own_names(names: Iterable[str]) -> list[str]:
         for name, path in paths.items()
         if path.suffix == EXTENSION and not path.is_absolute() and ".." not in path.parts
     ]
-
-
-def local_folder(dirpath: str | Path) -> str:
-    """Return the path of a folder, ``~`` expanded."""
-    if "://" in str(dirpath):
-        raise ConfigError(f"dirpath must be a local folder, got {str(dirpath)!r}; mount the store and give its path.")
-    return str(Path(dirpath).expanduser())

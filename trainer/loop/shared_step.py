@@ -58,13 +58,11 @@ class SharedStep(Step):
         return True
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
+        if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
+            self.state.batches_in_epoch += window.length - len(window)
+            self.state.samples_seen += window.total_size - window.size
         super().finish(window, goes_on=goes_on)
-        if not goes_on:
-            return 0
-        # count as all ranks do
-        self.state.batches_in_epoch += window.length - len(window)
-        self.state.samples_seen += window.total_size - window.size
-        return window.length
+        return window.length if goes_on else 0
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

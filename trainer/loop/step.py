@@ -128,7 +128,7 @@ class Step(ABC):
         """Bring a micro-batch to the device and call the hooks; return False if one asked to end the epoch."""
         metrics, progress = self.metrics, self.progress
         metrics.in_batch, metrics.batch_size = True, micro_batch.size
-        progress.micro_batch = micro_batch
+        progress.micro_batch, progress.is_in_step = micro_batch, True
         batch_idx = progress.batch_idx = self.state.batches_in_epoch
         batch = micro_batch.batch
         if self.transfer is not None:

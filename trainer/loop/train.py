@@ -51,6 +51,7 @@ def train(session: Session, step: Step) -> None:
                 raise_if_single_sample(session, error)
                 raise
             step.update(window, goes_on=goes_on)
+            progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
             if state.global_step >= progress.next_log:
                 _log_step(session)

@@ -18,7 +18,8 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
     """Write a checkpoint of a run in this process. Collective: every rank calls it.
 
     Raises:
-        RunError: before the run has all that a checkpoint holds, and after an error where there are several ranks.
+        RunError: before the run has all that a checkpoint holds, inside an optimizer step, and after an error where
+            there are several ranks.
     """
     if not session.is_built:
         raise RunError(
@@ -30,6 +31,12 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
             f"save_checkpoint({str(path)!r}) was called after an error on rank {session.strategy.rank} of "
             f"{session.strategy.world_size}: the other ranks may not come to save with it; resume from the last "
             "checkpoint that a ModelCheckpoint has saved (ckpt_path='last')."
+        )
+    if session.progress.is_in_step and not (weights_only or session.has_failed):
+        raise RunError(
+            f"save_checkpoint({str(path)!r}) was called inside an optimizer step (micro-batch "
+            f"{session.progress.batch_idx} of epoch {session.state.epoch}): a resumed run would not train on its "
+            "samples. Call it in on_train_step_end, or pass weights_only=True."
         )
     began = monotonic()
     # in a validation there is inference mode, whose tensors no later save could write to

@@ -22,6 +22,8 @@ class Progress:
     """Of the micro-batch that runs, or ran last."""
     micro_batch: MicroBatch | None = None
     """The training micro-batch that runs, or ran last."""
+    is_in_step: bool = False
+    """Whether a training micro-batch has begun whose gradients have not updated the parameters yet."""
     should_stop: bool = False
     """Whether a hook asked to end training."""
     next_log: float = math.inf

@@ -18,20 +18,24 @@ class Endless(IterableDataset):
             yield torch.ones(2), torch.ones(1)
 
 
-class After(Callback):
-    """Ends training after some seconds."""
+class OnceWarned(Callback):
+    """Ends training some steps after a warning."""
 
-    def __init__(self, seconds):
-        self.end = time.monotonic() + seconds
+    def __init__(self, caught):
+        self.caught, self.remaining = caught, 10
 
     def on_train_step_end(self, trainer, module):
-        trainer.should_stop = time.monotonic() > self.end
+        self.remaining -= bool(self.caught)
+        trainer.should_stop = self.remaining == 0
 
 
 def test_an_endless_epoch_without_a_limit_is_pointed_out_once():
-    trainer = quiet(max_epochs=2, callbacks=[After(6)], log_every_n_steps=2)
-    with pytest.warns(UserWarning, match=r"Epoch 0 has had \d+ batches.*no length.*max_steps, max_time") as caught:
+    def fit_until(caught):
+        trainer = quiet(max_epochs=2, callbacks=[OnceWarned(caught)], log_every_n_steps=2)
         trainer.fit(Regression(), DataLoader(Endless(), 2))
+
+    with pytest.warns(UserWarning, match=r"Epoch 0 has had \d+ batches.*no length.*max_steps, max_time") as caught:
+        fit_until(caught)
     assert len(caught) == 1
 
 
