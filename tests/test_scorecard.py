@@ -20,12 +20,10 @@ EXCEPTIONS = [name for name, value in vars(errors).items() if isinstance(value, 
 # Lightning's hooks have the parameters that Lightning gives them; where a rule would make code worse, it is named here.
 ALLOWED = {
     scorecard.many_parameters: ("write_on_batch_end",),
-    scorecard.deep_nesting: ("take_steps",),  # the step, in the order in which it runs
     # between processes of one run, nothing of it being on disk afterwards; and what torch is kept from unpickling
     scorecard.pickles: ("strategies/distributed/pickling.py", "strategies/resilience/torch_rendezvous.py"),
-    scorecard.readers_of_the_environment: (
-        "strategies/launch/worker.py",
-    ),  # it hands on the caller's variables as they are
+    # it hands on the caller's variables as they are
+    scorecard.readers_of_the_environment: ("strategies/launch/worker.py",),
     # what is wrong with one file: they are gathered into one message, which says what to do
     scorecard.errors_without_value_or_remedy: (
         r"checkpoint/finding.py:\d+ .*: ; CheckpointError$",
