@@ -28,6 +28,8 @@ class IterableStream:
         self._loader, self._seed, self._count = loader, seed, count
         self.num_streams = num_streams
         self._owns_rng = isinstance(loader, DataLoader)
+        self._draws_here = isinstance(loader, DataLoader) and loader.num_workers == 0
+        """Whether reading a batch may draw random numbers in this process."""
         self._rng: RngStream | None = None
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._is_over = self._was_over = False
@@ -50,7 +52,7 @@ class IterableStream:
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         if not self._was_over:
             batches, count = self._begin(), self._count
-            for batch in batches if self._rng is None else iter(partial(self._fetch, batches), END):
+            for batch in iter(partial(self._fetch, batches), END) if self._draws_here else batches:
                 self.batch_size = count(batch)
                 micro_batch = MicroBatch(batch, self.batch_size, self.position)
                 micro_batch.lap = self.rounds
