@@ -25,6 +25,11 @@ def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ..
         ModuleError: if it cannot be called with them.
     """
     signature = inspect.signature(getattr(module, step_name))
+    if "dataloader_iter" in signature.parameters:
+        raise ModuleError(
+            f"{type(module).__name__}.{step_name} must take a batch, got {step_name}(dataloader_iter); "
+            "define (self, batch, batch_idx), and take several micro-batches a step with accumulate_grad_batches."
+        )
     for number in range(len(names), 0, -1):
         try:
             signature.bind(*names[:number])

@@ -42,6 +42,15 @@ def a_module_that_forgets_super_and_has_no_layers() -> None:
     fit(NoSuper())
 
 
+@tour.answered_by(ModuleError, "training_step(dataloader_iter)", "must take a batch", "accumulate_grad_batches")
+def a_step_that_takes_the_loader() -> None:
+    class Iterating(Regression):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return self.net(next(dataloader_iter)[0]).sum()
+
+    fit(Iterating())
+
+
 @tour.answered_by(ValueError, "empty parameter list", "nn.ModuleList")
 def layers_in_a_plain_list() -> None:
     class Layers(TrainModule):
