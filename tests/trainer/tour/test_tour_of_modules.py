@@ -42,7 +42,7 @@ def a_module_that_forgets_super_and_has_no_layers() -> None:
     fit(NoSuper())
 
 
-@tour.answered_by(ModuleError, "training_step(dataloader_iter)", "must take a batch", "accumulate_grad_batches")
+@tour.answered_by(ModuleError, "must take a batch", "training_step(dataloader_iter)", "accumulate_grad_batches")
 def a_step_that_takes_the_loader() -> None:
     class Iterating(Regression):
         def training_step(self, dataloader_iter: Any) -> Any:
