@@ -170,6 +170,7 @@ def test_a_micro_batch_that_is_skipped_weighs_nothing():
     torch.testing.assert_close(weights(module), by_hand(map(list, windows), 28, "sgd", None), rtol=0, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned None for all 4 batches")
 def test_a_step_whose_micro_batches_are_all_skipped_is_none():
     class SkipsAll(Net):
         def training_step(self, batch, batch_idx):

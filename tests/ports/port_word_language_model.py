@@ -74,6 +74,9 @@ class LanguageModel(TrainModule):
         source = batchify(COLUMNS).chunk(self.trainer.strategy.data_size, dim=1)[self.trainer.strategy.data_rank]
         return Chunks(source)
 
+    def batch_size_of(self, batch):
+        return batch[0].shape[1]  # time comes first
+
     def on_train_epoch_start(self):
         self.hidden = None
 
