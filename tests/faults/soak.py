@@ -58,7 +58,7 @@ class Seen:
     faults: list[tuple[float, str]] = field(default_factory=list)
     """When, and of which kind."""
     samples: dict[int, Sample] = field(default_factory=dict)
-    """By round, once it has done its first steps."""
+    """By round, once it has taken its first snapshots."""
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """When rank 0 has completed a step, of which round, and its number."""
 
@@ -67,6 +67,11 @@ class Seen:
         for moment, number, step in map(str.split, lines):
             self.steps.append((float(moment), int(number), int(step)))
         return bool(lines)
+
+    def round_that_has_done(self, num_steps: int) -> int | None:
+        """Return the round that runs once it has done so many steps: by then it has opened what it ever opens."""
+        number = self.steps[-1][1]
+        return number if sum(each == number for _, each, _ in self.steps) > num_steps else None
 
     def recoveries(self) -> list[tuple[str, float]]:
         """Return the kind of each fault, and the seconds from there to the first step of the next workers."""
@@ -152,7 +157,7 @@ def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -
                 continue
             if time.monotonic() > begun + seconds and seen.faults:
                 write(folder / "last", str(max(step for _, _, step in seen.steps)))
-            elif (number := seen.steps[-1][1]) not in seen.samples:
+            elif (number := seen.round_that_has_done(2 * plan["snapshot_every"])) not in (None, *seen.samples):
                 seen.samples[number] = take_sample(process.pid, mark, folder / "temporary")
         seen.note(course.readlines())
         assert process.returncode == 0, f"it ended with {process.returncode}:\n{tail(folder)}"
