@@ -160,7 +160,14 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
                 )
             return
         scope = (
-            *(on_step, on_epoch, reduce_fx, prog_bar, logger, sync_dist, add_dataloader_idx, rank_zero_only),
+            on_step,
+            on_epoch,
+            reduce_fx,
+            prog_bar,
+            logger,
+            sync_dist,
+            add_dataloader_idx,
+            rank_zero_only,
             enable_graph,
         )
         metrics.log(name, value, scope, batch_size)
