@@ -24,7 +24,7 @@ class SampleTrail(Protocol):
     def sources(self) -> Sequence[Source]:
         """Return what is known of the order of each loader in the current epoch."""
 
-    def pop(self) -> Sequence[Reading]:
+    def readings(self) -> Sequence[Reading]:
         """Return the samples of the micro-batch that was trained on last; call it in ``on_train_batch_end``."""
 
 
@@ -120,7 +120,7 @@ class SampleLedger(Callback):
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._trail is not None
-        self._trained += self._trail.pop()
+        self._trained += self._trail.readings()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         self._note()

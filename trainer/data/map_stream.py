@@ -89,13 +89,14 @@ class MapStream:
         with self._reading() as drawn:
             while limit > 0 and self._draws_more():
                 window = drawn.popleft()
-                if window.length > limit:
-                    window = window.shortened(int(limit))
+                length = window.length
+                if length > limit:
+                    window, length = window.shortened(int(limit)), int(limit)
                 for micro_batch in window:
                     if not self._fill(micro_batch):
                         return
                 self._advance(window.end)
-                limit -= window.length
+                limit -= length
                 yield window
 
     def micro_batches(self) -> Iterator[MicroBatch]:

@@ -19,7 +19,7 @@ class TrainedSamples:
         data = self._session.train_data
         return data.sources() if data is not None else ()
 
-    def pop(self) -> Sequence[Reading]:
+    def readings(self) -> Sequence[Reading]:
         """Return what each loader gave to the micro-batch that was trained on last."""
         micro_batch = self._session.progress.micro_batch
         if micro_batch is None:
