@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from itertools import product
 from math import prod
 from typing import Any, Literal
 
@@ -10,6 +12,8 @@ from ..errors import ConfigError
 
 Replicas = int | Literal["nodes"]
 """The number of replicas; ``"nodes"`` means one for each node, and two on a single node."""
+Degree = int | Literal["auto", "nodes"]
+"""A degree of parallelism; ``"auto"`` is what the others leave of world_size, ``"nodes"`` the number of nodes."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,15 @@ class Degrees:
     """The degrees of parallelism, from the outermost axis of the mesh to the innermost; their product is world_size.
 
     Neighbouring ranks, which are on one node, lie along the last axis, which communicates most. Each field is
-    an axis: the mesh, `world_size` and the text follow the fields.
+    an axis: the mesh, `world_size`, the ranks along an axis and the text follow the fields. Experts would use the ranks
+    of dp_shard.
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @classmethod
     def of(cls, world_size: int, num_nodes: int, replicate: Replicas) -> Degrees:
@@ -37,23 +45,109 @@ class Degrees:
             raise ConfigError(
                 f"replicate must divide world_size={world_size}, got {replicate!r}{meant}; give one of {divisors}."
             )
-        return cls(number, world_size // number)
+        return cls(dp_replicate=number, dp_shard=world_size // number)
+
+    @classmethod
+    def fit(cls, world_size: int, num_nodes: int, given: Mapping[str, Degree]) -> Degrees:
+        """Return the degrees of `world_size` processes, at most one of which is ``"auto"``.
+
+        Raises:
+            ConfigError: for degrees whose product is not `world_size`.
+        """
+        check_degrees(given)
+        fixed = {axis: num_nodes if degree == "nodes" else degree for axis, degree in given.items()}
+        open_axes = [axis for axis, degree in fixed.items() if degree == "auto"]
+        numbers = {axis: int(degree) for axis, degree in fixed.items() if axis not in open_axes}
+        number = prod(numbers.values())
+        if world_size % number or (number != world_size and not open_axes):
+            names = " * ".join(axis for axis in numbers if numbers[axis] > 1) or " * ".join(numbers)
+            product_of = f"divides {world_size}" if open_axes else f"is {world_size}"
+            raise ConfigError(
+                f"{names} = {number}, but world_size is {world_size}; choose degrees whose product {product_of}."
+            )
+        return cls(**numbers, **dict.fromkeys(open_axes, world_size // number))
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return prod(getattr(self, field.name) for field in fields(self))
+        return prod(self._sizes.values())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The degrees above 1, by axis."""
+        return {axis: size for axis, size in self._sizes.items() if size > 1}
+
+    def along(self, rank: int, axes: Collection[str]) -> list[int]:
+        """Return the ranks that differ from `rank` at most along these axes, in ascending order."""
+        own = self._coordinate(rank)
+        spans = [range(size) if axis in axes else [own[axis]] for axis, size in self._sizes.items()]
+        return [self._rank(place) for place in product(*spans)]
+
+    def place(self, rank: int, axes: Collection[str]) -> int:
+        """Return the position of `rank` among the ranks `along` these axes."""
+        return self.along(rank, axes).index(rank)
+
+    def _coordinate(self, rank: int) -> dict[str, int]:
+        place = {}
+        for axis, size in reversed(self._sizes.items()):
+            rank, place[axis] = divmod(rank, size)
+        return place
+
+    def _rank(self, place: Collection[int]) -> int:
+        rank = 0
+        for at, size in zip(place, self._sizes.values(), strict=True):
+            rank = rank * size + at
+        return rank
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __str__(self) -> str:
-        return " x ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return " x ".join(f"{axis}={size}" for axis, size in self._sizes.items() if axis in _ALWAYS or size > 1)
 
 
-def make_mesh(device_type: str, degrees: Degrees) -> Any:
-    """Return the DeviceMesh of all ranks, with an axis for each degree above 1. Collective: every rank calls it."""
+_ALWAYS = ("dp_replicate", "dp_shard")
+
+
+def check_degrees(given: Mapping[str, Degree]) -> None:
+    """Check degrees as far as it can be done without the number of processes.
+
+    Raises:
+        ConfigError: for a degree that is not a positive number or one of the words, or for two that are ``"auto"``.
+    """
+    for axis, degree in given.items():
+        is_number = isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
+        if not is_number and degree not in ("auto", "nodes"):
+            raise ConfigError(f"{axis} must be >= 1, 'auto' or 'nodes', got {degree!r}; give a number of ranks.")
+    open_axes = [axis for axis, degree in given.items() if degree == "auto"]
+    if len(open_axes) > 1:
+        raise ConfigError(
+            f"At most one degree can be 'auto', got {' and '.join(open_axes)}; give a number for the others."
+        )
+
+
+def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = ()) -> Any:
+    """Return the DeviceMesh of all ranks. Collective: every rank calls it.
+
+    It has the axis ``dp_shard``, in which cp is folded: parameters are sharded over both; and of the other axes those
+    above 1 and those in `axes`. Below stages the axes have names of their own: torch takes two meshes for one that have
+    the same ranks and names, whatever they are a part of, and the ranks of a stage hold what no others do.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = [field.name for field in fields(degrees) if getattr(degrees, field.name) > 1] or ["dp_shard"]
-    if names == ["dp_replicate"]:  # torch takes a single axis for the sharded one
-        names.append("dp_shard")
-    shape = tuple(getattr(degrees, name) for name in names)
-    return init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
+    sizes = {
+        "pp": degrees.pp,
+        "dp_replicate": degrees.dp_replicate,
+        "dp_shard": degrees.dp_shard * degrees.cp,
+        "tp": degrees.tp,
+    }
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard" or axis in axes}
+    if degrees.pp > 1:
+        sizes = {axis if axis == "pp" else in_stage(axis): size for axis, size in sizes.items()}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def in_stage(axis: str) -> str:
+    """Return the name that an axis has in a mesh with stages."""
+    return f"{axis}_in_stage"

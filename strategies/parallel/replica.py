@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
+from ..torch_internals import ignore_in_ddp
 from .compression import CommHook, Compression, check_compression, register_compression
-from .step_caller import StepCaller, zero_loss_of
+from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,11 @@ class DDPOptions:
     """Compute the statistics of batch norms over all ranks (GPUs only, as in torch)."""
     broadcast_buffers: bool = True
     """Give all ranks rank 0's buffers before each step."""
+
+    @property
+    def compressed_fraction(self) -> float:
+        """The fraction of float32 gradients that is sent; for a hook of the user's, and PowerSGD, all of them."""
+        return 0.5 if self.comm_hook in ("fp16", "bf16") else 1.0
 
     def validate(self, device_type: str) -> None:
         """Check the options before any process is started.
@@ -65,9 +71,17 @@ class Replica:
     """
 
     def __init__(
-        self, module: nn.Module, collectives: Collectives | None, options: DDPOptions, *, is_manual: bool
+        self,
+        module: nn.Module,
+        collectives: Collectives | None,
+        options: DDPOptions,
+        *,
+        is_manual: bool,
+        ignored: Collection[str] = (),
     ) -> None:
         """Make all replicas equal to rank 0's; `collectives` is None in one process.
+
+        The parameters whose names are in `ignored` are left alone.
 
         Raises:
             ConfigError: for options that do not work in manual optimization.
@@ -75,14 +89,16 @@ class Replica:
         self.averages_gradients = True
         """Whether the gradients of a step are averaged over the ranks."""
         self._module, self._collectives, self._options = module, collectives, options
+        self._ignored = frozenset(ignored)
         self._wrapper: Any = None
-        self._averages_after_backward = False
+        self._averages_after_backward = self._is_rehearsed = False
+        self._syncs = True
         self._is_first_backward = True
         if collectives is None:
             return
         if options.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        if is_manual or not any(parameter.requires_grad for parameter in module.parameters()):
+        if is_manual or not self._averaged:
             if options.comm_hook is not None and is_manual:
                 raise ConfigError(
                     f"comm_hook={options.comm_hook!r:.40} runs in DDP's backward, which manual optimization does not "
@@ -90,8 +106,16 @@ class Replica:
                 )
             self._averages_after_backward = is_manual
             copy_from_first(chain(module.parameters(), module.buffers()), collectives)
+        elif collectives.is_rehearsed:
+            self._is_rehearsed = True  # torch's reducer, in C++, needs the addresses of tensors
         else:
             self._wrap()
+
+    @property
+    def _averaged(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are averaged, by name."""
+        named = self._module.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad and name not in self._ignored}
 
     def _wrap(self) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -99,6 +123,8 @@ class Replica:
         wrap: Any = DistributedDataParallel
         options = self._options
         self._caller = StepCaller(self._module, returns_tensors=options.find_unused_parameters or options.static_graph)
+        if self._ignored:
+            ignore_in_ddp(self._caller, [f"module.{name}" for name in self._ignored])
         # torch 2.14 deprecates broadcast_buffers for forward_sync_buffers, which 2.11 does not have
         is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         self._wrapper = wrap(
@@ -114,7 +140,7 @@ class Replica:
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return a function that calls the module's step, with as few calls in between as possible."""
-        if self._wrapper is None or step_name != "training_step":
+        if self._wrapper is None or step_name not in SYNCHRONIZED:
             return getattr(self._module, step_name)  # type: ignore[no-any-return]
         if not self._caller.returns_tensors:
             return partial(self._wrapper, step_name)
@@ -122,6 +148,7 @@ class Replica:
 
     def set_grad_sync(self, enabled: bool) -> None:
         """Say whether the next backward averages gradients: that of a step's last micro-batch does."""
+        self._syncs = enabled
         if self._wrapper is not None:
             # DDP learns a static graph in the first backward, which therefore has to synchronize; averaging again what
             # has been averaged changes nothing
@@ -134,7 +161,7 @@ class Replica:
         """Return a loss of 0 whose backward takes part in a step of the other ranks."""
         if self._wrapper is None:
             return spare() * 0
-        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        trained = list(self._averaged.values())
         # the parameters of the step before: a gradient of 0 for a parameter that is not used would still decay it
         used = [parameter for parameter in trained if parameter.grad is not None]
         return zero_loss_of(self._wrapper, self._caller, used or trained)
@@ -149,14 +176,29 @@ class Replica:
             if self.averages_gradients:
                 assert self._collectives is not None
                 average_gradients(self._module.parameters(), self._collectives)
-        elif self._is_first_backward and self._wrapper is not None and self._wrapper.require_backward_grad_sync:
+            return
+        synchronizes = self._wrapper is not None and self._wrapper.require_backward_grad_sync
+        if self._is_rehearsed and self._syncs:
+            synchronizes = True
+            self._sum_in_place()
+        # beside other modules it may have taken no part in this backward
+        if self._is_first_backward and synchronizes and any(p.grad is not None for p in self._module.parameters()):
             self._is_first_backward = False
             self._check_all_used()
+
+    def _sum_in_place(self) -> None:
+        """Send in a rehearsal what DDP's buckets would, without a copy of them."""
+        import torch.distributed as dist
+
+        assert self._collectives is not None
+        for parameter in self._averaged.values():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self._collectives.device_group)
 
     def _check_all_used(self) -> None:
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        unused = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+        unused = [name for name, parameter in self._averaged.items() if parameter.grad is None]
         if unused:
             raise ModuleError(
                 f"{len(unused)} parameter(s) got no gradient in training_step, and DDP waits for the gradient of each: "
@@ -195,6 +237,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], collectives: Collectiv
 def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
     """Average gradients of one dtype; behind them travels which parameters have one."""
     like = parameters[0]
+    if not like.is_cpu:
+        _average_on_device(parameters, collectives)
+        return
     has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device)
     gradients = [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in parameters]
     flat = collectives.all_reduce(torch.cat([*gradients, has_gradient]), "mean")
@@ -205,3 +250,15 @@ def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad.copy_(gradient.view_as(parameter))
+
+
+def _average_on_device(parameters: list[nn.Parameter], collectives: Collectives) -> None:
+    """Average gradients on a device; gloo says which parameters have one, so that nothing waits for the device."""
+    counts = collectives.all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)).tolist()
+    used = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+    for gradient, mean in zip(gradients, collectives.all_reduce(gradients, "mean"), strict=True):
+        gradient.copy_(mean)

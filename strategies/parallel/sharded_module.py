@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
@@ -19,10 +18,13 @@ from ..module.blocks import CONTAINERS
 from ..module.deferred_init import DeferredInit, Places
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor, local_shard, shard_like
+from ..torch_internals import BatchNorm, reduce_sharded_gradients
+from .mesh import in_stage
 from .replica import copy_from_first
 from .sharding_policy import ShardingOptions
 from .step_caller import StepCaller
 
+_DP_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
 _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -34,12 +36,15 @@ class ShardedModule:
 
     Args:
         module: the user's module, equal on all ranks afterwards.
-        mesh: a DeviceMesh with the axis ``dp_shard``, and maybe ``dp_replicate`` before it.
+        mesh: a DeviceMesh with the axis ``dp_shard``, over which parameters are sharded, and maybe ``dp_replicate``
+            before it; further axes are for the module's ``configure_sharding``.
         collectives: over all ranks.
         device: the device of this rank.
         precision: the trainer's.
         options: see `ShardingOptions`.
         is_manual: whether the module's step computes gradients and updates itself.
+        elsewhere: parameters that lie on other ranks, and here on the meta device.
+        runs: runs a step of a pipeline, see `StepCaller`; `begin_window` and `end_window` are then around its steps.
 
     Raises:
         ConfigError: for a policy that matches nothing, or that contradicts the module's ``configure_sharding``.
@@ -56,14 +61,20 @@ class ShardedModule:
         precision: Precision,
         options: ShardingOptions,
         is_manual: bool,
+        elsewhere: Collection[nn.Parameter] = (),
+        runs: Callable[..., Any] | None = None,
     ) -> None:
         self.module = module
+        self._elsewhere = set(elsewhere)
         self._mesh, self._collectives, self._device = mesh, collectives, device
+        dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in _DP_AXES)
+        self._dp_mesh = mesh if len(dp_axes) == mesh.ndim else mesh[dp_axes]
         self._precision, self._options = precision, options
-        # parameters kept gathered would be outdated after the updates of a manual step
-        self._reshards = True if is_manual else options.reshard_after_forward
-        self._units = self._shard_units()
-        self._caller = StepCaller(module, returns_tensors=True)
+        # parameters kept gathered would be outdated after the updates of a manual step; the micro-batches of a pipeline
+        # follow each other too closely to gather for each
+        self._reshards = True if is_manual else False if runs is not None else options.reshard_after_forward
+        self._units = self._shard_units(is_pipeline=runs is not None)
+        self._caller = StepCaller(module, returns_tensors=True, copies_views=True, runs=runs)
         self._roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual = is_manual
         self._set_prefetch()
@@ -78,17 +89,16 @@ class ShardedModule:
 
     # --- sharding ----------------------------------------------------------------------------------------------------
 
-    def _shard_units(self) -> list[Any]:
+    def _shard_units(self, *, is_pipeline: bool) -> list[Any]:
         """Shard the submodules that are units, inner ones first, and return them in the module's order."""
         from torch.distributed.fsdp import FSDPModule
 
         module, policy = self.module, self._options.policy
-        configure = getattr(module, "configure_sharding", None)
-        if configure is not None:
-            configure(self._mesh)
         own = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+        if not own and self._is_one_unit(is_pipeline):
+            return []
         if not own:
-            names = self._options.find_units(module, self._precision)
+            names = [name for name in self._options.find_units(module, self._precision) if self._is_here(name)]
             return [self._shard(module.get_submodule(name)) for name in reversed(names)][::-1]
         if own[0] is module or policy is not None:
             reason = f"policy={policy!r:.60} is given" if policy is not None else "the module itself is one of them"
@@ -98,6 +108,19 @@ class ShardedModule:
             )
         return list(own)
 
+    def _is_one_unit(self, is_pipeline: bool) -> bool:
+        """Return whether the root alone does what units would, and calls of blocks can do without their hooks.
+
+        The stages of a pipeline gather all at once; with one data rank there is nothing to gather or to reduce, either.
+        """
+        options, parameters = self._options, self.module.parameters()
+        is_plain = self._precision.autocast_dtype is None and options.mixed_precision is None
+        is_alone = is_pipeline and self._dp_mesh.size() == 1 and options.policy is None
+        return is_alone and is_plain and len({parameter.dtype for parameter in parameters}) == 1
+
+    def _is_here(self, name: str) -> bool:
+        return any(parameter not in self._elsewhere for parameter in self.module.get_submodule(name).parameters())
+
     def _shard(self, submodule: nn.Module, *, is_root: bool = False) -> Any:
         """Shard the parameters of a submodule that are not in units inside it. Collective: every rank calls it."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -106,19 +129,17 @@ class ShardedModule:
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         return fully_shard(
             submodule,
-            mesh=self._mesh,
+            mesh=self._dp_mesh,
             # None is torch's default for a root: it keeps the parameters that backward needs first
             reshard_after_forward=None if isinstance(submodule, StepCaller) and self._reshards else self._reshards,
             mp_policy=self._mixed_precision(submodule, is_root=is_root),
             offload_policy=offload if self._options.cpu_offload else OffloadPolicy(),
+            ignored_params=self._elsewhere or None,
         )
 
     def _make_equal(self, submodule: nn.Module) -> None:
         """Move the tensors of a submodule that are not sharded yet to the device, and copy rank 0's values."""
-        tensors = [t for t in chain(submodule.parameters(), submodule.buffers()) if not (is_dtensor(t) or t.is_meta)]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(self._device)
-        copy_from_first(tensors, self._collectives)
+        make_equal(chain(submodule.parameters(), submodule.buffers()), self._device, self._collectives)
 
     def _shard_children(self) -> list[Any]:
         """Shard each child of the module as a root of its own."""
@@ -143,7 +164,7 @@ class ShardedModule:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         given, dtype = self._options.mixed_precision, self._precision.autocast_dtype
-        if given is None and (dtype is None or isinstance(submodule, _BatchNorm)):
+        if given is None and (dtype is None or isinstance(submodule, BatchNorm)):
             return MixedPrecisionPolicy()
         policy = given or MixedPrecisionPolicy(
             param_dtype=dtype,
@@ -163,7 +184,7 @@ class ShardedModule:
         """
         module = self.module
         recorded = {name for names in places.values() for name in names}
-        empty = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
+        empty = {name for name, tensor in _named_tensors(module) if tensor.is_meta and tensor not in self._elsewhere}
         if not empty:
             return
         if empty - recorded:
@@ -174,6 +195,8 @@ class ShardedModule:
         shard_device = torch.device("cpu") if self._options.cpu_offload else self._device
 
         def allocated(tensor: Tensor) -> Tensor:
+            if tensor in self._elsewhere:
+                return tensor
             device = shard_device if is_dtensor(tensor) else self._device
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
@@ -183,6 +206,8 @@ class ShardedModule:
 
         def take(name: str, value: Tensor) -> None:
             target = own[name]
+            if target in self._elsewhere:
+                return
             with torch.no_grad():
                 local_shard(target).copy_(local_shard(shard_like(value.to(target.dtype), target)))
 
@@ -204,7 +229,8 @@ class ShardedModule:
         Raises:
             ModuleError: naming those that were.
         """
-        whole = [name for name, parameter in self.module.named_parameters() if not is_dtensor(parameter)]
+        named = self.module.named_parameters()
+        whole = [name for name, p in named if not is_dtensor(p) and p not in self._elsewhere]
         if whole:
             raise ModuleError(
                 f"{', '.join(whole[:5])} of {type(self.module).__name__} came after the module was sharded, and its "
@@ -230,8 +256,10 @@ class ShardedModule:
             output = self._roots[0](step_name, *args, **kwargs)
         finally:
             self._is_in_step = False
-        if not torch.is_grad_enabled():
-            self.reshard()  # or hooks between steps would see and change gathered copies of the parameters
+        # or hooks between steps, and a loop between forward and backward, would see and change gathered copies of the
+        # parameters, whose gradients are others
+        if step_name != "training_step" or not torch.is_grad_enabled():
+            self.reshard()
         return self._caller.rebuild(output)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,6 +289,42 @@ class ShardedModule:
         for root in self._roots:
             root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
             root.set_is_last_backward(enabled)
+
+    # --- the micro-batches of a pipeline -----------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Gather all parameters, which stay so until `end_window`. Collective: the ranks of the mesh call it."""
+        for submodule in dict.fromkeys((*self._roots, *self._units)):
+            submodule.unshard()
+        root = self._roots[0]
+        root.set_is_last_backward(False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+
+    def end_window(self) -> None:
+        """Reduce the gradients of all backwards, and free what was gathered. Collective: the mesh's ranks call it."""
+        reduce_sharded_gradients(self._roots[0])
+        self.reshard()
+
+
+def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
+    """Let a module shard parts of itself, all ranks the same values. Collective: every rank calls it."""
+    if overrides(module, "configure_sharding"):
+        make_equal(chain(module.parameters(), module.buffers()), device, collectives)
+        module.configure_sharding(mesh)
+
+
+def overrides(module: nn.Module, hook: str) -> bool:
+    """Return whether a module has a hook of its own, beside the one of its base, which does nothing."""
+    return sum(hook in vars(kind) for kind in type(module).__mro__) > 1
+
+
+def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Collectives) -> None:
+    """Move tensors that are neither sharded nor deferred to the device, and give them rank 0's values. Collective."""
+    whole = [tensor for tensor in tensors if not (is_dtensor(tensor) or tensor.is_meta)]
+    for tensor in whole:
+        tensor.data = tensor.data.to(device)
+    copy_from_first(whole, collectives)
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:

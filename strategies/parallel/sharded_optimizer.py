@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..distributed.buckets import join
 from ..errors import ConfigError
-from ..state.optimizer_state import needs_closure
+from ..state.optimizer_state import attributes_of, needs_closure, remake
 
 
 class ShardedOptimizer:
@@ -47,20 +49,8 @@ class ShardedOptimizer:
         vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
 
     def _make_own(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        """Return a second optimizer of the user's class, with this rank's parameters in its groups.
-
-        It is made as unpickling makes one: a constructor may have other arguments than the defaults of the groups.
-        """
-        optimizer = self._optimizer
-        own: Optimizer = object.__new__(type(optimizer))
-        # without the scheduler's wrapper of the step and without hooks, which are for the user's object
-        attributes = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name != "step" and not name.startswith("_optimizer_")
-        }
-        own.__setstate__({**attributes, "state": defaultdict(dict), "param_groups": groups})
-        return own
+        """Return a second optimizer of the user's class, with this rank's parameters in its groups."""
+        return remake(type(self._optimizer), attributes_of(self._optimizer), groups)
 
     def owns(self, parameter: Any) -> bool:
         """Return whether this rank keeps the state of a parameter."""
@@ -80,4 +70,36 @@ class ShardedOptimizer:
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for the warning of schedulers
         self._follow()
-        return self._zero.step(closure)
+        result = self._zero._local_step(closure=closure)  # noqa: SLF001 - torch's step() sends one parameter at a time
+        self._send_parameters()
+        return result
+
+    @torch.no_grad()
+    def _send_parameters(self) -> None:
+        """Broadcast the new parameters from their owners: small ones of one dtype together, large ones alone."""
+        import torch.distributed as dist
+
+        group, ranks = self._zero.process_group, self._zero._param_to_rank  # noqa: SLF001 - there is no public name
+        held = [p.detach() for param_group in self._optimizer.param_groups for p in param_group["params"]]
+        owners = [ranks[p] for param_group in self._optimizer.param_groups for p in param_group["params"]]
+        pending: list[tuple[Any, Any, Any, bool]] = []
+        for owner in range(self._zero.world_size):
+            owned = [tensor for tensor, rank in zip(held, owners, strict=True) if rank == owner]
+            for bucket in join(owned):
+                work = dist.broadcast(bucket.flat, group=group, group_src=owner, async_op=True)
+                pending.append((work, bucket, owned, owner != self._zero.rank))
+        for work, bucket, owned, is_received in pending:
+            work.wait()
+            for index, values in bucket.split(bucket.flat) if is_received else ():
+                owned[index].copy_(values.view_as(owned[index]))
+
+
+def deal(parameters: Iterable[Parameter], num_ranks: int) -> list[set[Parameter]]:
+    """Return the parameters whose state each rank keeps, as torch deals those of one group."""
+    dealt: list[set[Parameter]] = [set() for _ in range(num_ranks)]
+    sizes = [0] * num_ranks
+    for parameter in sorted(parameters, key=Parameter.numel, reverse=True):
+        rank = sizes.index(min(sizes))
+        dealt[rank].add(parameter)
+        sizes[rank] += parameter.numel()
+    return dealt

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
-import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
+from ..torch_internals import BatchNorm
 from .mesh import Degrees
 
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
 """Module classes; a minimum number of parameters; or a function of a submodule's name and the submodule."""
 Reshard = bool | int
+Shape = Sequence[int]
+_SAME: Final[Mapping[nn.Parameter, Shape]] = {}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class ShardingOptions:
         Raises:
             ConfigError: for numbers that are not possible.
         """
-        shards, reshard = degrees.dp_shard, self.reshard_after_forward
+        shards, reshard = degrees.dp_shard * degrees.cp, self.reshard_after_forward
         if not isinstance(reshard, bool) and (reshard < 2 or shards % reshard):
             possible = [True, False, *(d for d in range(2, shards) if shards % d == 0)]
             raise ConfigError(
@@ -117,10 +118,12 @@ class ShardingOptions:
         with_batch_norms = self.mixed_precision is None and precision.autocast_dtype is not None
         return find_units(module, self.policy, with_batch_norms=with_batch_norms)
 
-    def plan(self, module: nn.Module, precision: Precision, degrees: Degrees) -> ShardingPlan:
-        """Return the units that the module would be sharded in."""
-        units = self.find_units(module, precision)
-        return make_plan(module, units, self.reshard_after_forward, str(degrees), degrees.dp_shard)
+    def plan(
+        self, module: nn.Module, precision: Precision, degrees: Degrees, shapes: Mapping[nn.Parameter, Shape] = _SAME
+    ) -> ShardingPlan:
+        """Return the units that the module would be sharded in; `shapes` are those of parameters that tp has cut."""
+        units, shards = self.find_units(module, precision), degrees.dp_shard * degrees.cp
+        return make_plan(module, units, self.reshard_after_forward, str(degrees), shards, shapes)
 
 
 def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
@@ -150,7 +153,7 @@ def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bo
             f"has {kinds}. Leave policy out to shard its repeated blocks."
         )
     if with_batch_norms:
-        units |= {name for name, submodule in submodules.items() if isinstance(submodule, _BatchNorm)}
+        units |= {name for name, submodule in submodules.items() if isinstance(submodule, BatchNorm)}
     separate = units - _shared_submodules(module, units)
     return [name for name in submodules if name in separate]
 
@@ -209,7 +212,14 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(parameter for child in module.modules() for parameter in child.parameters(recurse=False))
 
 
-def make_plan(module: nn.Module, names: Sequence[str], reshard: Reshard, layout: str, num_shards: int) -> ShardingPlan:
+def make_plan(
+    module: nn.Module,
+    names: Sequence[str],
+    reshard: Reshard,
+    layout: str,
+    num_shards: int,
+    shapes: Mapping[nn.Parameter, Shape] = _SAME,
+) -> ShardingPlan:
     """Return the plan of a module with units of these names, and a root for the rest."""
     taken: set[nn.Parameter] = set()
     units = []
@@ -223,7 +233,7 @@ def make_plan(module: nn.Module, names: Sequence[str], reshard: Reshard, layout:
                 kind=type(submodule).__name__,
                 num_parameters=sum(parameter.numel() for parameter in own),
                 num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own),
-                bytes_a_rank=sum(_largest_share(parameter, num_shards) for parameter in own),
+                bytes_a_rank=sum(largest_share(p, shapes.get(p, p.shape), num_shards) for p in own),
                 # torch keeps the parameters of the root, which backward needs first
                 reshard=reshard if name else False,
             )
@@ -231,10 +241,10 @@ def make_plan(module: nn.Module, names: Sequence[str], reshard: Reshard, layout:
     return ShardingPlan((*reversed(units[:-1]), units[-1]), layout)
 
 
-def _largest_share(parameter: torch.Tensor, num_shards: int) -> int:
-    rows = -(-parameter.shape[0] // num_shards)
+def largest_share(parameter: Tensor, shape: Shape, num_shards: int) -> int:
+    """Return the bytes of the largest shard of a parameter, of which a rank has to shard what has this shape."""
     # computed from the shape, since indexing a DTensor is a collective
-    return rows * prod(parameter.shape[1:]) * parameter.element_size()
+    return -(-shape[0] // num_shards) * prod(shape[1:]) * parameter.element_size()
 
 
 def _has_parameters(module: nn.Module) -> bool:

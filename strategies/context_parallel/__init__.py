@@ -1,0 +1,1 @@
+"""Context parallelism: sequences cut over ranks, attention that exchanges keys and values. Imports module and below."""

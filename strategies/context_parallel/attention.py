@@ -1,0 +1,254 @@
+"""AttentionMode: torch's attention functions over sequences that are cut over ranks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ConfigError, ModuleError
+from .exchange import Exchange, gathered_again
+
+ExchangeKind = Literal["allgather", "ulysses"]
+EXCHANGES: Final = ("allgather", "ulysses")
+
+_MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
+
+
+class AttentionMode(TorchFunctionMode):
+    """Lets ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention`` see all keys from a part of the queries.
+
+    Their arguments and results are those of this rank's part of the sequence. ``is_causal`` means the positions in the
+    whole sequence. A mask has a row for each query of this rank and a column for each key of the whole sequence; one
+    with a single row, as for padding, may also have this rank's columns.
+
+    With ``"allgather"`` each rank gathers keys and values. With ``"ulysses"`` ranks trade parts of the sequence for
+    heads, whose number they divide. Sources: the Llama 3 report, 2024; Jacobs et al., "DeepSpeed Ulysses", 2023.
+
+    Args:
+        exchange: gathers over the ranks of the sequences.
+        kind: ``"allgather"`` or ``"ulysses"``.
+    """
+
+    lengths: frozenset[int] = frozenset()
+    """The lengths of this rank's parts of the batch's sequences; attention over another number of keys is refused."""
+
+    def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
+        super().__init__()
+        self._exchange, self._kind = exchange, kind
+        self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            call = _MULTI_HEAD.bind(*args, **kwargs)
+            call.apply_defaults()
+            return self._multi_head_attention(SimpleNamespace(**call.arguments))
+        return func(*args, **kwargs)
+
+    # --- scaled_dot_product_attention --------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return the attention of this rank's queries over the keys of all ranks. Collective, as its backward is.
+
+        Shapes as in torch: (..., heads, length, width).
+
+        Raises:
+            ModuleError: for keys that are not a part of the batch's sequences, and for masks of another shape.
+        """
+        self._check_length(key, query if is_causal else None)
+        if attn_mask is not None:
+            attn_mask = self._whole_columns(attn_mask, key.shape[-2])
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        if self._kind == "ulysses":
+            return self._attend_by_heads(query, key, value, attn_mask, is_causal, options)
+        gathers = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+        keys, values = self._exchange.gather(key, -2), self._exchange.gather(value, -2)
+        pairs = [(key, keys), (value, values)]
+        with gathered_again(self._exchange, -2, pairs) if gathers else nullcontext():
+            if is_causal:
+                return self._attend_causally(query, keys, values, options)
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask, **options)
+
+    def _attend_causally(self, query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Tensor:
+        length = keys.shape[-2]
+        chunks, width = self._exchange.cut.chunks(length), self._exchange.cut.chunk_length(length)
+        outputs = []
+        for index, chunk in enumerate(chunks):
+            own, end = query.narrow(-2, index * width, width), (chunk + 1) * width
+            seen, mask = (keys.narrow(-2, 0, end), values.narrow(-2, 0, end)), self._causal_mask(own, end)
+            outputs.append(F.scaled_dot_product_attention(own, *seen, mask, **options))
+        return torch.cat(outputs, -2)
+
+    def _causal_mask(self, query: Tensor, end: int) -> Any:
+        """Return the mask of queries whose last one is at ``end - 1``; layers share it, and backward keeps it once."""
+        width = query.shape[-2]
+        if query.device.type != "cpu":
+            from torch.nn.attention.bias import causal_lower_right
+
+            return causal_lower_right(width, end)  # for which there are fused kernels
+        key = width, end, query.dtype
+        if key not in self._causal_masks:
+            is_later = torch.ones(width, end, dtype=torch.bool).triu(end - width + 1)
+            self._causal_masks[key] = torch.zeros(width, end, dtype=query.dtype).masked_fill_(is_later, -math.inf)
+        return self._causal_masks[key]
+
+    def _attend_by_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        size, rank = self._exchange.cut.size, self._exchange.cut.rank
+        heads = query.shape[-3] if query.ndim > 2 else 1
+        if heads % size or key.ndim < 3 or key.shape[-3] % size:
+            number = key.shape[-3] if key.ndim > 2 else 1
+            raise ConfigError(
+                f"cp={size} with cp_exchange='ulysses' must divide the number of attention heads, got {heads} heads "
+                f"of queries and {number} of keys; choose another cp, or cp_exchange='allgather'."
+            )
+        if mask is not None:
+            mask = self._exchange.gather(mask, -2) if mask.shape[-2] != 1 else mask
+            if mask.ndim > 2 and mask.shape[-3] == heads:
+                mask = mask.narrow(-3, rank * (heads // size), heads // size)
+        queries, keys, values = (self._exchange.to_heads(tensor) for tensor in (query, key, value))
+        output = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal, **options)
+        return self._exchange.to_sequence(output)
+
+    # --- what may be attended to -------------------------------------------------------------------------------------
+
+    def _check_length(self, key: Tensor, query: Tensor | None) -> None:
+        length = key.shape[-2]
+        if length not in self.lengths:
+            lengths = " or ".join(map(str, sorted(self.lengths)))
+            raise ModuleError(
+                f"Attention under context parallelism must be over this rank's part of a sequence of the batch, "
+                f"{lengths} tokens, got {length} keys. A class token, patches or a shorter sequence that the module "
+                "makes itself cannot be cut: make it in the data set, or use cp=1."
+            )
+        if query is not None and query.shape[-2] != length:
+            raise ModuleError(
+                f"Causal attention under context parallelism must have as many queries as keys, got "
+                f"{query.shape[-2]} and {length}; use cp=1."
+            )
+
+    def _whole_columns(self, mask: Tensor, length: int) -> Tensor:
+        whole, (rows, columns) = self._exchange.cut.size * length, mask.shape[-2:]
+        if columns in (1, whole):
+            return mask
+        if rows == 1 and columns == length:
+            return self._exchange.gather(mask.contiguous(), -1)
+        raise ModuleError(
+            f"An attention mask under context parallelism must have a column for each of the {whole} keys of the whole "
+            f"sequence, got shape {tuple(mask.shape)}; pass is_causal=True for a causal one, or bring the mask in the "
+            "batch, cut along its rows (the hook sequence_dims)."
+        )
+
+    # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
+
+    def _multi_head_attention(self, call: Any) -> tuple[Tensor, Tensor | None]:
+        """Do what torch's function does with these arguments, with `attend`."""
+        if call.bias_k is not None or call.add_zero_attn or call.static_k is not None or call.static_v is not None:
+            raise ModuleError(
+                "nn.MultiheadAttention under context parallelism must have add_bias_kv=False and add_zero_attn=False, "
+                f"got add_bias_kv={call.bias_k is not None}, add_zero_attn={call.add_zero_attn}; or use cp=1."
+            )
+        is_batched, padding = call.query.ndim == 3, call.key_padding_mask
+        inputs = [x if is_batched else x.unsqueeze(1) for x in (call.query, call.key, call.value)]
+        if padding is not None and not is_batched:
+            padding = padding.unsqueeze(0)
+        weights = call.q_proj_weight, call.k_proj_weight, call.v_proj_weight
+        if not call.use_separate_proj_weight:
+            weights = call.in_proj_weight.chunk(3)
+        biases = (None, None, None) if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
+        # from (length, batch, width) to (batch, heads, length, width of a head)
+        q, k, v = (
+            _split(F.linear(x, weight, bias), call.num_heads)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+        )
+        mask = self._merged_mask(q, k, None if call.is_causal else call.attn_mask, padding, is_causal=call.is_causal)
+        dropout_p = call.dropout_p if call.training else 0.0
+        is_plainly_causal = call.is_causal and mask is None
+        attention: Tensor | None = None
+        if call.need_weights:
+            output, attention = self._attend_with_weights(q, k, v, mask, dropout_p, is_causal=is_plainly_causal)
+            attention = attention.mean(1) if call.average_attn_weights else attention
+            attention = attention if is_batched else attention.squeeze(0)
+        else:
+            output = self.attend(q, k, v, mask, dropout_p, is_plainly_causal)
+        output = F.linear(output.permute(2, 0, 1, 3).flatten(2), call.out_proj_weight, call.out_proj_bias)
+        return output if is_batched else output.squeeze(1), attention
+
+    def _merged_mask(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, *, is_causal: bool
+    ) -> Tensor | None:
+        """Return masks of attention and padding as one that is added, of shape (batch or 1, heads or 1, rows, all)."""
+        merged: Tensor | None = None
+        if mask is not None:
+            mask = mask.view(q.shape[0], q.shape[1], *mask.shape[1:]) if mask.ndim == 3 else mask[None, None]
+            merged = self._whole_columns(added_mask(mask, q.dtype), k.shape[-2])
+        if padding is not None:
+            columns = self._whole_columns(added_mask(padding, q.dtype)[:, None, None], k.shape[-2])
+            if is_causal:
+                merged = self._whole_causal_mask(q, k)
+            merged = columns if merged is None else merged + columns
+        return merged
+
+    def _whole_causal_mask(self, q: Tensor, k: Tensor) -> Tensor:
+        length = self._exchange.cut.size * k.shape[-2]
+        rows = self._exchange.cut.positions(length, q.device)
+        is_later = torch.arange(length, device=q.device) > rows[:, None]
+        return torch.zeros(is_later.shape, dtype=q.dtype, device=q.device).masked_fill_(is_later, -math.inf)[None, None]
+
+    def _attend_with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, and return the weights as well: a row for each query of this rank, a column for each key of all."""
+        self._check_length(k, q if is_causal else None)
+        mask = self._whole_causal_mask(q, k) if is_causal else mask
+        keys, values = self._exchange.gather(k, -2), self._exchange.gather(v, -2)
+        scores = q @ keys.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout_p)
+        return weights @ values, weights
+
+
+def _split(projected: Tensor, num_heads: int) -> Tensor:
+    length, batch, width = projected.shape
+    return projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3)
+
+
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores; in a boolean one of `nn.MultiheadAttention`, True is left out."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)

@@ -1,0 +1,158 @@
+"""Check of a module's first step under context parallelism: whole sequences against their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.collectives import Collectives
+from ..distributed.nested import iterate_tensors
+from ..errors import ModuleError
+from ..module.rehearsal import rehearsing
+from .context import ContextParallel
+from .sequence import SequenceLayout
+
+# of the values compared, which are float32 or less at most: rounding is far below, a wrong position far above
+_TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE: Final = 5e-2
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a submodule returned, as two numbers for each tensor, and its shapes."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    digests: Tensor
+    """Of shape (tensors, 2): the norm, and a sum in which each element has a weight of its own."""
+    tolerance: float
+
+
+def check_step(
+    context: ContextParallel,
+    module: nn.Module,
+    args: Sequence[Any],
+    run: Callable[..., Any],
+    collectives: Collectives,
+) -> None:
+    """Run a step on whole sequences and on their parts, and compare each submodule's output. Collective.
+
+    Args:
+        context: cuts the batch.
+        module: the user's; the steps leave nothing behind in it.
+        args: of the step; the first is the batch, whole, as the loader gave it.
+        run: calls the step.
+        collectives: over the ranks that share the sequences.
+
+    Raises:
+        ModuleError: on all ranks, naming the first submodule whose output is another one, or the loss.
+    """
+    with rehearsing(module):
+        batch, *rest = args
+        part_of_batch = context.cut(batch, module)
+        with context.attention():
+            parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
+        whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
+    loss_of_parts = collectives.all_reduce(loss_of_part)
+    found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts)
+    # of all ranks, since the first part of a sequence may hold positions that are right
+    of_outputs, of_losses = zip(*collectives.all_gather_object(found), strict=True)
+    first = next((difference for difference in (*of_outputs, *of_losses) if difference), None)
+    if first is not None:
+        raise ModuleError(
+            f"{type(module).__name__} computes something else from parts of a sequence (cp={context.size}) than from "
+            f"the whole: {first}. Take positions from self.trainer.strategy.positions(length), shift targets in the "
+            "data set, do not pool over the sequence, and return Loss(total, count) where parts have different "
+            "numbers of tokens that count; or use cp=1."
+        )
+
+
+@contextmanager
+def _hooked(module: nn.Module, observe: Callable[[str, Any], None]) -> Iterator[None]:
+    handles = [
+        submodule.register_forward_hook(lambda _, __, output, name=name: observe(name, output))
+        for name, submodule in module.named_modules()
+        if submodule is not module
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _observe(
+    module: nn.Module, step: Callable[[], Any], cut: SequenceLayout | None = None, parts: Sequence[_Output] = ()
+) -> tuple[list[_Output], Tensor]:
+    """Return what the submodules return in a step, and the loss as a total and a count.
+
+    With `cut` this is the part of what they return that has the shape of the output in `parts` with the same index.
+    """
+    outputs: list[_Output] = []
+
+    def observe(name: str, output: Any) -> None:
+        tensors = [tensor.detach() for tensor in iterate_tensors(output) if tensor.is_floating_point()]
+        if tensors and cut is not None:
+            shapes = parts[len(outputs)].shapes if len(outputs) < len(parts) else ()
+            tensors = [_cut_like(t, s, cut) for t, s in zip(tensors, shapes, strict=False)]
+        if tensors:
+            digests = torch.stack([_digest(tensor) for tensor in tensors])
+            tolerance = max(_TOLERANCES.get(tensor.dtype, _LOW_PRECISION_TOLERANCE) for tensor in tensors)
+            outputs.append(_Output(name, tuple(tuple(t.shape) for t in tensors), digests, tolerance))
+
+    with _hooked(module, observe):
+        returned = step()
+    return outputs, _total_and_count(returned)
+
+
+def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout) -> Tensor:
+    """Return this rank's part of an output, along the one dimension in which the part has another shape."""
+    differing = [dim for dim, (size, own) in enumerate(zip(whole.shape, shape, strict=False)) if size != own]
+    if len(shape) != whole.ndim or len(differing) != 1 or whole.shape[differing[0]] != cut.size * shape[differing[0]]:
+        return whole
+    return cut.take(whole, differing[0])
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1).double()
+    weights = torch.arange(len(flat), device=flat.device, dtype=torch.double).mul_(0.7).cos_()
+    return torch.stack([flat.norm(), flat @ weights]).cpu()
+
+
+def _total_and_count(returned: Any) -> Tensor:
+    """Return the loss of a step as a total and a count; a mean counts as one."""
+    if isinstance(returned, dict):
+        returned = returned.get("loss")
+    total, count = getattr(returned, "total", returned), getattr(returned, "count", 1.0)
+    if not isinstance(total, Tensor):
+        return torch.zeros(2, dtype=torch.double)
+    return torch.stack([total.detach().double().cpu(), torch.as_tensor(count).double().cpu()])
+
+
+def _first_difference(whole: Sequence[_Output], parts: Sequence[_Output]) -> str | None:
+    for expected, own in zip(whole, parts, strict=False):
+        if expected.name != own.name or expected.shapes != own.shapes:
+            return (
+                f"the output of {own.name} has shapes {own.shapes}, and that of {expected.name} from whole sequences "
+                f"{expected.shapes}"
+            )
+        if _differ(expected.digests, own.digests, expected.tolerance):
+            return f"the first output that differs is that of {own.name}"
+    return None
+
+
+def _differ(expected: Tensor, own: Tensor, tolerance: float) -> bool:
+    # the sum may be near zero by chance, so both are held against the norm
+    return bool(((expected - own).abs() > tolerance * expected[..., :1].abs() + 1e-12).any())
+
+
+def _loss_difference(whole: Tensor, parts: Tensor) -> str | None:
+    expected, own = (values[0] / values[1].clamp(min=1e-300) for values in (whole, parts))
+    if not whole[1] or not torch.isfinite(expected) or abs(expected - own) <= 1e-4 * abs(expected) + 1e-12:
+        return None
+    return f"the loss is {own:.6g} from the parts, and {expected:.6g} from the whole sequences"

@@ -1,0 +1,123 @@
+"""ContextParallel: the steps of a module on parts of the sequences of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import named_leaves, with_leaves
+from ..errors import ConfigError, DataError, did_you_mean
+from .attention import EXCHANGES, AttentionMode, ExchangeKind
+from .exchange import Exchange
+from .sequence import SequenceLayout
+
+
+class ContextParallel:
+    """Cuts the sequences of batches over the ranks of a group, and lets attention see the whole of them.
+
+    Args:
+        group: torch's process group of the ranks that share sequences.
+        size: the number of these ranks.
+        rank: this one's place among them.
+        exchange: how attention reaches the keys of other ranks, see `AttentionMode`.
+        sequence_dim: the dimension of a batch's tensors that is the sequence, where the module does not name it in
+            ``sequence_dims``.
+    """
+
+    def __init__(self, group: Any, size: int, rank: int, *, exchange: ExchangeKind, sequence_dim: int) -> None:
+        self.size = size
+        # heads, not queries, are dealt in ulysses
+        self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
+        self._mode = AttentionMode(Exchange(group, self.sequence_cut), exchange)
+        self._sequence_dim = sequence_dim
+        self._is_cut = False
+
+    def cut(self, batch: Any, module: nn.Module) -> Any:
+        """Return a batch with this rank's part of each sequence.
+
+        Raises:
+            DataError: for lengths that the number of ranks does not divide, or that differ without ``sequence_dims``.
+        """
+        dims = self._dims(batch, module)
+        lengths: dict[str, int] = {}
+        leaves = []
+        for name, leaf in named_leaves(batch):
+            dim = dims[name]
+            if dim is not None:
+                lengths[f"batch{name}"] = length = leaf.shape[dim]
+                if length % self.size:
+                    raise DataError(
+                        f"The length of batch{name} must be a multiple of cp={self.size}, got shape "
+                        f"{tuple(leaf.shape)}, whose dimension {dim} is {length}; pad sequences in collate_fn, and "
+                        "leave the padding out of the loss."
+                    )
+                leaf = self.sequence_cut.take(leaf, dim)
+            leaves.append(leaf)
+        if not lengths:
+            shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor)}
+            raise DataError(
+                f"A batch under cp={self.size} must have a tensor with a sequence in dimension {self._sequence_dim}, "
+                f"got shapes {shapes}; give sequence_dim, or return the dimension of each tensor in sequence_dims."
+            )
+        self._mode.lengths = frozenset(length // self.size for length in lengths.values())
+        return with_leaves(batch, leaves)
+
+    def _dims(self, batch: Any, module: nn.Module) -> dict[str, int | None]:
+        """Return, for each leaf of the batch by its name, the dimension that is cut; None for none."""
+        hook = getattr(module, "sequence_dims", None)
+        answer = None if hook is None else hook(batch)
+        leaves = dict(named_leaves(batch))
+        if answer is not None:
+            given = dict(named_leaves(answer))
+            if given.keys() != leaves.keys():
+                raise ConfigError(
+                    f"sequence_dims of {type(module).__name__} must return a dimension or None for each of "
+                    f"{', '.join(leaves) or 'the batch'}, got {answer!r:.100}; return it in the batch's structure."
+                )
+            return given
+        dims = {
+            name: self._sequence_dim if isinstance(leaf, Tensor) and leaf.ndim > self._sequence_dim else None
+            for name, leaf in leaves.items()
+        }
+        lengths = {name: leaves[name].shape[dim] for name, dim in dims.items() if dim is not None}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"batch{name}: {length}" for name, length in lengths.items())
+            raise DataError(
+                f"Sequences under cp={self.size} are in dimension {self._sequence_dim} of each tensor, but the lengths "
+                f"differ ({listed}); say in {type(module).__name__}.sequence_dims(batch) which dimension of each "
+                "tensor is a sequence, None for those that are not."
+            )
+        return dims
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of `length` tokens: inside `attention` those of this rank's part of the sequence."""
+        if not self._is_cut:
+            return torch.arange(length, device=device)
+        return self.sequence_cut.positions(self.size * length, device)
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Let attention inside exchange keys and values; the batch has been `cut`."""
+        self._is_cut = True
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._is_cut = False
+
+
+def check_exchange(exchange: object) -> None:
+    """Check that there is such an exchange.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if exchange not in EXCHANGES:
+        known = ", ".join(EXCHANGES)
+        raise ConfigError(
+            f"cp_exchange must be one of {known}, got {exchange!r}.{did_you_mean(str(exchange), EXCHANGES)}"
+        )

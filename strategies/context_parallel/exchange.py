@@ -1,0 +1,102 @@
+"""Exchanges of keys and values between the ranks that share sequences, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..distributed.tensor_collectives import Wire, all_gather, all_to_all
+from .sequence import SequenceLayout
+
+
+class Exchange:
+    """Gathers tensors along a dimension, or trades parts of the sequence for heads, over the ranks of a group.
+
+    Args:
+        group: torch's process group.
+        cut: how sequences are cut over its ranks.
+    """
+
+    def __init__(self, group: Any, cut: SequenceLayout) -> None:
+        self.cut = cut
+        self._wire = Wire(group, cut.size, cut.rank, announce=lambda operation, gradient: None)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Return the whole tensor of every rank's part, in order. Collective, as its backward is."""
+        if part.dtype == torch.bool:
+            return self.gather(part.to(torch.uint8), dim).bool()
+        parts = all_gather(self._wire, part.reshape(-1)).view(self.cut.size, *part.shape)
+        return self.cut.join(parts.unbind(), dim)
+
+    def to_heads(self, part: Tensor) -> Tensor:
+        """Return whole sequences of this rank's heads, from all heads of this rank's part. Collective.
+
+        Shapes: (..., heads, part, width) to (..., heads / n, n * part, width).
+        """
+        size, (heads, length, width) = self.cut.size, part.shape[-3:]
+        parts = part.reshape(-1, size, heads // size, length, width).movedim(1, 0)
+        traded = all_to_all(self._wire, parts.reshape(-1)).view(parts.shape)
+        return self.cut.join(traded.unbind(), -2).view(*part.shape[:-3], heads // size, size * length, width)
+
+    def to_sequence(self, whole: Tensor) -> Tensor:
+        """Return all heads of this rank's part of the sequences: the inverse of `to_heads`. Collective."""
+        size, (heads, length, width) = self.cut.size, whole.shape[-3:]
+        batches = whole.reshape(-1, heads, size, length // size, width)
+        traded = all_to_all(self._wire, batches.movedim(2, 0).reshape(-1))
+        parts = traded.view(size, -1, heads, length // size, width).movedim(0, 1)
+        return parts.reshape(*whole.shape[:-3], size * heads, length // size, width)
+
+
+@contextmanager
+def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Keep, for the backward of what runs inside, parts instead of the whole tensors that were gathered from them.
+
+    The backward gathers them once more; so a rank keeps 1/n of the keys and values.
+
+    Args:
+        exchange: gathers them.
+        dim: along which they are gathered.
+        pairs: each part with the whole tensor.
+    """
+    regathered = {_memory(whole): _Regathered(exchange, dim, part.detach()) for part, whole in pairs}
+
+    def pack(tensor: Tensor) -> Any:
+        kept = regathered.get(_memory(tensor))
+        return tensor if kept is None else kept.pack(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0].unpack(*packed[1:])
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the address of the data is unknown without memory
+
+
+class _Regathered:
+    """Tensor that is gathered when the first of its views is needed, and dropped after the last."""
+
+    def __init__(self, exchange: Exchange, dim: int, part: Tensor) -> None:
+        self._exchange, self._dim, self._part = exchange, dim, part
+        self._num_views, self._num_open = 0, 0
+        self._whole: Tensor | None = None
+
+    def pack(self, view: Tensor) -> tuple[Any, ...]:
+        self._num_views += 1
+        return self, view.shape, view.stride(), view.storage_offset()
+
+    def unpack(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        if self._whole is None:
+            self._whole, self._num_open = self._exchange.gather(self._part, self._dim), self._num_views
+        view = self._whole.as_strided(shape, stride, offset)
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._whole = None
+        return view

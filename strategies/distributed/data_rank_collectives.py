@@ -1,0 +1,52 @@
+"""Collectives of the data ranks as methods of a strategy, for the user's module and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from .collectives import Collectives
+from .nested import iterate_tensors
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class HasDataRanks(Protocol):
+    """What these methods need of a strategy."""
+
+    collectives: Collectives
+    data_collectives: Collectives
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of every global batch this process reads."""
+
+
+def of_data_ranks(
+    method: Callable[Concatenate[Collectives, P], T], ranks: str = "data_collectives"
+) -> Callable[Concatenate[HasDataRanks, P], T]:
+    """Return a method that calls one of the strategy's collectives, with the same signature and docstring."""
+
+    @wraps(method)
+    def call(strategy: HasDataRanks, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(getattr(strategy, ranks), *args, **kwargs)
+
+    return call
+
+
+@wraps(Collectives.broadcast)
+def broadcast(self: HasDataRanks, data: Any, src: int = 0) -> Any:
+    """Return the data of the data rank `src` on every rank. Collective: every rank calls it."""
+    # What only the first rank has reaches all, and not only those that hold the same part of the module; gradients,
+    # which all ranks of a replica have, flow back between those.
+    if self.data_collectives is self.collectives:
+        return self.collectives.broadcast(data, src)
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in iterate_tensors(data))
+    rows = self.collectives.all_gather_object((self.data_rank, has_gradient))
+    if (src, False) not in rows:  # or there is no such rank
+        return self.data_collectives.broadcast(data, src)
+    return self.collectives.broadcast(data, min(rank for rank, row in enumerate(rows) if row[0] == src))

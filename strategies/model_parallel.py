@@ -1,0 +1,396 @@
+"""ParallelStrategy: stages, layers and sequences are cut over ranks, and what each has is sharded over the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, Final, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError as RecomputationError
+
+from .cluster.hardware import Hardware
+from .context_parallel.attention import ExchangeKind
+from .context_parallel.check import check_step
+from .context_parallel.context import ContextParallel, check_exchange
+from .distributed.collectives import Collectives
+from .distributed.nested import map_tensors
+from .distributed.process_group import ProcessSettings
+from .errors import ConfigError
+from .estimate.cut import CutActivations, cut_shapes, sequence_exchange, summed_parameters
+from .estimate.estimate import Estimate, all_reduced
+from .estimate.profile import Profile
+from .estimate.sharded import estimate_sharded
+from .estimate.stages import StageEstimates
+from .module.precision import Precision
+from .parallel.mesh import Degree, Degrees, check_degrees, in_stage
+from .parallel.sharded_module import make_equal, overrides
+from .parallel.sharding_policy import Policy, Reshard, ShardingOptions, ShardingPlan
+from .pipeline.checks import check_module, check_number, check_pipeline, stage_table
+from .pipeline.partition import find_parts
+from .pipeline.pipeline import Pipeline
+from .pipeline.schedule import Schedule, ScheduleName, check_schedule
+from .pipeline.spec import signature_of
+from .pipeline.window import WindowWork
+from .sharded import ShardedStrategy
+from .state.dtensor import gathered, is_dtensor
+from .tensor_parallel.block_check import BlockCheck
+from .tensor_parallel.cutting import cut_module
+from .tensor_parallel.find_plan import find_plan
+from .tensor_parallel.loss import loss_context
+from .tensor_parallel.plan import TensorPlan
+
+_DATA: Final = ("dp_replicate", "dp_shard")
+"""The axes along which ranks have different samples."""
+
+_OF_STAGE: Final = (*_DATA, "cp", "tp")
+"""The axes along which ranks hold one stage."""
+
+_CUT_STEPS: Final = frozenset(("training_step", "validation_step", "test_step"))
+"""The steps that get a part of each sequence; predictions are of whole ones."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a module is cut over ranks, and what each of them has sharded over the others: print it."""
+
+    layers: str
+    """A table of the layers that are cut; empty where none is."""
+    sharding: ShardingPlan
+    stages: str = ""
+    """A table of the stages of a pipeline; empty where there is none."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (self.stages, self.layers, str(self.sharding))))
+
+
+class ParallelStrategy(ShardedStrategy):
+    """Train with every product of data, sequence, tensor and pipeline parallelism, with one process's optimizer steps.
+
+    The ranks that hold parts of one replica, which differ along pp, tp and cp, read the same samples. Parameters,
+    gradients and optimizer state are sharded over dp_shard x cp with torch's ``fully_shard``.
+    Source: Shoeybi et al., "Megatron-LM", 2019, and Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models", 2022; for pipelines see `Schedule`.
+
+    Args:
+        pp: the number of ranks over which the module's blocks are dealt, in stages that pass micro-batches on. A
+            micro-batch is one of ``accumulate_grad_batches``.
+        schedule: in which order stages work: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
+            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``.
+        virtual_stages: the number of stages of each rank of a pipeline; by default 2 with the schedules for several.
+        dp_replicate: the number of replicas, between which only gradients are averaged. One degree may be ``"auto"``:
+            what the others leave; ``"nodes"`` is the number of nodes.
+        dp_shard: the number of ranks with samples of their own that share one replica's parameters.
+        cp: the number of ranks over which each sequence is cut.
+        tp: the number of ranks over which layers are cut; best those of one node.
+        tp_plan: how layers are cut, by name; by default that of the module's attribute ``tp_plan``.
+        sequence_parallel: between cut layers, let activations be shards of the sequence.
+        loss_parallel: let logits stay cut by vocabulary up to the loss.
+        cp_exchange: how attention reaches the keys of other ranks: ``"allgather"``, or ``"ulysses"``, which trades
+            parts of the sequence for heads.
+        sequence_dim: the dimension of a batch's tensors that is the sequence, where the module's ``sequence_dims``
+            does not name it.
+        policy: see `FSDPStrategy`, also for the arguments that follow.
+        settings: see `ProcessSettings`.
+    """
+
+    name: ClassVar[str] = "tp"
+    _axes: ClassVar[tuple[str, ...]] = ("tp",)
+
+    def __init__(
+        self,
+        *,
+        pp: Degree = 1,
+        schedule: ScheduleName = "1f1b",
+        virtual_stages: int | None = None,
+        dp_replicate: Degree = 1,
+        dp_shard: Degree = "auto",
+        cp: Degree = 1,
+        tp: Degree = 1,
+        tp_plan: Mapping[str, Any] | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        cp_exchange: ExchangeKind = "allgather",
+        sequence_dim: int = 1,
+        policy: Policy | None = None,
+        reshard_after_forward: Reshard = True,
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 0,
+        sync_each_micro_batch: bool = False,
+        cpu_offload: bool = False,
+        deferred_init: bool = False,
+        mixed_precision: Any = None,
+        **settings: Unpack[ProcessSettings],
+    ) -> None:
+        options = ShardingOptions(
+            policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
+            sync_each_micro_batch=sync_each_micro_batch,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+        )
+        super().__init__(options, deferred_init=deferred_init, **settings)
+        self._given: dict[str, Degree] = {
+            "pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp,
+        }  # fmt: skip
+        check_degrees(self._given)
+        check_schedule(schedule, virtual_stages)
+        self.schedule, self.virtual_stages = schedule, virtual_stages
+        self.supports_restarts = self.can_try_steps = pp == 1
+        self.name = "tp" if pp == 1 else "pp"  # type: ignore[misc]
+        self.tp_plan = tp_plan
+        self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
+        check_exchange(cp_exchange)
+        self.cp_exchange, self.sequence_dim = cp_exchange, sequence_dim
+        self._check: BlockCheck | None = None
+        self._context: ContextParallel | None = None
+        self._checked_steps: set[str] = set()
+        self._has_run = False
+
+    def _find_degrees(self) -> Degrees:
+        return Degrees.fit(self.environment.world_size, self.environment.num_nodes, self._given)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule.of(self.schedule, self.degrees.pp, self.virtual_stages)
+
+    # --- before any process is started -------------------------------------------------------------------------------
+
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
+        if self.degrees.pp > 1:
+            check_pipeline(
+                self.degrees.axes, sequence_parallel=self.sequence_parallel, cpu_offload=self.options.cpu_offload
+            )
+
+    def validate_module(self, module: nn.Module) -> None:
+        is_sharded = any(is_dtensor(p) for p in module.parameters())
+        is_built = not overrides(module, "configure_model") and not is_sharded
+        if self.degrees.pp > 1 and not is_sharded:
+            check_module(module, self._schedule, is_built=is_built)
+        if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
+            self._find_plan(module).validate(module, self.degrees.tp)
+
+    def plan(self, module: nn.Module) -> ParallelPlan:
+        """Return how the module would be cut and sharded: print it. The module is not changed.
+
+        Before the strategy is a trainer's, a degree that is no number counts as 1.
+
+        Raises:
+            ConfigError: for layers that cannot be cut.
+        """
+        degrees = self.degrees
+        if degrees.world_size == 1:
+            numbers = {axis: degree for axis, degree in self._given.items() if isinstance(degree, int)}
+            degrees = Degrees(**numbers)
+        table, shapes, stages = "", dict[nn.Parameter, Sequence[int]](), ""
+        if degrees.pp > 1:
+            stages = stage_table(module, Schedule.of(self.schedule, degrees.pp, self.virtual_stages))
+        if degrees.tp > 1 and overrides(module, "configure_sharding"):
+            table = f"Layers are cut by {type(module).__name__}.configure_sharding."
+        elif degrees.tp > 1:
+            plan = self._find_plan(module)
+            plan.validate(module, degrees.tp)
+            table, shapes = plan.table(module, degrees.tp), cut_shapes(module, plan, degrees.tp)
+        return ParallelPlan(table, self.options.plan(module, self.precision, degrees, shapes), stages)
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        degrees, module = self.degrees, profile.module
+        if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
+            return super()._estimate(profile)  # how the module cuts itself is its own
+        plan = self._find_plan(module) if degrees.tp > 1 else None
+        shapes = {} if plan is None else cut_shapes(module, plan, degrees.tp)
+        cut = CutActivations(profile, plan, degrees.tp)
+        if degrees.pp > 1:
+            check_number(self._schedule, profile.num_micro_batches)
+            stages = StageEstimates(profile, self._schedule, cut, self.options, degrees, shapes)
+            return max(stages.of_ranks(), key=lambda estimate: estimate.total)
+        estimate = estimate_sharded(
+            profile,
+            self.options.plan(module, self.precision, degrees, shapes),
+            self.options,
+            degrees,
+            cut.activations().times(1 / degrees.cp),
+            shapes=shapes,
+            is_on_host=self._is_offloaded,
+        )
+        sums = 0 if plan is None else all_reduced(summed_parameters(module, plan), degrees.tp)
+        sent = {
+            "tp": profile.num_micro_batches * ((cut.sent() / degrees.cp if plan is not None else 0.0) + sums),
+            "cp": profile.num_micro_batches * sequence_exchange(profile, degrees.cp, self.cp_exchange),
+        }
+        # the keys and values of one attention are there whole
+        whole = profile.largest_attention_bytes if degrees.cp > 1 and self.cp_exchange == "allgather" else 0
+        traffic = {**estimate.traffic, **{axis: number for axis, number in sent.items() if number}}
+        return replace(estimate, communication=estimate.communication + whole / degrees.tp, traffic=traffic)
+
+    # --- in every process --------------------------------------------------------------------------------------------
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        super().connect(hardware, precision)
+        if self.group is None:
+            self.degrees = Degrees.fit(1, 1, self._given)  # of an elastic run, a single process may be left
+        else:
+            self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
+            self.loss_collectives = self.count_collectives = self.data_collectives
+            self._peer_collectives = self.collectives
+            if self.degrees.cp > 1:
+                self._share_sequences()
+            if self.degrees.pp > 1:
+                self._peer_collectives = self.collectives.over(self.degrees.along(self.rank, _OF_STAGE))
+                self.stage_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp",)))
+                self.count_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp", *_DATA, "cp")))
+
+    def _share_sequences(self) -> None:
+        self.loss_collectives = self.collectives.over(self.degrees.along(self.rank, (*_DATA, "cp")))
+        self.count_collectives = self.loss_collectives
+        self._sequence_collectives = self.collectives.over(self.degrees.along(self.rank, ("cp",)))
+        self._context = ContextParallel(
+            self._sequence_collectives.device_group,
+            self.degrees.cp,
+            self.degrees.place(self.rank, ("cp",)),
+            exchange=self.cp_exchange,
+            sequence_dim=self.sequence_dim,
+        )
+
+    @property
+    def data_rank(self) -> int:
+        return 0 if self.group is None else self.degrees.place(self.rank, _DATA)
+
+    @property
+    def data_size(self) -> int:
+        return 1 if self.group is None else self.degrees.dp_replicate * self.degrees.dp_shard
+
+    def positions(self, length: int) -> Tensor:
+        return super().positions(length) if self._context is None else self._context.positions(length, self.device)
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        if self._context is not None and is_manual:
+            raise ConfigError(
+                f"cp={self.degrees.cp} needs a module with automatic_optimization=True, got a {type(module).__name__} "
+                "without; return the loss, or use cp=1."
+            )
+        self._checked_steps.clear()
+        self._has_run = False
+        super().setup_module(module, is_manual=is_manual)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.staged.is_passing:
+            return self._run_here(step_name, *args)
+        signature = signature_of(step_name, args[0] if args else None)
+        return pipeline.evaluate(signature, partial(self._run_here, step_name, *args))
+
+    def run_window(self, work: WindowWork) -> None:
+        assert self._pipeline is not None
+        assert self._sharded is not None
+        if not self._has_run:
+            check_number(self._schedule, work.micro_batches_a_step)
+        if self.precision.uses_scaler:
+            self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
+        self._sharded.begin_window()
+        self._pipeline.run_window(work)
+        self._sharded.end_window()
+        if not self._has_run:
+            self._has_run = True
+            self._sharded.check_all_sharded()
+        self._pipeline.add_shared_gradients()
+
+    def _run_here(self, step_name: str, *args: Any) -> Any:
+        context = self._context
+        if context is None or step_name not in _CUT_STEPS:
+            return self._run_checked(step_name, *args)
+        batch, *rest = args
+        if step_name not in self._checked_steps and not self.collectives.is_rehearsed:
+            self._checked_steps.add(step_name)
+            check_step(context, self.module, args, partial(self._run_step, step_name), self._sequence_collectives)
+        part = context.cut(batch, self.module)
+        with context.attention():
+            return self._run_checked(step_name, part, *rest)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        # activation checkpointing asks for positions and attention once more
+        with nullcontext() if self._context is None else self._context.attention():
+            super().backward(loss, *args, **kwargs)
+
+    def annotate(self, error: BaseException) -> None:
+        super().annotate(error)
+        if self._pipeline is not None and "meta" in str(error).lower():
+            error.add_note(
+                "A parameter of another stage has no values here: it was used outside of its part, or its part was not "
+                "called by its forward. Call it, or name it for this stage, too, in configure_pipeline(num_stages)."
+            )
+        if self._context is not None and isinstance(error, RecomputationError):
+            error.add_note(
+                "Attention under context parallelism is computed again only by Trainer(activation_checkpointing=...); "
+                "leave torch.utils.checkpoint, and a model's gradient_checkpointing_enable(), out."
+            )
+
+    def _run_checked(self, step_name: str, *args: Any) -> Any:
+        """Run a step; in the first of training compare the layers that are cut with whole ones."""
+        if self._check is None or step_name != "training_step":
+            return self._run_step(step_name, *args)
+        with self._check as check:
+            output = self._run_step(step_name, *args)
+        if check.is_complete:
+            self._check = None
+        return output
+
+    def _run_step(self, step_name: str, *args: Any) -> Any:
+        with loss_context() if self.loss_parallel else nullcontext():
+            return map_tensors(gathered, super().run(step_name, *args))
+
+    def _make_stages(self, module: nn.Module) -> None:
+        if self.degrees.pp == 1:
+            return
+        check_module(module, self._schedule, is_built=True)
+        for part in (*(module.get_submodule(name) for name in find_parts(module)), module):
+            # on the CPU, for most of it will be on other ranks
+            make_equal(chain(part.parameters(), part.buffers()), torch.device("cpu"), self.collectives)
+        self._deferred.generator = self.collectives.broadcast(self._deferred.generator).cpu()
+        self._pipeline = Pipeline(module, self._schedule, self.stage_collectives, self.device)
+
+    def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
+        pipeline = self._pipeline
+        if pipeline is None:
+            return super()._sharded_parts()
+        pipeline.start(torch.autograd.backward)
+        self.has_loss = pipeline.rank == pipeline.last_rank
+        return self._peer_collectives, pipeline.elsewhere, pipeline.staged.run
+
+    def _cut(self, module: nn.Module) -> None:
+        self._make_stages(module)
+        if self.degrees.tp == 1:
+            return
+        if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has cut it
+            self._check_cut(module)
+            return
+        plan = self._find_plan(module)
+        plan.validate(module, self.degrees.tp)
+        if self._pipeline is not None:
+            plan = plan.of_layers(self._pipeline.is_here)
+        for name in plan.words:
+            layer = module.get_submodule(name)
+            make_equal(chain(layer.parameters(), layer.buffers()), self.device, self._peer_collectives)
+        mesh = self._mesh["tp" if self._pipeline is None else in_stage("tp")]
+        self._check = None if self.collectives.is_rehearsed else BlockCheck(module, plan, mesh)
+        cut_module(module, plan, mesh)
+
+    def _find_plan(self, module: nn.Module) -> TensorPlan:
+        words = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
+        return find_plan(module, self.tp_plan, **words)
+
+    def _check_cut(self, module: nn.Module) -> None:
+        cut: list[Any] = [parameter for parameter in module.parameters() if is_dtensor(parameter)]
+        axes = {axis for parameter in cut for axis in parameter.device_mesh.mesh_dim_names}
+        if "tp" not in axes:
+            raise ConfigError(
+                f"{type(module).__name__}.configure_sharding shards along {', '.join(sorted(axes))}, but tp="
+                f"{self.degrees.tp}; let it cut layers along mesh['tp'] first, or shard nothing there."
+            )

@@ -1,0 +1,281 @@
+"""ShardedStrategy: the base of the strategies under which each process keeps shards of the module's parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .cluster.hardware import Hardware
+from .distributed.collectives import Collectives
+from .distributed.process_group import ProcessSettings
+from .errors import ConfigError, ModuleError
+from .estimate.estimate import Estimate, whole_activations
+from .estimate.profile import Profile
+from .estimate.sharded import estimate_sharded
+from .module.deferred_init import DeferredInit
+from .module.memory_estimate import MemoryShare
+from .module.precision import Precision
+from .parallel.mesh import Degrees, make_mesh
+from .parallel.sharded_module import ShardedModule, configure
+from .parallel.sharding_policy import ShardingOptions
+from .pipeline.pipeline import Pipeline
+from .pipeline.schedule import Schedule
+from .pipeline.state import gather_all, here, marked, own_entries, without_elsewhere
+from .pipeline.timeline import WindowRecorder
+from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
+from .state.shards import Holders
+from .strategy import ClipAlgorithm, Strategy
+from .torch_internals import overflows_of
+
+
+class ShardedStrategy(Strategy):
+    """Train a `ShardedModule`; subclasses say how the ranks are laid out, and what they do before it is sharded.
+
+    Args:
+        options: see `ShardingOptions`.
+        deferred_init: whether ``configure_model`` builds without memory.
+        settings: see `ProcessSettings`.
+    """
+
+    uses_processes: ClassVar[bool] = True
+    uses_many_devices: ClassVar[bool] = True
+    forward_is_collective: ClassVar[bool] = True
+    supports_inference_mode: ClassVar[bool] = False
+    supports_restarts: bool = True
+
+    _axes: ClassVar[Collection[str]] = ()
+    """The axes that the mesh has also where they are 1."""
+
+    def __init__(self, options: ShardingOptions, *, deferred_init: bool, **settings: Unpack[ProcessSettings]) -> None:
+        super().__init__(**settings)
+        self.options = options
+        self.deferred_init = deferred_init
+        self.degrees = Degrees()
+        """The degrees of parallelism; known after `validate`."""
+        self._mesh: Any = None
+        self._sharded: ShardedModule | None = None
+        self._pipeline: Pipeline | None = None
+        self._peer_collectives = self.collectives
+        """Those of the ranks that hold the same stages of a pipeline; without one all."""
+        self._deferred = DeferredInit()
+        self._holders = Holders()
+
+    @abstractmethod
+    def _find_degrees(self) -> Degrees:
+        """Return the degrees of parallelism of all ranks."""
+
+    # --- before any process is started -------------------------------------------------------------------------------
+
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
+        self.degrees = self._find_degrees()
+        self.has_stages = self.degrees.pp > 1
+        self.options.validate(self.degrees)
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        if self.degrees.world_size == 1:
+            return super()._estimate(profile)
+        # a unit that computes in half precision is gathered in it, and so autocast copies nothing
+        activations = whole_activations(profile, has_casts=False)
+        plan = self.options.plan(profile.module, self.precision, self.degrees)
+        return estimate_sharded(profile, plan, self.options, self.degrees, activations, is_on_host=self._is_offloaded)
+
+    @property
+    def _is_offloaded(self) -> bool:
+        """Whether the shards are not on the device."""
+        return self.options.cpu_offload and self.hardware.device_type != "cpu"
+
+    # --- in every process --------------------------------------------------------------------------------------------
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        super().connect(hardware, precision)
+        if self.group is not None and self._mesh is None:
+            self.degrees = self._find_degrees()
+            self._mesh = make_mesh(self.device.type, self.degrees, axes=self._axes)
+
+    @property
+    def mesh_axes(self) -> Mapping[str, int]:
+        return self.degrees.axes
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        return MemoryShare(self._share, self._share, self._share)
+
+    def _share(self, parameter: Tensor) -> float:
+        return len(self._holders.of(parameter)) / self.world_size if is_dtensor(parameter) else 1.0
+
+    def init_context(self) -> AbstractContextManager[object]:
+        self._deferred = DeferredInit()
+        return self._deferred.recording() if self.deferred_init and self.group is not None else nullcontext()
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        if self.group is None:
+            super().setup_module(module, is_manual=is_manual)
+            return
+        if any(is_dtensor(parameter) for parameter in module.parameters()):
+            if self._sharded is None or self._sharded.module is not module:
+                raise ConfigError(
+                    f"{type(module).__name__} is sharded already, by another strategy than this {type(self).__name__}; "
+                    "use the trainer that sharded it, or build a new module and load a checkpoint."
+                )
+            return  # for example, when it is evaluated after it was trained
+        self.module = module
+        places = self._deferred.places(module)  # before the conversion makes other tensors
+        self.precision.convert_module(module)
+        configure(module, self._mesh, self.device, self.collectives)
+        self._cut(module)
+        collectives, elsewhere, runs = self._sharded_parts()
+        self._sharded = ShardedModule(
+            module,
+            self._mesh,
+            collectives=collectives,
+            device=self.device,
+            precision=self.precision,
+            options=self.options,
+            # also for an evaluation, since it may be trained next
+            is_manual=is_manual or not getattr(module, "automatic_optimization", True),
+            elsewhere=elsewhere,
+            runs=runs,
+        )
+        self._sharded.fill(self._deferred, places)
+        self._deferred = DeferredInit()
+
+    def _cut(self, module: nn.Module) -> None:
+        """Cut layers over ranks before parameters are sharded, for a strategy that does. Collective."""
+
+    def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
+        """Return the ranks that shard this rank's parameters, the parameters of others, and what runs steps in part."""
+        return self.collectives, (), None
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self._sharded is None:
+            return
+        self._sharded.check_all_sharded()
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which treats all parameters "
+                    "as one vector; use another optimizer, or strategy='ddp'."
+                )
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
+            if foreign:
+                raise ModuleError(
+                    f"{len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} are not the module's, of "
+                    f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
+                    "it in configure_optimizers from self.parameters()."
+                )
+
+    # --- for every micro-batch and step ------------------------------------------------------------------------------
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        with self.forward_context:
+            if self._sharded is None:
+                return getattr(self.module, step_name)(*args)
+            return self._sharded.run(step_name, *args)
+
+    def record_window(self) -> WindowRecorder:
+        return super().record_window() if self._pipeline is None else self._pipeline.record_window()
+
+    def set_grad_sync(self, enabled: bool) -> None:
+        if self._sharded is not None:
+            self._sharded.set_grad_sync(enabled)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
+        super().unscale(optimizer)
+        if not is_done and self.data_collectives is not self.collectives:
+            for overflow in overflows_of(self.scaler, optimizer):  # torch asks the ranks of the first gradient's mesh
+                overflow.copy_(self.collectives.all_reduce(overflow, "max"))
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        multiply_all([local_shard(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> Tensor | None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        if algorithm == "norm":
+            copies = None if self._pipeline is None else self._pipeline.copies_of(parameters)
+            return clip_by_norm(gradients, limit, self.collectives, self._holders, copies)
+        if gradients:
+            shards = [local_shard(gradient) for gradient in gradients]
+            torch._foreach_clamp_min_(shards, -limit)
+            torch._foreach_clamp_max_(shards, limit)
+        return None
+
+    @property
+    def _schedule(self) -> Schedule | None:
+        """The schedule of a pipeline, for a strategy that can have one."""
+        return None
+
+    def role_of(self, rank: int) -> str:
+        schedule = self._schedule
+        if schedule is None or not self.has_stages:
+            return super().role_of(rank)
+        stages = schedule.stages_of(self.degrees.place(rank, ("pp",)))
+        word = "stage" if len(stages) == 1 else "stages"
+        return f"{word} {' and '.join(map(str, stages))} of {schedule.num_stages}"
+
+    def annotate(self, error: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "A sharded parameter was used while only a shard of it was there. The parameters of a unit are whole "
+                "while its forward runs, all others while a step or the module's own forward runs: call the layer "
+                "there, and by its forward, or let policy make a larger submodule a unit (print strategy.plan(module))."
+            )
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def sync_replicas(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reshard()
+            # a buffer that is cut lies in other blocks on other ranks
+            self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
+
+    def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
+        super().sync_buffers(copies)
+        if self._pipeline is not None:
+            self._pipeline.sync_buffers(copies)
+
+    def model_state(self) -> dict[str, Any]:
+        if self._sharded is not None:
+            self._sharded.reshard()
+            self._sharded.check_all_sharded()
+        state = super().model_state()
+        return state if self._pipeline is None else marked(self._pipeline, state)
+
+    def full_model_state(self) -> dict[str, Any]:
+        if self._pipeline is not None and self._sharded is not None:
+            self._sharded.reshard()
+            return gather_all(self._pipeline, self.collectives, is_kept=self.local_rank == 0)
+        return gather_whole(self.model_state(), is_kept=self.local_rank == 0)
+
+    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        own = self.module.state_dict()
+        if self._pipeline is not None:
+            state = without_elsewhere(self._pipeline, state)
+        sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
+        super().load_model_state(sharded, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._sharded is not None:
+            self._sharded.reshard()
+        state = super().optimizer_state(optimizer)
+        if self._pipeline is None:
+            return state
+        return own_entries(self._pipeline, state, is_first=self._peer_collectives.rank == 0)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        own = dict(self.module.named_parameters())
+        entries = state["state"] if self._pipeline is None else here(self._pipeline, state["state"])
+        sharded = {
+            name: {key: shard_like(value, own.get(name)) for key, value in values.items()}
+            for name, values in entries.items()
+        }
+        super().load_optimizer_state(optimizer, {**state, "state": sharded})

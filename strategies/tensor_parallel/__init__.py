@@ -1,0 +1,1 @@
+"""Layers cut across ranks: plans, the cut itself, and its check. Imports context_parallel, module and below."""

@@ -1,0 +1,240 @@
+"""Check of a plan on the first micro-batch: each cut block runs once whole and once cut, and must compute the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import iterate_tensors, map_tensors
+from ..errors import ModuleError
+from ..module.rehearsal import Untouched
+from ..state.dtensor import is_dtensor, whole_tensor
+from ..torch_internals import without_dispatch_modes
+from .exchanges import TensorGroup
+from .plan import TensorPlan
+from .skeleton import Skeleton, private
+
+_TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The relative difference that rounding may make; a tenth of it, of the largest value, where values are small."""
+_TOLERANCE_OF_HALF: Final = 0.1
+_TOLERANCE_OF_TF32: Final = 0.02
+_CAUSES: Final = (
+    "Usual causes: a fixed number of heads beside an open width (write .view(batch, length, -1, head_dim)); packed "
+    "weights cut as one (use 'packed_colwise'); a norm, a softmax or a mean over cut features"
+)
+
+_CAUSE_OF_GRADIENTS: Final = "A whole layer amid cut features needs the word 'replicated_with_grad_allreduce'"
+
+
+class BlockCheck:
+    """Compares each planned block, whole and cut, when it is first called.
+
+    A block takes and returns whole activations: it is the smallest module around layers that pass cut ones to each
+    other. Both runs are in eval mode, on copies of the block's inputs; random streams, buffers, attributes and
+    gradients stay as they are. Outputs are compared, and gradients of inputs and parameters, unless modules inside the
+    block gather their parameters by themselves.
+
+    Example:
+        check = BlockCheck(module, plan, mesh)  # keeps structures, and so is made before the module is cut
+        cut_module(module, plan, mesh)
+        with check:  # around micro-batches, until is_complete
+            step()
+
+    Raises:
+        ModuleError: in the ``with`` block, on all ranks of the tensor parallel group, for a block that differs or fails
+            when cut, for layers that no block contains, and for a cut parameter that is used outside of its layer.
+    """
+
+    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
+        self._module, self._plan, self._group = module, plan, TensorGroup(mesh)
+        self._skeletons = {name: Skeleton(module.get_submodule(name)) for name in plan.blocks(module)}
+        self._hooks: list[Any] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block has been compared."""
+        return not self._skeletons
+
+    def __enter__(self) -> BlockCheck:
+        compare: Any = self._compare
+        if "torch._dynamo" in sys.modules:  # the check of a compiled block is not to be compiled
+            compare = torch.compiler.disable(compare)
+        for name in self._skeletons:
+            block = self._module.get_submodule(name)
+            self._hooks.append(block.register_forward_pre_hook(partial(compare, name), with_kwargs=True))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        is_mixed = "mixed torch.Tensor and DTensor" in str(error)
+        if is_mixed and not isinstance(error, ModuleError):
+            between = ", or hidden states between two blocks" if self._plan.sequence_parallel else ""
+            raise ModuleError(
+                f"a parameter of a cut layer{between} is used outside of the layer's forward ({str(error)[:60]}...); "
+                f"call the layer instead, or leave it out of tp_plan. Cut are: {_listed(self._plan.words)}."
+            ) from error
+        if error is None and "" in self._skeletons:
+            raise ModuleError(
+                f"{self._plan.source} cuts {_listed(self._plan.blocks(self._module)[''])}, which belong to "
+                f"{type(self._module).__name__} itself, whose step does not call its forward: the cut cannot be "
+                "checked. Put these layers into a submodule with a forward, or call self(...) in the step."
+            )
+
+    def _compare(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the block, once. Collective: every rank of the tensor parallel group calls it."""
+        skeleton = self._skeletons.pop(name, None)
+        if skeleton is None or torch.is_inference_mode_enabled():
+            return
+        is_reached = not any(_gathers_itself(submodule) for submodule in block.modules() if submodule is not block)
+        names = {f"{name}.{own}".lstrip("."): p for own, p in block.named_parameters()} if is_reached else {}
+        leaves = {id(p): _leaf(p) for p in block.parameters()}
+        with Untouched(block) as streams, _apart(), torch.enable_grad():
+            run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
+            inputs = private(map_tensors(_whole, (args, kwargs)))
+            whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
+            streams.rewind()
+            try:
+                cut = _Trial.of(block.forward, private((args, kwargs)), names)
+            except Exception as error:
+                raise ModuleError(
+                    f"the block {name!r} ({type(block).__name__}) fails when it is cut by {self._plan.source}: "
+                    f"{type(error).__name__}: {str(error)[:200]}. {self._causes()}; mend the block, or leave its "
+                    "layers out of tp_plan."
+                ) from error
+        self._judge(name, block, whole, cut)
+
+    def _judge(self, name: str, block: nn.Module, whole: _Trial, cut: _Trial) -> None:
+        output = self._worst(whole.outputs, cut.outputs)
+        gradient = self._worst(whole.gradients, cut.gradients)
+        found = output or gradient
+        if not found:
+            return
+        value, difference = found
+        raise ModuleError(
+            f"the block {name!r} ({type(block).__name__}) does not compute the same when it is cut by "
+            f"{self._plan.source}: {value} differs by {difference:.1g} of its size. "
+            f"{self._causes(is_of_gradient=not output)}; mend the block, or leave its layers out of tp_plan."
+        )
+
+    def _causes(self, *, is_of_gradient: bool = False) -> str:
+        causes = _CAUSE_OF_GRADIENTS if is_of_gradient else _CAUSES
+        return causes + ("; a layer that mixes positions, amid shards of them" if self._plan.sequence_parallel else "")
+
+    def _worst(self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor]) -> tuple[str, float] | None:
+        """Return the value that differs most over the ranks, relative to its size, if any differs. Collective."""
+        size = max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
+        differences = []
+        for name, value in whole.items():
+            other = cut.get(name)
+            differences.append(torch.inf if other is None else _difference(value, other, size))
+        all_ranks = self._group.largest(torch.tensor([*differences, 0.0], device=self._group.device))
+        most = int(all_ranks.argmax())
+        return (list(whole)[most], float(all_ranks[most])) if float(all_ranks[most]) > 0 else None
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The floating-point outputs of a run, and gradients of a fixed function of them, all whole."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, run: Callable[..., Any], inputs: tuple[Any, Any], parameters: Mapping[str, Tensor]) -> _Trial:
+        """Run a block on inputs, and compute the gradients with respect to them and the parameters."""
+        args, kwargs = inputs
+        outputs = [t for t in iterate_tensors(run(*args, **kwargs)) if t.is_floating_point()]
+        given = {f"the gradient of its input {at}": t for at, t in enumerate(iterate_tensors(inputs))}
+        given |= {f"the gradient of {name}": p for name, p in parameters.items()}
+        wanted = {name: t for name, t in given.items() if t.requires_grad} if parameters else {}
+        sources = [output for output in outputs if output.requires_grad]
+        gradients: Any = [None] * len(wanted)
+        if sources and wanted:
+            directions = [_direction(output) for output in sources]
+            gradients = torch.autograd.grad(sources, list(wanted.values()), directions, allow_unused=True)
+        pairs = zip(wanted, gradients, strict=True)
+        return cls(
+            {f"output {at}": _whole(output).detach() for at, output in enumerate(outputs)},
+            {name: _whole(gradient) for name, gradient in pairs if gradient is not None},
+        )
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keep trials from the activation checkpointing around them, and from the inference path of torch's encoder layers.
+
+    That path fills padded places with other values.
+    """
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same), without_dispatch_modes():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _direction(output: Tensor) -> Any:
+    """Return weights of an output's elements that are the same on all ranks, whole and cut."""
+    numbers = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    weights = (numbers * 0.7 + 1).sin().view(output.shape).to(output.dtype)
+    if not is_dtensor(output):
+        return weights
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = output.device_mesh, output.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
+
+
+def _difference(whole: Tensor, cut: Tensor, size: float) -> float:
+    """Return by how much two tensors differ, relative to the first; 0 where rounding can be the reason."""
+    if whole.shape != cut.shape:
+        return torch.inf
+    if not whole.numel():
+        return 0.0
+    tolerance = _tolerance(whole)
+    most = float((whole - cut).abs().max())
+    own = float(whole.abs().max())
+    if most <= tolerance * (own + 0.1 * size):
+        return 0.0
+    return min(most / (own or 1.0), 1e30) if most == most else torch.inf
+
+
+def _tolerance(value: Tensor) -> float:
+    kind = value.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    is_rounded = dtype == torch.float32 and kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return _TOLERANCE_OF_TF32 if is_rounded else _TOLERANCES.get(dtype, _TOLERANCE_OF_HALF)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    whole = whole_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
+    return whole.requires_grad_(parameter.requires_grad)
+
+
+def _gathers_itself(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,0 +1,92 @@
+"""Cutting of a module: parameters become DTensors in place, and layers run on what this rank holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from .attention import AttentionCut
+from .exchanges import TensorGroup
+from .layers import CutLayer, Slices, SummedGradients, WholeLayer
+from .plan import TensorPlan
+
+_WHOLE: Final = WholeLayer({})
+
+
+def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
+    """Cut a module, which is equal on all ranks, as a plan says; tensors on the meta device are cut as well.
+
+    Parameters that are not cut stay plain. Collective: every rank calls it.
+
+    Args:
+        module: the module that the plan was found for.
+        plan: see `find_plan`.
+        mesh: a DeviceMesh with the axis ``tp`` alone.
+    """
+    group = TensorGroup(mesh)
+    layers = plan.layers(module)
+    slices = {
+        module.get_submodule(name).get_parameter(parameter): cut
+        for name, layer in layers.items()
+        for parameter, cut in layer.slices.items()
+    }
+    _cut_parameters(module, {whole: _cut(whole, cut, group) for whole, cut in slices.items()})
+    for name, numbers in plan.numbers.items():
+        attributes = vars(module.get_submodule(name))
+        attributes.update({number: attributes[number] // group.size for number in numbers})
+    for name, layer in layers.items():
+        _run_as(module.get_submodule(name), layer, group)
+    for name, holder in plan.holders(module).items():
+        _run_as(module.get_submodule(name), holder, group)
+    for name, block in plan.sharded_blocks(module).items():
+        _sum_gradients(module.get_submodule(name), name, layers, group)
+        _run_as(module.get_submodule(name), block, group)
+    styles = plan.styles()
+    if styles:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        parallelize_module(module, mesh, styles)
+
+
+def _cut(whole: nn.Parameter, slices: Slices, group: TensorGroup) -> nn.Parameter:
+    """Return the DTensor of a parameter, of which this rank holds its cut."""
+    from torch.distributed.tensor import DTensor
+
+    own = slices.of(whole.detach(), group.rank, group.size)
+    cut = DTensor.from_local(
+        own, group.mesh, [slices.placement()], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    parameter = nn.Parameter(cut, requires_grad=whole.requires_grad)
+    vars(parameter).update(vars(whole))  # what users attach to their parameters
+    return parameter
+
+
+def _cut_parameters(module: nn.Module, cuts: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put cut parameters in the place of whole ones; tied ones stay one tensor."""
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in cuts:
+                submodule.register_parameter(name, cuts[parameter])
+
+
+def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], group: TensorGroup) -> None:
+    """Sum the gradients of a block's whole parameters, which work on shards of the sequence or of features."""
+    for own_name, submodule in block.named_modules(prefix=name):
+        parent = own_name.rpartition(".")[0]
+        is_cut = not isinstance(layers.get(own_name, _WHOLE), WholeLayer) or isinstance(
+            layers.get(parent), AttentionCut
+        )
+        if not is_cut and next(submodule.parameters(recurse=False), None) is not None:
+            _run_as(submodule, SummedGradients({}), group)
+
+
+def _run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
+    """Let a layer's forward be that of its cut."""
+    forward = submodule.forward
+
+    def cut_forward(*args: Any, **kwargs: Any) -> Any:
+        return layer.run(submodule, forward, group, args, kwargs)
+
+    vars(submodule)["forward"] = cut_forward

@@ -1,0 +1,140 @@
+"""Exchanges of activations between the ranks of a tensor parallel group, each with the gradient that belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ModuleError
+
+_Change = Callable[[Tensor], Tensor]
+
+# torch 2.14 deprecates the names that torch 2.11 has
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class TensorGroup:
+    """The ranks that hold the cuts of one layer.
+
+    Between layers a tensor is whole (equal on all ranks, and so is its gradient), cut along a dimension, or a summand
+    on each rank. Every method is collective: all ranks of the group call it, in one order.
+    Source: Shoeybi et al., "Megatron-LM", 2019; for shards of the sequence Korthikanti et al., 2022.
+
+    Args:
+        mesh: a DeviceMesh with one axis.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+        self.rank: int = mesh.get_local_rank()
+        self.size: int = mesh.size()
+        self.device = torch.device(mesh.device_type)
+        self._group = mesh.get_group()
+        self._shared: dict[tuple[int, int | None, int], tuple[Tensor, Tensor]] | None = None
+
+    @contextmanager
+    def sharing_inputs(self) -> Iterator[None]:
+        """Exchange a tensor once, also where several layers ask for its copy: its gradients are summed once, too."""
+        before, self._shared = self._shared, {}
+        try:
+            yield
+        finally:
+            self._shared = before
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """Return a whole tensor for use by layers that differ from rank to rank; its gradients are summed."""
+        return self._share(whole, None, _same, self._sum)
+
+    def sum(self, summand: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, which is whole."""
+        return self._exchange(summand, self._sum, _same)
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's cut of a whole tensor."""
+        return self._exchange(whole, partial(self._own, dim=dim), partial(self._join, dim=dim))
+
+    def join(self, cut: Tensor, dim: int) -> Tensor:
+        """Return the whole tensor of the ranks' cuts."""
+        return self._exchange(cut, partial(self._join, dim=dim), partial(self._own, dim=dim))
+
+    def join_copy(self, cut: Tensor, dim: int) -> Tensor:
+        """Return the whole tensor of the ranks' cuts, for use by layers that differ from rank to rank."""
+        return self._share(cut, dim, partial(self._join, dim=dim), partial(self._sum_split, dim=dim))
+
+    def sum_split(self, summand: Tensor, dim: int) -> Tensor:
+        """Return this rank's cut of the sum of the ranks' tensors."""
+        return self._exchange(summand, partial(self._sum_split, dim=dim), partial(self._join, dim=dim))
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest of the ranks' values, without a gradient."""
+        largest = value.detach().clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest
+
+    def _share(self, tensor: Tensor, dim: int | None, change: _Change, change_gradient: _Change) -> Tensor:
+        key = (id(tensor), dim, 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - it may change in place
+        if self._shared is None:
+            return self._exchange(tensor, change, change_gradient)
+        if key not in self._shared:  # the tensor is kept, or another one could get its id
+            self._shared[key] = tensor, self._exchange(tensor, change, change_gradient)
+        return self._shared[key][1]
+
+    def _exchange(self, tensor: Tensor, change: _Change, change_gradient: _Change) -> Tensor:
+        if self.size == 1:
+            return tensor
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return change(tensor)
+        return _Exchange.apply(tensor, change, change_gradient)  # type: ignore[no-any-return]
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def _join(self, tensor: Tensor, dim: int) -> Tensor:
+        joined = tensor.new_empty((self.size * len(tensor), *tensor.shape[1:]))
+        _all_gather(joined, tensor.contiguous(), group=self._group)
+        return torch.cat(joined.chunk(self.size), dim) if dim % tensor.dim() else joined
+
+    def _sum_split(self, tensor: Tensor, dim: int) -> Tensor:
+        self._check_divides(tensor, dim)
+        by_rank = torch.cat(tensor.chunk(self.size, dim)) if dim % tensor.dim() else tensor.contiguous()
+        own = tensor.new_empty((len(by_rank) // self.size, *by_rank.shape[1:]))
+        _reduce_scatter(own, by_rank, group=self._group)
+        return own
+
+    def _own(self, tensor: Tensor, dim: int) -> Tensor:
+        self._check_divides(tensor, dim)
+        return tensor.chunk(self.size, dim)[self.rank].contiguous()
+
+    def _check_divides(self, tensor: Tensor, dim: int) -> None:
+        if tensor.shape[dim] % self.size:
+            raise ModuleError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension {dim}: its length must be a "
+                f"multiple of tp={self.size}; pad it, or leave sequence_parallel=False."
+            )
+
+
+class _Exchange(torch.autograd.Function):
+    """A function of a tensor and another one of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, change: _Change, change_gradient: _Change) -> Tensor:
+        ctx.change_gradient = change_gradient
+        changed = change(tensor)
+        return tensor.view_as(tensor) if changed is tensor else changed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return ctx.change_gradient(gradients[0]), None, None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,165 @@
+"""Search for a module's tensor parallel plan: given, brought by the module or its parts, or found in its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from torch import nn
+
+from ..errors import ConfigError, did_you_mean
+from ..module.blocks import repeated_blocks
+from .known_layers import KnownLayers, widths
+from .plan import TensorPlan
+from .plan_table import generic_name
+from .words import check_word, is_for_experts
+
+Plan = Mapping[str, Any]
+_HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
+_GATHERED: Final = ("colwise_gather_output", "colwise_rep")
+
+
+def find_plan(
+    module: nn.Module, tp_plan: Plan | None = None, *, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> TensorPlan:
+    """Return the plan by which a module is cut, before processes start.
+
+    Args:
+        module: the module as the user made it, whole; it may be on the meta device.
+        tp_plan: words or torch's ParallelStyle objects by the names of layers, relative to the module. ``*`` stands
+            for one component of a name or for a part of one. None takes the module's attribute ``tp_plan``, else
+            those of its parts (``tp_plan``, ``_tp_plan`` or their config's ``base_model_tp_plan``), else what is found.
+        sequence_parallel: between cut layers, activations are shards of the sequence.
+        loss_parallel: logits stay cut by vocabulary; see `loss_context`.
+
+    Raises:
+        ConfigError: for a plan that matches nothing, a word that does not exist or does not suit its layer, and a
+            module in which nothing to cut is found.
+    """
+    numbers: Mapping[str, tuple[str, ...]] = {}
+    own = getattr(module, "tp_plan", None)
+    if tp_plan is not None:
+        words, source = _match(module, tp_plan, "tp_plan"), "tp_plan"
+    elif isinstance(own, Mapping) and own and not _is_brought(module):
+        source = f"{type(module).__name__}.tp_plan"
+        words = _match(module, own, source)
+    else:
+        words, source = _brought(module), "the plan that the model brings"
+        if not words:
+            known = KnownLayers.of(module)
+            words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
+    if not words:
+        raise ConfigError(
+            f"nothing to cut was found in {type(module).__name__}, which consists of "
+            f"{', '.join(sorted({type(child).__name__ for child in module.modules() if child is not module})[:8])}; "
+            "give tp_plan={'name of a layer': 'colwise', ...}, see docs/model_parallel.md."
+        )
+    head = _head(module, words) if loss_parallel else None
+    words |= {} if head is None or head in words else {head: "colwise_gather_output"}
+    words |= _tied(module, words)
+    plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers)
+    if sequence_parallel and not plan.sharded_blocks(module):
+        raise ConfigError(
+            f"sequence_parallel=True shards the sequence inside blocks that stand in a ModuleList or a Sequential, and "
+            f"{type(module).__name__} has none around {', '.join(list(words)[:3])}; leave sequence_parallel out."
+        )
+    plan.layers(module)  # raises for a word that does not suit its layer
+    return plan
+
+
+def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = True) -> dict[str, Any]:
+    """Return the words of a plan by the full names of layers."""
+    if not isinstance(plan, Mapping) or not plan:
+        raise ConfigError(f"{source} must map names of layers to words, got {plan!r:.80}; see docs/model_parallel.md.")
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    words: dict[str, Any] = {}
+    for pattern, word in plan.items():
+        if not is_strict and is_for_experts(word):
+            continue
+        check_word(pattern, word)
+        matching = [name for name in names if _matches(name, pattern)]
+        if is_strict and not matching:
+            raise ConfigError(
+                f"{source} names {pattern!r}, which matches no submodule of {type(module).__name__}."
+                f"{did_you_mean(pattern, {generic_name(name) for name in names})}"
+            )
+        words.update(dict.fromkeys(matching, word))
+    return words
+
+
+def _brought(module: nn.Module) -> dict[str, Any]:
+    """Return the words of the plans of the outermost parts that have one."""
+    words: dict[str, Any] = {}
+    for name, part, plan in _plans(module, ""):
+        matched = _match(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
+        words |= {f"{name}.{layer}".lstrip("."): word for layer, word in matched.items()}
+    return words
+
+
+def _plans(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Plan]]:
+    config = getattr(part, "config", None)
+    for holder, attribute in ((part, "tp_plan"), (part, "_tp_plan"), (config, "base_model_tp_plan")):
+        plan = getattr(holder, attribute, None)
+        if isinstance(plan, Mapping) and plan:
+            yield name, part, plan
+            return
+    for child_name, child in part.named_children():
+        yield from _plans(child, f"{name}.{child_name}".lstrip("."))
+
+
+def _is_brought(part: nn.Module) -> bool:
+    """Return whether a plan comes with a model of transformers, where words may match nothing."""
+    return getattr(part, "_tp_plan", None) is not None or hasattr(getattr(part, "config", None), "base_model_tp_plan")
+
+
+def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
+    """Return the name of the layer that computes the logits."""
+    blocks = tuple(f"{name}." for name, _ in repeated_blocks(module))
+    outside = {n: m for n, m in module.named_modules() if not n.startswith(blocks or "\0") and widths(m)}
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    sizes = {table.num_embeddings for table in tables}
+    candidates = (
+        [name for name in outside if words.get(name) in _GATHERED],
+        [name for name, layer in outside.items() if any(layer.weight is table.weight for table in tables)],
+        [name for name in outside if name not in words and name.rpartition(".")[2] in _HEAD_NAMES],
+        [name for name, layer in outside.items() if name not in words and (widths(layer) or (0, 0))[1] in sizes],
+    )
+    heads: list[str] = next((names for names in candidates if names), [])
+    if len(heads) != 1:
+        raise ConfigError(
+            f"loss_parallel=True cuts the layer that computes the logits, and {len(heads)} were found in "
+            f"{type(module).__name__} ({', '.join(heads) or 'none'}); name it: tp_plan={{..., 'head': "
+            "'colwise_gather_output'}."
+        )
+    return heads[0]
+
+
+def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
+    """Return words for whole layers whose weight is that of a layer cut by vocabulary: they are cut alike."""
+    cut = {
+        module.get_submodule(name).weight
+        for name, word in words.items()
+        if word in (*_GATHERED, "embedding_rowwise")
+        and isinstance(module.get_submodule(name), nn.Linear | nn.Embedding)
+    }
+    tied = {n: m for n, m in module.named_modules() if n not in words and getattr(m, "weight", None) in cut}
+    return {
+        name: "embedding_rowwise" if isinstance(layer, nn.Embedding) else "colwise_gather_output"
+        for name, layer in tied.items()
+        if isinstance(layer, nn.Embedding | nn.Linear)
+    }
+
+
+def _in_order(module: nn.Module, words: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the words in the module's order; of the names of one layer, the first."""
+    layers: dict[nn.Module, str] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if name in words:
+            layers.setdefault(layer, name)
+    return {name: words[name] for name in layers.values()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    own, wanted = name.split("."), pattern.split(".")
+    return len(own) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(own, wanted, strict=True))

@@ -1,0 +1,193 @@
+"""Layers that are cut without a plan: attention and feed-forward layers of torch, and those with the usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeGuard
+
+from torch import nn
+
+_ATTENTIONS: Final = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "c_proj", "proj")),
+    (("wq", "wk", "wv"), ("wo",)),
+    (("q", "k", "v"), ("o", "out", "proj")),
+    (("query", "key", "value"), ("out", "proj", "out_proj", "o_proj", "dense", "output")),
+    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0")),
+    (("self.query", "self.key", "self.value"), ("output.dense",)),
+)
+_PACKED_ATTENTIONS: Final = (
+    ("qkv", "qkv_proj", "c_attn", "in_proj", "Wqkv"),
+    ("c_proj", "proj", "out_proj", "o_proj", "out", "wo"),
+)
+_FEED_FORWARDS: Final = (
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("w1", "w3"), ("w2",)),
+    (("wi_0", "wi_1"), ("wo",)),
+    (("fc1",), ("fc2",)),
+    (("c_fc",), ("c_proj",)),
+    (("up_proj",), ("down_proj",)),
+    (("linear1",), ("linear2",)),
+    (("lin1",), ("lin2",)),
+    (("wi",), ("wo",)),
+    (("intermediate.dense",), ("output.dense",)),
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+)
+_PACKED_FEED_FORWARDS: Final = (("gate_up_proj",), ("down_proj",))
+_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+_KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_WIDTHS: Final = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "n_embd", "d_model", "dim")
+_ELEMENTWISE: Final = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Tanh,
+    nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.Tanhshrink, nn.Identity,
+    nn.Dropout, nn.AlphaDropout,
+)  # fmt: skip
+
+
+@dataclass
+class KnownLayers:
+    """The words of the layers of a module that can be cut, and the numbers of their modules that are divided by tp."""
+
+    words: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> KnownLayers:
+        """Return what is known of a module's layers."""
+        known = cls()
+        for name, submodule in module.named_modules():
+            if name or not hasattr(module, "training_step"):  # the step of a TrainModule may use its layers in any way
+                known._add(name, submodule)
+        return known
+
+    def _add(self, name: str, submodule: nn.Module) -> None:
+        if is_known_attention(submodule):
+            self._set(name, {"": "attention"})
+        elif isinstance(submodule, nn.Sequential) and type(submodule).forward is nn.Sequential.forward:
+            self._set(name, _pairs(submodule))
+        else:
+            self._add_attention(name, submodule)
+            self._set(name, _feed_forward(submodule))
+
+    def _add_attention(self, name: str, submodule: nn.Module) -> None:
+        words, width = _attention(submodule)
+        norms = _norms_of_heads(submodule, width) if words else {}
+        if words and norms is not None:
+            self._set(name, words | norms)
+            self.numbers[name] = tuple(_numbers(submodule, width))
+
+    def _set(self, prefix: str, words: dict[str, str]) -> None:
+        names = {f"{prefix}.{name}".strip("."): word for name, word in words.items()}
+        if not names.keys() & self.words.keys():
+            self.words.update(names)
+
+
+def is_known_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Return whether a module is an nn.MultiheadAttention that has torch's forward."""
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+
+
+def head_counts(holder: nn.Module) -> dict[str, int]:
+    """Return the numbers of heads that the module around attention's projections, or its config, has."""
+    sources = [vars(holder)] + [
+        vars(config) for config in (getattr(holder, "config", None),) if hasattr(config, "__dict__")
+    ]
+    return {
+        name: source[name] for source in sources[::-1] for name in (*_HEADS, *_KEY_HEADS) if _is_count(source.get(name))
+    }
+
+
+def is_projection(name: str) -> bool:
+    """Return whether a layer has the name of attention's projections."""
+    leaf = name.rpartition(".")[2]
+    return any(leaf in columns for columns, _ in _ATTENTIONS) or leaf in _PACKED_ATTENTIONS[0]
+
+
+def widths(module: object) -> tuple[int, int] | None:
+    """Return the numbers of input and output features of a linear layer; None for any other module.
+
+    A layer whose weight is computed, such as one with weight norm, has no parameter of that name to cut.
+    """
+    weight = dict(module.named_parameters(recurse=False)).get("weight") if isinstance(module, nn.Module) else None
+    if weight is None:
+        return None
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _attention(holder: nn.Module) -> tuple[dict[str, str], int]:
+    """Return the words of the projections of an attention, and the width of its queries."""
+    for columns, row, width in _matching(holder, _ATTENTIONS):
+        return {**dict.fromkeys(columns, "colwise"), row: "rowwise"}, width
+    for column in _PACKED_ATTENTIONS[0]:
+        for row in _PACKED_ATTENTIONS[1]:
+            packed, out = widths(_get(holder, column)), widths(_get(holder, row))
+            if packed and out and packed[1] == 3 * out[0]:
+                return {column: "packed_colwise:3", row: "rowwise"}, out[0]
+    return {}, 0
+
+
+def _feed_forward(holder: nn.Module) -> dict[str, str]:
+    for columns, row, _ in _matching(holder, _FEED_FORWARDS):
+        return {**dict.fromkeys(columns, "colwise"), row: "rowwise"}
+    (column,), (row,) = _PACKED_FEED_FORWARDS
+    packed, out = widths(_get(holder, column)), widths(_get(holder, row))
+    return {column: "packed_colwise:2", row: "rowwise"} if packed and out and packed[1] == 2 * out[0] else {}
+
+
+def _matching(holder: nn.Module, table: Any) -> Iterator[tuple[tuple[str, ...], str, int]]:
+    """Yield the columns and the row of a table that a module has, where the row takes what the first column gives."""
+    for columns, rows in table:
+        given = [widths(_get(holder, column)) for column in columns]
+        for row in rows:
+            taken = widths(_get(holder, row))
+            if taken and all(given) and given[0] and given[0][1] == taken[0]:
+                yield columns, row, taken[0]
+
+
+def _pairs(chain: nn.Sequential) -> dict[str, str]:
+    """Return the words of each two linear layers with nothing but elementwise functions between them."""
+    words: dict[str, str] = {}
+    column: tuple[str, nn.Linear] | None = None
+    for name, child in chain.named_children():
+        if isinstance(child, nn.Linear):
+            if column and column[1].out_features == child.in_features:
+                words |= {column[0]: "colwise", name: "rowwise"}
+                column = None
+            else:
+                column = name, child
+        elif not isinstance(child, _ELEMENTWISE):
+            column = None
+    return words
+
+
+def _norms_of_heads(holder: nn.Module, width: int) -> dict[str, str] | None:
+    """Return the words of norms over the features of a head; None if there is one over those of all heads."""
+    words = {}
+    for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+        weight = getattr(getattr(holder, name, None), "weight", None)
+        if weight is not None and weight.numel() >= width:
+            return None
+        if weight is not None:
+            words[name] = "replicated_with_grad_allreduce"
+    return words
+
+
+def _numbers(holder: nn.Module, width: int) -> Iterator[str]:
+    attributes = vars(holder)
+    yield from (name for name in (*_HEADS, *_KEY_HEADS) if _is_count(attributes.get(name)))
+    yield from (name for name in _WIDTHS if attributes.get(name) == width)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _get(module: nn.Module, path: str) -> object:
+    found: object = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found

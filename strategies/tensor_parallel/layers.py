@@ -1,0 +1,211 @@
+"""Cut layers: the parameters of a layer that are cut, and its forward on what this rank holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..state.dtensor import is_dtensor
+from ..torch_internals import strided_shard
+from .exchanges import TensorGroup
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The cut of a parameter: along `dim`, in each of `sections` equal parts that lie side by side there."""
+
+    dim: int
+    sections: int = 1
+
+    def __str__(self) -> str:
+        parts = f" in each of {self.sections} sections" if self.sections > 1 else ""
+        return f"along dimension {self.dim}{parts}"
+
+    def of(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """Return what a rank holds of a whole tensor."""
+        sections = tensor.chunk(self.sections, self.dim)
+        return torch.cat([section.chunk(size, self.dim)[rank] for section in sections], self.dim)
+
+    def placement(self) -> Any:
+        """Return the placement of the DTensor."""
+        from torch.distributed.tensor import Shard
+
+        return Shard(self.dim) if self.sections == 1 else strided_shard(self.dim, self.sections)
+
+
+@dataclass(frozen=True)
+class CutLayer:
+    """A layer of which this rank holds a cut; its subclasses say which one, and what is exchanged."""
+
+    slices: Mapping[str, Slices]
+    """The cuts of its own parameters, by name."""
+    shard_dim: int | None = None
+    """The dimension of the sequence, where whole activations around the layer are shards of the sequence."""
+
+    def in_shards(self, dim: int) -> CutLayer:
+        """Return the same layer amid shards of the sequence."""
+        return replace(self, shard_dim=dim)
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        """Run the layer's forward with what this rank holds."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ColumnCut(CutLayer):
+    """A linear layer that computes some of its output features."""
+
+    gathers_output: bool = False
+    takes_copies: bool = False
+    """Whether the module around it has exchanged the input; see `JoinedInput`."""
+    keeps_logits: bool = False
+    """Whether the output is a DTensor cut along its last dimension, as ``loss_parallel`` needs it."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        first, rest, named = first_input(inputs, named)
+        if self.takes_copies:
+            whole = first
+        else:
+            whole = group.copy(first) if self.shard_dim is None else group.join_copy(first, self.shard_dim)
+        with local_parameters(module, **_local_width(module, self.slices)):
+            output = forward(whole, *rest, **named)
+        if self.keeps_logits:
+            return _as_logits(output, group)
+        return group.join(output, -1) if self.gathers_output else output
+
+
+@dataclass(frozen=True)
+class RowCut(CutLayer):
+    """A linear layer that takes some of its input features; the ranks' outputs are summed."""
+
+    splits_input: bool = False
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        first, rest, named = first_input(inputs, named)
+        own = group.split(first, -1) if self.splits_input else first
+        bias = getattr(module, "bias", None)
+        # the bias is added once, to the sum
+        none = (
+            {} if bias is None else {"bias": None if isinstance(module, nn.Linear) else torch.zeros_like(local(bias))}
+        )
+        with local_parameters(module, **none):
+            output = forward(own, *rest, **named)
+        if self.shard_dim is None:
+            total = group.sum(output)
+            return total if bias is None else total + local(bias).to(total.dtype)
+        total = group.sum_split(output, self.shard_dim)
+        return total if bias is None else total + group.copy(local(bias)).to(total.dtype)
+
+
+@dataclass(frozen=True)
+class VocabularyCut(CutLayer):
+    """An embedding that holds some rows of its table."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        indices, rest, named = first_input(inputs, named)
+        weight = local(module.weight)  # type: ignore[arg-type]
+        start = group.rank * weight.shape[0]
+        is_elsewhere = (indices < start) | (indices >= start + weight.shape[0])
+        padding: Any = getattr(module, "padding_idx", None)
+        own_padding = None if padding is None or not 0 <= padding - start < weight.shape[0] else padding - start
+        with local_parameters(module, padding_idx=own_padding):
+            output = forward((indices - start).masked_fill(is_elsewhere, 0), *rest, **named)
+        return group.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+
+
+@dataclass(frozen=True)
+class EmbeddingColumnCut(CutLayer):
+    """An embedding that holds some columns of its table."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        with local_parameters(module):
+            return group.join(forward(*inputs, **named), -1)
+
+
+@dataclass(frozen=True)
+class SummedGradients(CutLayer):
+    """A layer whose whole parameters work on what differs from rank to rank, so that their gradients are summed."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        own = {name: group.copy(local(p)) for name, p in module.named_parameters(recurse=False)}
+        with local_parameters(module, **own):
+            return forward(*inputs, **named)
+
+
+@dataclass(frozen=True)
+class SummedOutput(CutLayer):
+    """A layer whose output is a summand on each rank."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        return group.sum(forward(*inputs, **named))
+
+
+@dataclass(frozen=True)
+class ShardedLayer(CutLayer):
+    """A layer that works on shards of the sequence, of whole activations."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        if self.shard_dim is not None:  # amid shards
+            return SummedGradients({}).run(module, forward, group, inputs, named)
+        first, rest, named = first_input(inputs, named)
+        shard = group.split(first, 1)
+        return group.join(SummedGradients({}).run(module, forward, group, (shard, *rest), named), 1)
+
+
+@dataclass(frozen=True)
+class WholeLayer(CutLayer):
+    """A layer that every rank holds whole."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        return forward(*inputs, **named)
+
+
+def first_input(inputs: tuple[Any, ...], named: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the first input of a layer, which may be given by its name, and the others."""
+    if inputs:
+        return inputs[0], inputs[1:], named
+    name = "hidden_states" if "hidden_states" in named else next(iter(named))
+    return named[name], (), {key: value for key, value in named.items() if key != name}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, with a gradient."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+@contextmanager
+def local_parameters(module: nn.Module, **others: Any) -> Iterator[None]:
+    """Let a module's own attributes be what this rank holds of its parameters, and `others`.
+
+    An attribute of the instance hides the parameter of that name, which stays where optimizers and checkpoints look.
+    """
+    own = {name: local(p) for name, p in module.named_parameters(recurse=False) if name not in others} | others
+    attributes = vars(module)
+    before = {name: attributes[name] for name in own if name in attributes}
+    attributes.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del attributes[name]
+        attributes.update(before)
+
+
+def _local_width(module: nn.Module, slices: Mapping[str, Slices]) -> dict[str, int]:
+    """Return the number of output features of a Conv1D of transformers, which its forward reads."""
+    if not hasattr(module, "nf"):
+        return {}
+    return {"nf": local(module.weight).shape[slices["weight"].dim]}  # type: ignore[arg-type]
+
+
+def _as_logits(output: Tensor, group: TensorGroup) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(output, group.mesh, [Shard(output.dim() - 1)], run_check=False)

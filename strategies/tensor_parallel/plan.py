@@ -1,0 +1,194 @@
+"""Tensor parallel plan: the layers of a module that are cut, by name, and how."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .attention import AttentionCut
+from .known_layers import head_counts, is_projection
+from .layers import ColumnCut, CutLayer
+from .plan_table import plan_table
+from .sequence import JoinedInput, ShardedBlock, SharedInput, sharded_blocks
+from .words import OPEN_COLUMNS, OPEN_OTHERS, OPEN_ROWS, cut_layer, is_style, validate_width
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The cuts of a module's layers, complete and in the module's order; see `find_plan`."""
+
+    words: Mapping[str, Any]
+    """A word or a ParallelStyle of torch by the name of each layer that the plan names."""
+    source: str
+    """Where the plan comes from, for messages."""
+    sequence_parallel: bool = False
+    head: str | None = None
+    """The layer whose logits stay cut by vocabulary, with ``loss_parallel``."""
+    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The attributes of modules that are divided by tp, such as a number of heads, by the modules' names."""
+
+    def of_layers(self, is_chosen: Callable[[str], bool]) -> TensorPlan:
+        """Return the plan of some of its layers."""
+        words = {name: word for name, word in self.words.items() if is_chosen(name)}
+        numbers = {name: numbers for name, numbers in self.numbers.items() if is_chosen(name)}
+        return replace(self, words=words, numbers=numbers, head=self.head if self.head in words else None)
+
+    def layers(self, module: nn.Module) -> dict[str, CutLayer]:
+        """Return the cut of each layer that a word names."""
+        named = {name: word for name, word in self.words.items() if not is_style(word)}
+        layers = {name: cut_layer(name, module.get_submodule(name), word) for name, word in named.items()}
+        head = layers.get(self.head or "")
+        if self.head and isinstance(head, ColumnCut):
+            layers[self.head] = replace(head, gathers_output=False, keeps_logits=True)
+        for block, sharded in self.sharded_blocks(module).items():
+            inside = {name: layer for name, layer in layers.items() if _is_inside(name, block)}
+            layers |= {name: _amid_shards(name, layer, block, sharded.dim) for name, layer in inside.items()}
+        return layers
+
+    def holders(self, module: nn.Module) -> dict[str, CutLayer]:
+        """Return what the modules around several layers with one input do with it."""
+        columns = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, ColumnCut)}
+        counts = Counter(_parent(name) for name in columns)
+        holders: dict[str, CutLayer] = {parent: SharedInput({}) for parent, count in counts.items() if count > 1}
+        joined = {_parent(name): layer.shard_dim for name, layer in columns.items() if layer.takes_copies}
+        return holders | {parent: JoinedInput({}, dim) for parent, dim in joined.items()}
+
+    def blocks(self, module: nn.Module) -> dict[str, list[str]]:
+        """Return the blocks that take and return whole activations, with the planned layers inside each.
+
+        A block is the smallest module around layers that pass cut activations to each other, or a single layer that
+        takes and returns whole ones. None is inside another.
+        """
+        sharded = self.sharded_blocks(module)
+        planned = [name for name, word in self.words.items() if word != "replicate"]
+        around = [
+            next((block for block in sharded if _is_inside(name, block)), None) or _around(name, self.words, module)
+            for name in planned
+        ]
+        outer = [block for block in dict.fromkeys(around) if not any(_is_inside(block, other) for other in around)]
+        return {block: [name for name in self.words if name == block or _is_inside(name, block)] for block in outer}
+
+    def sharded_blocks(self, module: nn.Module) -> dict[str, ShardedBlock]:
+        """Return the blocks that work on shards of the sequence, with ``sequence_parallel``."""
+        return sharded_blocks(module, self.words) if self.sequence_parallel else {}
+
+    def styles(self) -> dict[str, Any]:
+        """Return torch's ParallelStyle objects of the plan."""
+        return {name: word for name, word in self.words.items() if is_style(word)}
+
+    def validate(self, module: nn.Module, tp: int) -> None:
+        """Check, before processes start, that the plan can cut the module in `tp` parts.
+
+        Raises:
+            ConfigError: for a width or a number of heads that `tp` does not divide, and for tied weights that are cut
+                in two ways.
+        """
+        layers = self.layers(module)
+        problems = [
+            p for name, layer in layers.items() for p in validate_width(name, module.get_submodule(name), layer, tp)
+        ]
+        problems += _problems_of_heads(self.words, module, tp)
+        if problems:
+            raise ConfigError(
+                f"tp={tp} does not divide what {self.source} cuts: {'; '.join(problems[:5])}; choose another tp, or "
+                "give these layers the word 'replicate' in tp_plan."
+            )
+        self._check_ties(module, layers)
+
+    def table(self, module: nn.Module, tp: int) -> str:
+        """Return a table of the cut layers: their words, the shapes of a rank's cuts, and the bytes that it holds."""
+        return plan_table(module, self.words, self.layers(module), tp)
+
+    def _check_ties(self, module: nn.Module, layers: Mapping[str, CutLayer]) -> None:
+        planned: dict[tuple[nn.Module, str], str] = {}
+        for name, layer in layers.items():
+            for parameter, slices in layer.slices.items():
+                inside, _, own_name = parameter.rpartition(".")
+                planned[module.get_submodule(f"{name}.{inside}".strip(".")), own_name] = str(slices)
+        cuts: dict[Tensor, tuple[str, str]] = {}
+        for name, submodule in module.named_modules():
+            for own_name, parameter in submodule.named_parameters(recurse=False):
+                full = f"{name}.{own_name}".lstrip(".")
+                cut = planned.get((submodule, own_name), "not at all")
+                first, other = cuts.setdefault(parameter, (full, cut))
+                if other != cut:
+                    raise ConfigError(
+                        f"{full} and {first} are one tensor, but {self.source} cuts it in two ways, {cut} and {other}; "
+                        "give both layers words that match, such as 'embedding_rowwise' and 'colwise_gather_output', "
+                        "or leave both out."
+                    )
+
+
+def _around(name: str, words: Mapping[str, Any], module: nn.Module) -> str:
+    """Return the block that a planned layer belongs to."""
+    word = words[name]
+    if is_style(word):
+        # what torch's styles pass on is known between the first and the last of them only
+        return _common([other for other in words if is_style(words[other])])
+    if not _is_open(word):
+        return name
+    block = _parent(name)
+    while block and not _closes(block, words):
+        block = _parent(block)
+    if not _closes(block, words):
+        block = _parent(name)
+    return block
+
+
+def _closes(block: str, words: Mapping[str, Any]) -> bool:
+    """Return whether cut activations are made and taken in a block."""
+    inside = {_base(words[name]) for name in words if _is_inside(name, block)}
+    return bool(inside & OPEN_COLUMNS) and bool(inside & OPEN_ROWS)
+
+
+def _is_open(word: str) -> bool:
+    return _base(word) in OPEN_COLUMNS | OPEN_ROWS | OPEN_OTHERS
+
+
+def _base(word: object) -> str:
+    return word.partition(":")[0] if isinstance(word, str) else ""
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return name != block and (not block or name.startswith(f"{block}."))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _common(names: list[str]) -> str:
+    first, *rest = [name.split(".")[:-1] for name in names]
+    while any(other[: len(first)] != first for other in rest):
+        first = first[:-1]
+    return ".".join(first)
+
+
+def _amid_shards(name: str, layer: CutLayer, block: str, dim: int) -> CutLayer:
+    """Return a layer amid shards of the sequence; projections of an attention get whole ones from the module around."""
+    layer = layer.in_shards(dim)
+    if isinstance(layer, AttentionCut):  # that of torch's decoder layer attends to a whole sequence
+        return replace(layer, has_cut_memory=name.rpartition(".")[2] != "multihead_attn")
+    is_held = isinstance(layer, ColumnCut) and is_projection(name) and _parent(name) != block
+    return replace(layer, takes_copies=True) if is_held else layer  # type: ignore[call-arg]
+
+
+def _problems_of_heads(words: Mapping[str, Any], module: nn.Module, tp: int) -> list[str]:
+    """Return the numbers of attention heads that `tp` does not divide."""
+    problems = []
+    for name, word in words.items():
+        holder = _parent(name)
+        layer = module.get_submodule(name)
+        if isinstance(layer, nn.MultiheadAttention):
+            counts, holder = {"num_heads": layer.num_heads}, name
+        elif _base(word) in OPEN_COLUMNS and is_projection(name):
+            counts = head_counts(module.get_submodule(holder))
+        else:
+            continue
+        problems += [f"{holder} has {count} {key}" for key, count in counts.items() if count % tp]
+    return list(dict.fromkeys(problems))

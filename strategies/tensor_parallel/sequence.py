@@ -1,0 +1,129 @@
+"""Sequence parallel: the blocks of a module in which norms, dropout and residuals work on shards of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ModuleError
+from ..module.blocks import CONTAINERS
+from ..state.dtensor import is_dtensor
+from .exchanges import TensorGroup
+from .layers import CutLayer, Forward
+
+_TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_ATTENDS_ELSEWHERE = ("cross", "encoder_attn", "encdec")
+
+
+@dataclass(frozen=True)
+class ShardedBlock(CutLayer):
+    """A block whose first input and output are whole, or DTensors where its neighbour is such a block, too.
+
+    Whoever reads a DTensor between two blocks gets the whole sequence's values, or torch's error.
+    """
+
+    dim: int = 1
+    passes_shards: bool = False
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        """Run the block on a shard of the sequence."""
+        output = _with_first(forward, lambda hidden: self._shard(hidden, group), inputs, named)
+        if isinstance(output, Tensor):
+            return self._passed(output, group)
+        if type(output) not in (tuple, list):
+            raise ModuleError(
+                "sequence_parallel=True needs blocks that return a tensor, or a tuple that begins with one, got "
+                f"{type(output).__name__}; leave sequence_parallel out."
+            )
+        return type(output)([self._passed(output[0], group), *output[1:]])
+
+    def _shard(self, hidden: Any, group: TensorGroup) -> Tensor:
+        if is_dtensor(hidden):
+            return hidden.to_local()  # type: ignore[no-any-return]
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise ModuleError(
+                "sequence_parallel=True needs blocks whose first input has 3 dimensions (batch, length, width), got "
+                f"{shape}; leave sequence_parallel out."
+            )
+        return group.split(hidden, self.dim)
+
+    def _passed(self, shard: Tensor, group: TensorGroup) -> Any:
+        if not self.passes_shards:
+            return group.join(shard, self.dim)
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(shard, group.mesh, [Shard(self.dim)], run_check=False)
+
+
+@dataclass(frozen=True)
+class JoinedInput(CutLayer):
+    """An attention whose projections get the whole sequence: its forward may read the length of its input."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        """Run the attention with its first input whole."""
+        assert self.shard_dim is not None
+        dim = self.shard_dim
+        return _with_first(forward, lambda shard: group.join_copy(shard, dim), inputs, named)
+
+
+@dataclass(frozen=True)
+class SharedInput(CutLayer):
+    """A module around several layers that take the same input, which is exchanged once."""
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        """Run the module as it is."""
+        with group.sharing_inputs():
+            return forward(*inputs, **named)
+
+
+def _with_first(forward: Forward, change: Callable[[Any], Any], inputs: tuple[Any, ...], named: Any) -> Any:
+    """Call a forward with its first input, the hidden states, changed."""
+    if inputs:
+        return forward(change(inputs[0]), *inputs[1:], **named)
+    key = "hidden_states" if "hidden_states" in named else next(iter(named))
+    return forward(**{**named, key: change(named[key])})
+
+
+def sharded_blocks(module: nn.Module, cut: Collection[str]) -> dict[str, ShardedBlock]:
+    """Return the outermost repeated blocks around the layers of a plan, whose names are `cut`.
+
+    Blocks with a second sequence, to which they attend, are left out unless they are torch's own.
+    """
+    names: list[str] = []
+    for parent_name, parent in module.named_modules():
+        if not isinstance(parent, (*CONTAINERS, nn.Sequential)) or _is_inside_any(parent_name, names):
+            continue
+        children = [(f"{parent_name}.{name}".lstrip("."), child) for name, child in parent.named_children()]
+        names += [name for name, child in children if any(_is_inside(layer, name) for layer in cut) and _suits(child)]
+    return {
+        name: ShardedBlock({}, None, _length_dim(module.get_submodule(name)), _precedes(name, names)) for name in names
+    }
+
+
+def _suits(block: nn.Module) -> bool:
+    others = any(word in name for name, _ in block.named_modules() for word in _ATTENDS_ELSEWHERE)
+    return isinstance(block, _TORCH_LAYERS) or not (others or isinstance(block, (*CONTAINERS, nn.Sequential)))
+
+
+def _length_dim(block: nn.Module) -> int:
+    """Return the dimension of the sequence in a block's input."""
+    attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
+    return 1 if attention is None or attention.batch_first else 0
+
+
+def _precedes(name: str, names: list[str]) -> bool:
+    """Return whether a block's neighbour in its container follows."""
+    at = names.index(name) + 1
+    return at < len(names) and names[at].rpartition(".")[0] == name.rpartition(".")[0]
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return name.startswith(f"{block}.")
+
+
+def _is_inside_any(name: str, blocks: list[str]) -> bool:
+    return any(_is_inside(f"{name}.", block) for block in blocks)

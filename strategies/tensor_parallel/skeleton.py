@@ -1,0 +1,89 @@
+"""Skeleton of a module: its structure before it is cut, which runs once with gathered weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..distributed.nested import map_tensors
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Skeleton:
+    """A copy of a module and its submodules, in eval mode, whose parameters are on the meta device.
+
+    Other attributes are shared with the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._copies: dict[nn.Module, nn.Module] = {}
+        self._module = self._copy(module)
+
+    def run(self, module: nn.Module, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run the copy with ``whole(parameter)`` of the module's parameters as they are now, and copies of buffers."""
+        memory: dict[int, Tensor] = {}
+
+        def filled(tensor: Tensor | None, make: Callable[[Tensor], Tensor]) -> Tensor | None:
+            return None if tensor is None else memory.setdefault(id(tensor), make(tensor))
+
+        for name, submodule in module.named_modules():
+            mine = self._module.get_submodule(name)
+            mine._parameters.update({key: filled(p, whole) for key, p in submodule._parameters.items()})  # noqa: SLF001
+            mine._buffers.update({key: filled(b, _clone) for key, b in submodule._buffers.items()})  # noqa: SLF001
+        return self._module(*args, **kwargs)
+
+    def _copy(self, module: M) -> M:
+        if module in self._copies:
+            return self._copies[module]  # type: ignore[return-value]
+        own: M = object.__new__(type(module))
+        self._copies[module] = own
+        attributes = dict(vars(module))
+        forward = attributes.get("forward")
+        if isinstance(forward, MethodType) and forward.__self__ is module:
+            attributes["forward"] = MethodType(forward.__func__, own)
+        parameters, submodules = attributes["_parameters"], attributes["_modules"]
+        attributes["_parameters"] = {name: None if p is None else p.to("meta") for name, p in parameters.items()}
+        # hooks that are registered later, as those of fully_shard, are the module's alone
+        containers = [
+            name for name in attributes if name == "_buffers" or name.endswith(("_hooks", "_hooks_with_kwargs"))
+        ]
+        attributes |= {name: copy.copy(attributes[name]) for name in containers}
+        attributes["_modules"] = {name: None if m is None else self._copy(m) for name, m in submodules.items()}
+        attributes["training"] = False
+        vars(own).update(attributes)
+        return own
+
+
+def private(values: Any) -> Any:
+    """Return a copy of a block's inputs, detached from the graph; tensors that are one stay one.
+
+    Objects in it, such as caches of keys and values, are copied with what they hold.
+    """
+    return _private(values, {})
+
+
+def _private(values: Any, copies: dict[int, Any]) -> Any:
+    def tensor(value: Tensor) -> Tensor:
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+        return copies[id(value)]  # type: ignore[no-any-return]
+
+    def other(value: Any) -> Any:
+        if isinstance(value, nn.Module | type) or not hasattr(value, "__dict__") or callable(value):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = own = copy.copy(value)
+            for name, attribute in vars(value).items():
+                vars(own)[name] = _private(attribute, copies)
+        return copies[id(value)]
+
+    return map_tensors(tensor, values, other)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

@@ -1,0 +1,197 @@
+"""Plan words: the names of the ways to cut a layer, most of them those of transformers' plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from torch import nn
+
+from ..errors import ConfigError, did_you_mean
+from .attention import AttentionCut
+from .known_layers import is_known_attention, widths
+from .layers import (
+    ColumnCut,
+    CutLayer,
+    EmbeddingColumnCut,
+    RowCut,
+    ShardedLayer,
+    Slices,
+    SummedGradients,
+    SummedOutput,
+    VocabularyCut,
+    WholeLayer,
+)
+
+OPEN_COLUMNS: Final = frozenset({"colwise", "packed_colwise"})
+"""The words whose layers return cut activations."""
+OPEN_ROWS: Final = frozenset({"rowwise", "packed_rowwise"})
+"""The words whose layers take cut activations."""
+OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce"})
+"""The words whose layers work between those."""
+_PACKED_IN_THREE: Final = ("qkv", "c_attn", "in_proj")
+_EXPERTS: Final = frozenset(
+    ["ep_dispatch_experts", "grouped_gemm", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "local_params"]
+)
+
+
+def is_style(word: object) -> bool:
+    """Return whether a plan's value is one of torch's ParallelStyle objects."""
+    if isinstance(word, str):
+        return False
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    return isinstance(word, ParallelStyle)
+
+
+def is_for_experts(word: object) -> bool:
+    """Return whether a word of transformers is about experts, which are not cut by tp."""
+    return word in _EXPERTS
+
+
+def check_word(name: str, word: object) -> None:
+    """Check that a plan's value is a word or a style.
+
+    Raises:
+        ConfigError: naming what was meant.
+    """
+    if is_style(word) or (isinstance(word, str) and (word in _WORDS or _is_packed(word))):
+        return
+    if is_for_experts(word):
+        raise ConfigError(
+            f"the plan's word {word!r} of {name!r} belongs to mixtures of experts and their like, which are not cut "
+            "by tp; leave its layers out of tp_plan, and they stay whole."
+        )
+    raise ConfigError(
+        f"the plan of {name!r} must be a word or a ParallelStyle of torch, got {word!r}."
+        f"{did_you_mean(str(word), _WORDS)}"
+    )
+
+
+def cut_layer(name: str, module: nn.Module, word: str) -> CutLayer:
+    """Return how a word cuts a layer.
+
+    Raises:
+        ConfigError: for a word that does not suit the layer.
+    """
+    base, _, sections = word.partition(":")
+    make = _WORDS[base]
+    layer = make(name, module, int(sections)) if sections else make(name, module, None)
+    if layer is None:
+        raise ConfigError(
+            f"{word!r} cannot cut {name!r}, which is of class {type(module).__name__}; {_advice(module)}."
+        )
+    return layer
+
+
+def _is_packed(word: str) -> bool:
+    base, _, sections = word.partition(":")
+    return base in ("packed_colwise", "packed_rowwise") and sections.isdigit() and int(sections) > 1
+
+
+def _advice(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "use 'attention'"
+    if isinstance(module, nn.Embedding):
+        return "use 'embedding_rowwise' or 'embedding_colwise'"
+    if widths(module):
+        return "use 'colwise', 'rowwise' or another word for linear layers"
+    return "cut the layers inside it, or leave it out"
+
+
+def _linear_slices(module: nn.Module, *, is_column: bool, sections: int = 1) -> dict[str, Slices] | None:
+    if widths(module) is None:
+        return None
+    dim = int(is_column != isinstance(module, nn.Linear))  # a Conv1D of transformers has a transposed weight
+    slices = {"weight": Slices(dim, sections)}
+    if is_column and getattr(module, "bias", None) is not None:
+        slices["bias"] = Slices(0, sections)
+    return slices
+
+
+_Make = Callable[[str, nn.Module, int | None], CutLayer | None]
+
+
+def _column(**settings: bool) -> _Make:
+    def make(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+        slices = _linear_slices(module, is_column=True)
+        return None if slices is None else ColumnCut(slices, **settings)
+
+    return make
+
+
+def _row(**settings: bool) -> _Make:
+    def make(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+        slices = _linear_slices(module, is_column=False)
+        return None if slices is None else RowCut(slices, **settings)
+
+    return make
+
+
+def _packed_column(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+    three = any(part in name.rpartition(".")[2] for part in _PACKED_IN_THREE)
+    slices = _linear_slices(module, is_column=True, sections=sections or (3 if three else 2))
+    return None if slices is None else ColumnCut(slices)
+
+
+def _packed_row(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+    slices = _linear_slices(module, is_column=False, sections=sections or 2)
+    return None if slices is None else RowCut(slices)
+
+
+def _vocabulary(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+    return VocabularyCut({"weight": Slices(0)}) if _is_plain_embedding(name, module) else None
+
+
+def _embedding_columns(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+    return EmbeddingColumnCut({"weight": Slices(1)}) if _is_plain_embedding(name, module) else None
+
+
+def _is_plain_embedding(name: str, module: nn.Module) -> bool:
+    if not isinstance(module, nn.Embedding):
+        return False
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ConfigError(
+            f"{name!r} is an Embedding with max_norm={module.max_norm}, scale_grad_by_freq="
+            f"{module.scale_grad_by_freq}, sparse={module.sparse}, and cannot be cut; leave it out of the plan."
+        )
+    return True
+
+
+def _attention(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+    return AttentionCut.of(module) if is_known_attention(module) else None
+
+
+def _always(layer: CutLayer) -> _Make:
+    return lambda *_: layer
+
+
+_WORDS: Final[dict[str, _Make]] = {
+    "colwise": _column(),
+    "colwise_gather_output": _column(gathers_output=True),
+    "colwise_rep": _column(gathers_output=True),
+    "rowwise": _row(),
+    "rowwise_split_input": _row(splits_input=True),
+    "rowwise_rep": _row(splits_input=True),
+    "packed_colwise": _packed_column,
+    "packed_rowwise": _packed_row,
+    "embedding_rowwise": _vocabulary,
+    "embedding_colwise": _embedding_columns,
+    "attention": _attention,
+    "sequence_parallel": _always(ShardedLayer({})),
+    "replicated_with_grad_allreduce": _always(SummedGradients({})),
+    "all_reduce": _always(SummedOutput({})),
+    "replicate": _always(WholeLayer({})),
+}
+
+
+def validate_width(name: str, module: nn.Module, layer: CutLayer, tp: int) -> list[str]:
+    """Return what stands in the way of cutting a layer's parameters in `tp` equal parts."""
+    problems = []
+    for parameter, slices in layer.slices.items():
+        tensor = module.get_parameter(parameter)
+        length = tensor.shape[slices.dim]
+        if length % (slices.sections * tp):
+            times = f"{slices.sections} x " if slices.sections > 1 else ""
+            problems.append(f"{name}.{parameter} has {length} along dimension {slices.dim}, no multiple of {times}{tp}")
+    return problems
