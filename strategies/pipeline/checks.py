@@ -1,0 +1,82 @@
+"""Checks of a pipeline in the user's process, before any other is started, and the table of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from .partition import Partition, check_is_cut, make_partition
+from .schedule import Schedule
+
+
+def check_pipeline(axes: Mapping[str, int], **options: bool) -> None:
+    """Check what else a strategy with stages is asked for: `options` are those that it cannot have.
+
+    Raises:
+        ConfigError: for what a pipeline cannot do.
+    """
+    for name, is_asked in {"cp": axes.get("cp", 1) > 1, **options}.items():
+        if is_asked:
+            raise ConfigError(
+                f"pp={axes['pp']} cannot be combined with {name}; leave {name} out, or use dp_shard instead of pp."
+            )
+
+
+def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:
+    """Check that a module, as far as it is built, can be cut into stages.
+
+    Raises:
+        ConfigError: if it cannot.
+        ModuleError: for one module in the stages of several ranks.
+    """
+    name = type(module).__name__
+    if not getattr(module, "automatic_optimization", True):
+        raise ConfigError(
+            f"pp={schedule.num_ranks} needs a module with automatic_optimization=True, got a {name} without; return "
+            "the loss, or use dp_shard instead of pp."
+        )
+    if sum("configure_sharding" in vars(kind) for kind in type(module).__mro__) > 1:
+        raise ConfigError(
+            f"pp={schedule.num_ranks} cuts {name} itself, which overrides configure_sharding; leave one of them out."
+        )
+    if is_built:
+        check_is_cut(module, make_partition(module, schedule.num_stages))
+
+
+def check_number(schedule: Schedule, num_micro_batches: int) -> None:
+    """Check the number of micro-batches of a whole step; the rest of an epoch may have any.
+
+    Raises:
+        ConfigError: for fewer than the schedule needs.
+    """
+    needed = schedule.reason_against(num_micro_batches)
+    if needed:
+        raise ConfigError(
+            f"accumulate_grad_batches must be {needed}, with schedule={schedule.name!r} and pp={schedule.num_ranks}, "
+            f"got {num_micro_batches} micro-batches a step; set it (or global_batch_size), or take schedule='gpipe'."
+        )
+
+
+def stage_table(module: nn.Module, schedule: Schedule) -> str:
+    """Return a table of the stages of a module, and the share of idle time to expect."""
+    partition = make_partition(module, schedule.num_stages)
+    all_bytes = sum(part.num_bytes for part in partition.parts.values()) or 1
+    rows = [("stage", "rank", "parts", "bytes", "of all")]
+    for stage in range(schedule.num_stages):
+        size = partition.bytes_of(stage)
+        row = str(stage), str(schedule.rank_of(stage)), _shown(partition, stage), f"{size:,}", f"{size / all_bytes:.0%}"
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    idle = ", ".join(f"{schedule.idle_share(number):.0%} with {number}" for number in (4, 8, 16, 32))
+    shared = f"On every stage: {', '.join(partition.everywhere)}." if partition.everywhere else ""
+    title = f"Stages of {type(module).__name__} ({schedule.name}, pp={schedule.num_ranks}):"
+    return "\n".join(filter(None, [title, *lines, shared, f"Idle share by micro-batches: {idle}."]))
+
+
+def _shown(partition: Partition, stage: int) -> str:
+    names = partition.stages[stage]
+    return ", ".join(names) if len(names) < 5 else f"{names[0]} ... {names[-1]} ({len(names)} parts)"

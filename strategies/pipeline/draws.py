@@ -1,0 +1,74 @@
+"""Draws: the random numbers of a step, the same on every stage up to the first cut, and others on each behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..module.random_streams import device_generators
+
+States = list[Tensor]
+
+
+class Draws:
+    """Keeps the streams of torch in step on all stages, which run different parts of one step.
+
+    Up to the end of the first stage every stage runs the same code of the step itself (masks, noise), with the same
+    numbers, and the next micro-batch goes on from there; parts draw from streams of their own (dropout). Where no part
+    draws, the numbers are those of one process.
+
+    Args:
+        device: that of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator, *device_generators([device])]
+        self._starts: dict[int, States] = {}
+        self._key = b""
+
+    def begin(self, position: int) -> None:
+        """Begin a window of micro-batches at a position of the run, which a resumed run has again."""
+        self._starts = {0: self._states()}
+        state = self._starts[0][0].numpy().tobytes()
+        self._key = hashlib.blake2b(state + position.to_bytes(8, "little"), digest_size=16).digest()
+
+    def begin_micro_batch(self, index: int) -> None:
+        """Go to where a micro-batch begins."""
+        self._restore(self._starts[index])
+
+    def end_first_stage(self, index: int, stage: int) -> None:
+        """Note where the next micro-batch begins, and draw other numbers from here on."""
+        self._starts.setdefault(index + 1, self._states())
+        self._seed(index, f"stage {stage}")
+
+    @contextmanager
+    def of_part(self, index: int, name: str) -> Iterator[None]:
+        """Draw inside from a stream of a part's own."""
+        states = self._states()
+        self._seed(index, name)
+        try:
+            yield
+        finally:
+            self._restore(states)
+
+    def end(self, number: int) -> None:
+        """Go to where the micro-batch after `number` ones begins, if it is known."""
+        if number in self._starts:
+            self._restore(self._starts[number])
+        self._starts.clear()
+
+    def _seed(self, index: int, name: str) -> None:
+        digest = hashlib.blake2b(f"{index} {name}".encode(), key=self._key, digest_size=8).digest()
+        for generator in self._generators:
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def _states(self) -> States:
+        return [generator.get_state() for generator in self._generators]
+
+    def _restore(self, states: States) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)

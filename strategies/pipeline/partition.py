@@ -1,0 +1,212 @@
+"""Partition: the parts of a module, in the order in which it registers them, and the stages that they are dealt to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ModuleError
+from ..module.blocks import repeated_blocks
+
+HOOK: Final = "configure_pipeline"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A submodule with parameters that runs as a whole: a repeated block, or a largest submodule around none."""
+
+    name: str
+    kind: str
+    """Its class."""
+    is_block: bool
+    num_bytes: int
+    """Of its parameters."""
+    work: int
+    """Multiplications for each of its inputs: the elements of its weights, but for those of tables."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which stages have which parts of a module."""
+
+    parts: Mapping[str, Part]
+    stages: tuple[tuple[str, ...], ...]
+    """The names of the parts of each stage, in order."""
+    everywhere: tuple[str, ...] = ()
+    """Parameters that belong to no part, which every stage has."""
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.stages)
+
+    def owners(self, name: str) -> list[int]:
+        """Return the stages that have a part."""
+        return [stage for stage, names in enumerate(self.stages) if name in names]
+
+    def boundary(self, stage: int) -> str:
+        """Return the part whose output a stage sends to the next one: its last block, else its last part."""
+        names = self.stages[stage]
+        return next((name for name in reversed(names) if self.parts[name].is_block), names[-1])
+
+    def bytes_of(self, stage: int) -> int:
+        """Return the size of a stage's parameters."""
+        return sum(self.parts[name].num_bytes for name in self.stages[stage])
+
+
+def make_partition(module: Any, num_stages: int) -> Partition:
+    """Return the stages that a module's ``configure_pipeline`` names, else its blocks dealt by size and work.
+
+    Raises:
+        ConfigError: for fewer blocks than stages, or for names that are no parts.
+    """
+    parts = find_parts(module)
+    everywhere = _outside(module, parts)
+    hook = getattr(module, HOOK, None)
+    if callable(hook):
+        return Partition(parts, _named(module, parts, hook(num_stages), num_stages), everywhere)
+    return Partition(parts, _dealt(module, list(parts.values()), num_stages), everywhere)
+
+
+def find_parts(module: nn.Module) -> dict[str, Part]:
+    """Return the parts of a module by name, in its order; what has no parameters is none, and runs on every stage."""
+    blocks = {name for name, _ in repeated_blocks(module)}
+    inside = {name.rpartition(".")[0] for name in blocks}
+    around = {name[:end] for name in inside for end in (*_dots(name), len(name))} | {""}
+    parts: dict[str, Part] = {}
+
+    def visit(name: str, submodule: nn.Module) -> None:
+        if name in around:
+            for child_name, child in submodule.named_children():
+                visit(f"{name}.{child_name}" if name else child_name, child)
+        elif next(submodule.parameters(), None) is not None:
+            parts[name] = _part(name, submodule, is_block=name in blocks)
+
+    visit("", module)
+    return parts
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, letter in enumerate(name) if letter == "."]
+
+
+def _part(name: str, submodule: nn.Module, *, is_block: bool) -> Part:
+    tables = {layer.weight for layer in submodule.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
+    parameters = list(submodule.parameters())
+    return Part(
+        name,
+        type(submodule).__name__,
+        is_block,
+        num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        work=sum(parameter.numel() for parameter in parameters if parameter.dim() > 1 and parameter not in tables),
+    )
+
+
+def _outside(module: nn.Module, parts: Mapping[str, Part]) -> tuple[str, ...]:
+    """Return the names of the parameters that are in no part: those of the modules around the blocks."""
+    inside = {parameter for name in parts for parameter in module.get_submodule(name).parameters()}
+    return tuple(name for name, parameter in module.named_parameters() if parameter not in inside)
+
+
+# --- blocks dealt by size and work -----------------------------------------------------------------------------------
+
+
+def _dealt(module: nn.Module, parts: Sequence[Part], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """Return the stages of which the largest share of all bytes and all work is smallest; each ends after a block."""
+    ends = [index + 1 for index, part in enumerate(parts) if part.is_block]
+    if len(ends) < num_stages:
+        name = type(module).__name__
+        raise ConfigError(
+            f"{name} has {len(ends)} repeated blocks for {num_stages} stages (pp x virtual_stages); a block is one of "
+            f"several modules of one class in a ModuleList or a Sequential. Use fewer stages, or name the parts of "
+            f"each in {name}.configure_pipeline(num_stages)."
+        )
+    all_bytes, all_work = sum(part.num_bytes for part in parts) or 1, sum(part.work for part in parts) or 1
+    costs = [part.num_bytes / all_bytes + part.work / all_work for part in parts]
+    # the last stage ends with the last part, the others after a block
+    places = [0, *ends[:-1], len(parts)]
+    cuts = _smallest_maximum([sum(costs[start:end]) for start, end in pairwise(places)], num_stages)
+    bounds = [places[cut] for cut in cuts]
+    return tuple(tuple(part.name for part in parts[start:end]) for start, end in pairwise(bounds))
+
+
+def _smallest_maximum(costs: Sequence[float], number: int) -> list[int]:
+    """Return the bounds of `number` runs of costs whose largest sum is smallest."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [0])}
+    for runs in range(1, number + 1):
+        for end in range(runs, len(costs) + 1):
+            best[runs, end] = min(
+                (max(best[runs - 1, start][0], sums[end] - sums[start]), [*best[runs - 1, start][1], end])
+                for start in range(runs - 1, end)
+                if (runs - 1, start) in best
+            )
+    return best[number, len(costs)][1]
+
+
+# --- stages that the module names ------------------------------------------------------------------------------------
+
+
+def _named(module: nn.Module, parts: Mapping[str, Part], given: Any, num_stages: int) -> tuple[tuple[str, ...], ...]:
+    where = f"{type(module).__name__}.{HOOK}({num_stages})"
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or len(given) != num_stages or any(isinstance(names, str) for names in given):
+        raise ConfigError(
+            f"{where} must return {num_stages} lists of names, one a stage, got {given!r:.120}; return the names of "
+            "submodules, such as [['embed', 'blocks.0'], ['blocks.1', 'head']]."
+        )
+    stages = []
+    for names in given:
+        own: list[str] = []
+        for name in names:
+            meant = [part for part in parts if part == name or part.startswith(f"{name}.")]
+            if not meant:
+                raise ConfigError(
+                    f"{where} names {name!r}, which is no part of the module; its parts are {', '.join(parts)}."
+                )
+            own += [part for part in meant if part not in own]
+        if not own:
+            raise ConfigError(f"{where} names nothing for one of the stages; give each stage at least one part.")
+        stages.append(tuple(own))
+    missing = [part for part in parts if not any(part in own for own in stages)]
+    if missing:
+        raise ConfigError(f"{where} names no stage for {', '.join(missing[:5])}; give each part a stage.")
+    return tuple(stages)
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def stages_of_parameters(module: nn.Module, partition: Partition) -> dict[Tensor, list[int]]:
+    """Return the stages that hold each parameter: several for one that parts of several stages share."""
+    holders: dict[Tensor, set[int]] = {}
+    for name in partition.parts:
+        for parameter in module.get_submodule(name).parameters():
+            holders.setdefault(parameter, set()).update(partition.owners(name))
+    everywhere = set(range(partition.num_stages))
+    for name in partition.everywhere:
+        holders[module.get_parameter(name)] = everywhere
+    return {parameter: sorted(stages) for parameter, stages in holders.items()}
+
+
+def check_is_cut(module: nn.Module, partition: Partition) -> None:
+    """Check that no parts of several stages have one module.
+
+    Raises:
+        ModuleError: naming them.
+    """
+    known: dict[nn.Module, str] = {}
+    for name in partition.parts:
+        submodule = module.get_submodule(name)
+        first = known.setdefault(submodule, name)
+        if first != name and partition.owners(first) != partition.owners(name):
+            raise ModuleError(
+                f"{first} and {name} are one module on two stages; name both for each of these stages in "
+                f"{type(module).__name__}.{HOOK}(num_stages)."
+            )

@@ -1,0 +1,160 @@
+"""Pipeline: a module on the stages of one rank, with what its ranks share and what lies elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.collectives import Collectives
+from ..state.dtensor import is_dtensor, local_shard, with_local_shard
+from .partition import Partition, check_is_cut, make_partition, stages_of_parameters
+from .schedule import Schedule
+from .stages import StagedModule
+from .timeline import WindowRecorder
+from .window import WindowRunner, WindowWork
+from .wire import StageWire
+
+
+class Pipeline:
+    """The stages of a module on this rank. Collective: every rank of the pipeline makes one.
+
+    Parameters of stages of other ranks stay in the module, on the meta device, so that their names do.
+
+    Args:
+        module: the module, whole on each rank.
+        schedule: which ranks have which stages, and in which order they work.
+        collectives: those of the ranks of this pipeline.
+        device: that of this rank.
+    """
+
+    def __init__(self, module: nn.Module, schedule: Schedule, collectives: Collectives, device: torch.device) -> None:
+        self.module, self.schedule, self.collectives = module, schedule, collectives
+        self.rank = collectives.rank
+        self.partition: Partition = make_partition(module, schedule.num_stages)
+        check_is_cut(module, self.partition)
+        holders = stages_of_parameters(module, self.partition)
+        named = list(module.named_parameters(remove_duplicate=False))
+        self.ranks_of: Mapping[str, Sequence[int]] = {
+            name: sorted({schedule.rank_of(stage) for stage in holders[parameter]}) for name, parameter in named
+        }
+        """The ranks of the pipeline that hold each parameter, by all of its names."""
+        self.elsewhere = self._leave_to_others(holders)
+        """The parameters that this rank does not hold."""
+        self._device = device
+        self._staged: StagedModule | None = None
+        self._runner: WindowRunner | None = None
+
+    def _leave_to_others(self, holders: Mapping[Tensor, Sequence[int]]) -> set[nn.Parameter]:
+        """Replace the parameters of other ranks' stages by ones without memory, and return these."""
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for submodule in list(self.module.modules()):
+            for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+                if self.rank in {self.schedule.rank_of(stage) for stage in holders[parameter]}:
+                    continue
+                if parameter not in replaced:
+                    # a rehearsal, which has no memory for any, runs earlier stages to see what they would send
+                    device = None if self.collectives.is_rehearsed else "meta"
+                    empty = torch.empty_like(parameter, device=device)
+                    replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(submodule, name, replaced[parameter])
+        return set(replaced.values())
+
+    def is_here(self, name: str) -> bool:
+        """Return whether a submodule is in a part that this rank has, or in none."""
+        parts = [part for part in self.partition.parts if f"{name}.".startswith(f"{part}.")]
+        return all(self.rank in map(self.schedule.rank_of, self.partition.owners(part)) for part in parts)
+
+    def start(self, backward: Callable[..., None]) -> None:
+        """Step in where the module calls its parts, once they are as they will run.
+
+        `backward` computes gradients of several tensors, as ``torch.autograd.backward``.
+        """
+        stages = self.schedule.stages_of(self.rank)
+        self._staged = staged = StagedModule(self.module, self.partition, stages, self._device)
+        self._runner = WindowRunner(staged, self.schedule, self.rank, StageWire(self.collectives), backward)
+
+    @property
+    def staged(self) -> StagedModule:
+        """What runs a stage, once `start` was called."""
+        assert self._staged is not None
+        return self._staged
+
+    @property
+    def runner(self) -> WindowRunner:
+        """What runs the micro-batches, once `start` was called."""
+        assert self._runner is not None
+        return self._runner
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that has the last stage, and with it the loss."""
+        return self.schedule.rank_of(self.schedule.num_stages - 1)
+
+    def run_window(self, work: WindowWork) -> None:
+        """Add the gradients of a window. Collective: every rank of the pipeline calls it."""
+        self.runner.run(work)
+
+    def record_window(self) -> WindowRecorder:
+        """Return what records the next window."""
+        self.runner.recorder = recorder = WindowRecorder(self.schedule, self.collectives, self._device)
+        return recorder
+
+    def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
+        """Run a step without gradients, and return on all ranks what it returns. Collective."""
+        is_here, output = self.runner.evaluate(signature, step)
+        return self.collectives.broadcast(output if is_here else None, self.last_rank)
+
+    # --- parameters on several ranks ---------------------------------------------------------------------------------
+
+    def shared(self) -> list[tuple[str, nn.Parameter, Sequence[int]]]:
+        """Return the parameters of this rank that others hold, too, with their ranks."""
+        return [
+            (name, parameter, self.ranks_of[name])
+            for name, parameter in self.module.named_parameters()
+            if len(self.ranks_of[name]) > 1 and self.rank in self.ranks_of[name]
+        ]
+
+    def add_shared_gradients(self) -> None:
+        """Add up the gradients of parameters that several ranks hold. Collective: the pipeline's ranks."""
+        for _, parameter, ranks in self.shared():
+            own = None if parameter.grad is None else local_shard(parameter.grad)
+            if self.rank == ranks[0]:
+                parts = [own, *(self.collectives.recv(rank) for rank in ranks[1:])]
+                present = [part for part in parts if part is not None]
+                total = torch.stack(present).sum(0) if len(present) > 1 else present[0] if present else None
+                for rank in ranks[1:]:
+                    self.collectives.send(total, rank)
+            else:
+                self.collectives.send(own, ranks[0])
+                total = self.collectives.recv(ranks[0])
+            if total is not None:
+                parameter.grad = with_local_shard(parameter, total.to(self._grad_device(parameter)))
+
+    def _grad_device(self, parameter: nn.Parameter) -> torch.device:
+        return local_shard(parameter).device if is_dtensor(parameter) else parameter.device
+
+    def copies_of(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """Return how many ranks of the pipeline hold each of these parameters."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [len(self.ranks_of[names[parameter]]) if parameter in names else 1 for parameter in parameters]
+
+    def owns(self, name: str) -> bool:
+        """Return whether this rank is the first that holds a parameter, and so the one that writes it."""
+        return self.ranks_of[name][0] == self.rank
+
+    def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
+        """Give copies of buffers, by name, the values that they have on the stage of their part.
+
+        Collective: the pipeline's ranks.
+        """
+        for part in self.partition.parts:
+            owner = self.schedule.rank_of(self.partition.owners(part)[-1])
+            buffers = [buffer for name, buffer in copies.items() if name.startswith(f"{part}.")]
+            if buffers:
+                values = self.collectives.broadcast([buffer.detach() for buffer in buffers], owner)
+                with torch.no_grad():
+                    for buffer, value in zip(buffers, values, strict=True):
+                        buffer.copy_(value)

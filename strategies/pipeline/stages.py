@@ -1,0 +1,285 @@
+"""StagedModule: a module's own step, run one stage at a time by stepping in where it calls its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
+from ..errors import ModuleError
+from .draws import Draws
+from .partition import HOOK, Partition
+from .spec import Shapes, Spec, specs_of
+
+
+class _Cut(BaseException):
+    """The end of a stage inside a step."""
+
+
+class Pass:
+    """One micro-batch on one stage: which parts run, which stand in for themselves, and where the step ends.
+
+    Args:
+        staged: the module and its stages.
+        stage: the stage.
+        index: the place of the micro-batch in its window.
+        received: what the stage before has sent; None on the first.
+        shapes: of the parts of earlier stages.
+    """
+
+    def __init__(
+        self, staged: StagedModule, stage: int, index: int, received: Any, shapes: Mapping[str, Sequence[Any]]
+    ) -> None:
+        self.staged, self.stage, self.index = staged, stage, index
+        self.partition = staged.partition
+        self.received, self.shapes = received, shapes
+        self.is_last = stage == self.partition.num_stages - 1
+        self.has_received = stage == 0
+        self.has_ended = False
+        self.logs = True
+        """Whether what the step logs counts: from where it receives to where it sends."""
+        self.calls: list[str] = []
+        """The parts that have run here."""
+        self.stood_in: list[str] = []
+        """The parts of earlier stages that were called."""
+        self.output: Any = None
+        """What is sent to the next stage."""
+        self.specs: dict[str, list[Any]] = {}
+        """What the parts that have run here returned, where it is to be noted."""
+        self.fills: Mapping[str, float] | None = None
+        """To trace a value: what stands in for each part, instead of NaN."""
+
+    # --- calls of parts ----------------------------------------------------------------------------------------------
+
+    def call(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a call of a part, or end the stage."""
+        owners = self.staged.owners[name]
+        if self.stage in owners:
+            return self._run(name, part, run, args, kwargs)
+        if owners[0] > self.stage:
+            if not self.has_ended:
+                raise self._out_of_order(name, owners[0])
+            raise _Cut
+        first = self.partition.boundary(0)
+        if name == first:
+            self.staged.draws.end_first_stage(self.index, self.stage)
+        if name == self.partition.boundary(self.stage - 1):
+            return self._receive(name)
+        number = self.stood_in.count(name)
+        self.stood_in.append(name)
+        return self._stand_in(name, number)
+
+    def _run(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        is_block = self.partition.parts[name].is_block
+        if is_block:
+            self._check_order(name)
+        if self.staged.is_first_look and self.stage and self.has_received:
+            self._check_inputs(name, part, args, kwargs)
+        ends = name == self.partition.boundary(self.stage) and not self.is_last
+        draws = self.staged.draws.of_part(self.index, name) if part.training else nullcontext()
+        with draws:
+            output = run(*args, **kwargs)
+        self.calls.append(name)
+        self.specs.setdefault(name, []).append(specs_of(output))
+        if ends:
+            self._end(name, output)
+        return output
+
+    def _end(self, name: str, output: Any) -> None:
+        leaves = [leaf for _, leaf in named_leaves(output)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]
+        if not tensors or odd:
+            raise ModuleError(
+                f"{name}, the last part of stage {self.stage}, must return tensors to be sent to stage "
+                f"{self.stage + 1}, got {', '.join(odd) or type(output).__name__}; let it return a tensor, or a list, "
+                "tuple or dict of tensors."
+            )
+        self.output, self.has_ended = output, True
+        if self.stage == 0:
+            self.staged.draws.end_first_stage(self.index, 0)
+        self.logs = False
+
+    def _receive(self, name: str) -> Any:
+        if self.has_received:
+            raise ModuleError(
+                f"{name} was called twice in one step, and lies on stage {self.stage - 1}, whose output stage "
+                f"{self.stage} has once; call it once, or keep its stage and the next together."
+            )
+        self.has_received = True
+        self.logs = self.fills is None
+        return self.received
+
+    def _stand_in(self, name: str, number: int) -> Any:
+        """Return what has the form of a part's output, and no values."""
+        specs = self.shapes.get(name, [])
+        if not specs:
+            raise ModuleError(
+                f"{name} was called behind {self.partition.boundary(self.stage - 1)}, on stage {self.stage}, but lies "
+                f"on stage {self.staged.owners[name][0]}; register it behind the blocks, or name it for the stages "
+                f"that call it in {HOOK}(num_stages)."
+            )
+        if number >= len(specs):
+            raise ModuleError(
+                f"{name} was called {number + 1} times on stage {self.stage}, but {len(specs)} times on its own, "
+                f"stage {self.staged.owners[name][0]}; a step of a pipeline runs through the blocks once, alike for "
+                "all batches of the same shapes: call the model once, and use its output twice."
+            )
+        value = float("nan") if self.fills is None else self.fills.get(name, 0.0)
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Spec):
+                return leaf
+            if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
+                raise ModuleError(
+                    f"{name} on stage {self.staged.owners[name][0]} returns a tensor of {leaf.dtype}, which does not "
+                    f"reach stage {self.stage}; compute it on the stage that needs it."
+                )
+            return leaf.filled(value, self.staged.device)
+
+        return map_tensors(lambda tensor: tensor, specs[number], fill)
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_order(self, name: str) -> None:
+        own = [part for part in self.partition.stages[self.stage] if self.partition.parts[part].is_block]
+        done = [part for part in self.calls if self.partition.parts[part].is_block]
+        if len(self.staged.owners[name]) > 1:
+            return
+        expected = own[len(done)] if len(done) < len(own) else None
+        if name in done:
+            raise ModuleError(
+                f"{name} was called twice in one step; a block of a pipeline runs once. Use two blocks that share "
+                "parameters, or no pp."
+            )
+        if name != expected:
+            raise ModuleError(
+                f"{name} was called before {expected}; the blocks of a pipeline run in the order in which they are "
+                f"registered: register them so, or name the parts of each stage in order in {HOOK}(num_stages)."
+            )
+        if not self.has_received:
+            raise ModuleError(
+                f"{name} of stage {self.stage} was called before {self.partition.boundary(self.stage - 1)} of stage "
+                f"{self.stage - 1}; register blocks in the order of their calls."
+            )
+
+    def _check_inputs(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look for NaN that was not received: values of parts of earlier stages."""
+        if has_nan(self.received):
+            return
+        for place, leaf in named_leaves({"args": args, "kwargs": kwargs}):
+            if has_nan(leaf):
+                raise ModuleError(
+                    f"{name} ({type(part).__name__}) on stage {self.stage} got NaN in {place}: a value passes the cut "
+                    f"beside the output of {self.partition.boundary(self.stage - 1)}, from one of "
+                    f"{', '.join(dict.fromkeys(self.stood_in)) or 'the parts'} of earlier stages. Let the blocks pass "
+                    f"it on in their outputs, or name its part for stage {self.stage}, too, in {HOOK}(num_stages)."
+                )
+
+    def check_complete(self, *, was_cut: bool) -> None:
+        """Check that the step has called what this stage has, and has gone as far as the next one.
+
+        Raises:
+            ModuleError: naming what it has not called.
+        """
+        own = [part for part in self.partition.stages[self.stage] if self.partition.parts[part].is_block]
+        missing = [name for name in own if name not in self.calls]
+        if missing:
+            raise ModuleError(
+                f"{', '.join(missing[:3])} of stage {self.stage} was not called in the step; a step of a pipeline "
+                "calls every block once: call it by its forward, or leave it out of the module."
+            )
+        if not was_cut and not self.is_last:
+            raise ModuleError(
+                f"The step must call {self.partition.stages[self.stage + 1][0]} of stage {self.stage + 1}, got its end "
+                f"on stage {self.stage}; call every block once, by its forward, and return the loss."
+            )
+
+    def _out_of_order(self, name: str, owner: int) -> ModuleError:
+        boundary = self.partition.boundary(self.stage)
+        return ModuleError(
+            f"{name}, which lies on stage {owner}, was called before {boundary} on stage {self.stage}; name it for the "
+            f"stage that calls it in {HOOK}(num_stages), or register it before the blocks."
+        )
+
+    def noted(self) -> dict[str, list[Any]]:
+        """Return what all parts up to here return, for the next stage."""
+        return {**{name: list(specs) for name, specs in self.shapes.items()}, **self.specs}
+
+
+class StagedModule:
+    """Steps in where a module calls its parts, on the stages of this rank.
+
+    Args:
+        module: the module; what lies on no stage of this rank has its parameters on the meta device.
+        partition: the stages.
+        own: the stages of this rank.
+        device: that of this rank.
+    """
+
+    def __init__(self, module: Any, partition: Partition, own: Sequence[int], device: torch.device) -> None:
+        self.module, self.partition, self.own, self.device = module, partition, own, device
+        self.owners = {name: partition.owners(name) for name in partition.parts}
+        self.draws = Draws(device)
+        self.is_first_look = False
+        """Whether inputs are searched for values that have passed a cut."""
+        self._current: Pass | None = None
+        for name in partition.parts:
+            self._step_in(name, module.get_submodule(name))
+
+    def _step_in(self, name: str, part: nn.Module) -> None:
+        """Let calls of a part come here first: before its hooks, and around what is compiled of it."""
+        compiled = part._compiled_call_impl if set(self.owners[name]) & set(self.own) else None  # noqa: SLF001
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run: Callable[..., Any] = part._call_impl if compiled is None else compiled  # noqa: SLF001
+            current = self._current
+            return run(*args, **kwargs) if current is None else current.call(name, part, run, args, kwargs)
+
+        part._compiled_call_impl = call  # noqa: SLF001
+
+    @contextmanager
+    def passing(self, stage: int, index: int, received: Any, shapes: Shapes | None) -> Iterator[Pass]:
+        """Run steps inside as one stage does; what it logs counts from where it receives to where it sends."""
+        self._current = current = Pass(self, stage, index, received, shapes.parts if shapes is not None else {})
+        self.draws.begin_micro_batch(index)
+        current.logs = stage == 0
+        log = self.module.log
+
+        def log_here(*args: Any, **kwargs: Any) -> None:
+            if current.logs:  # asked when it is called: the values may come from parts that are called in between
+                log(*args, **kwargs)
+
+        vars(self.module)["log"] = log_here
+        try:
+            yield current
+        finally:
+            self._current = None
+            del vars(self.module)["log"]
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as far as the stage goes, and return what it sends, or what the step returns on the last one."""
+        current = self._current
+        if current is None:
+            return step(*args, **kwargs)
+        try:
+            output = step(*args, **kwargs)
+        except _Cut:
+            current.check_complete(was_cut=True)
+            return current.output
+        current.check_complete(was_cut=False)
+        return output
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a stage runs."""
+        return self._current is not None
+
+
+def has_nan(data: Any) -> bool:
+    """Return whether a tensor of a structure has an element that is not a number."""
+    return any(bool(t.isnan().any()) for t in iterate_tensors(data) if t.is_floating_point() or t.is_complex())

@@ -1,0 +1,76 @@
+"""State of a module in stages: each rank has that of its own, under the names of the whole module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.collectives import Collectives
+from ..state.dtensor import is_dtensor, whole_tensor
+from ..state.optimizer_state import Elsewhere, Sharded
+from .pipeline import Pipeline
+
+
+def marked(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state with marks in place of the parameters that other ranks of the pipeline write."""
+    parameters = dict(pipeline.module.named_parameters(remove_duplicate=False))
+    marks: dict[Tensor, Elsewhere] = {}  # one for all names of a parameter
+
+    def mark(name: str) -> Elsewhere:
+        parameter = parameters[name]
+        return marks.setdefault(parameter, Elsewhere(tuple(parameter.shape), parameter.dtype))
+
+    return {
+        name: mark(name) if name in pipeline.ranks_of and not pipeline.owns(name) else value
+        for name, value in state.items()
+    }
+
+
+def own_entries(pipeline: Pipeline, state: Mapping[str, Any], *, is_first: bool) -> dict[str, Any]:
+    """Return an optimizer's state with the entries that this rank of the pipeline writes.
+
+    Args:
+        pipeline: the stages.
+        state: by name.
+        is_first: whether this is the first of the ranks that hold the stage, which writes what is no DTensor.
+    """
+    entries = Sharded({name: value for name, value in state["state"].items() if pipeline.owns(name)})
+    entries.is_owner = is_first
+    return {**state, "state": entries}
+
+
+def without_elsewhere(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state to be loaded, with the shapes alone of what lies on other ranks."""
+    lacking = {name for name, p in pipeline.module.named_parameters(remove_duplicate=False) if p in pipeline.elsewhere}
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if name in lacking else value
+        for name, value in state.items()
+    }
+
+
+def here(pipeline: Pipeline, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of an optimizer's state for the parameters that this rank holds."""
+    lacking = {name for name, parameter in pipeline.module.named_parameters() if parameter in pipeline.elsewhere}
+    return {name: values for name, values in entries.items() if name not in lacking}
+
+
+def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -> dict[str, Any]:
+    """Return the whole state of a module on the CPU; an empty one where it is not kept. Collective: all ranks.
+
+    One tensor at a time is whole on the ranks that do not keep it.
+    """
+    ranks_a_stage = collectives.world_size // pipeline.schedule.num_ranks
+    whole: dict[str, Any] = {}
+    for name, value in pipeline.module.state_dict().items():
+        if name in pipeline.ranks_of:
+            first = pipeline.ranks_of[name][0]
+            own = whole_tensor(value).detach().cpu() if pipeline.rank == first and is_dtensor(value) else None
+            value = collectives.broadcast(own, first * ranks_a_stage)
+        elif is_dtensor(value):
+            value = whole_tensor(value)
+        if is_kept:
+            whole[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return whole

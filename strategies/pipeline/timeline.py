@@ -1,0 +1,194 @@
+"""Timeline of a window: what each rank of a pipeline did, for how long, and where it waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+
+from ..distributed.collectives import Collectives
+from .schedule import Action, Schedule
+
+Doing = Literal["forward", "backward", "backward of inputs", "backward of weights", "transfer"]
+
+_DOING: Final[Mapping[str, Doing]] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+}
+"""What a rank does in each kind of action; all others are transfers."""
+_PINGS: Final = 8
+"""Exchanges by which two ranks compare their clocks."""
+
+
+class StageSpan(NamedTuple):
+    """What a rank did without a break, in seconds since the window began."""
+
+    rank: int
+    doing: Doing
+    stage: int
+    micro_batch: int
+    begin: float
+    end: float
+
+
+class _Note(NamedTuple):
+    """A span as its own rank sees it: on its clock, and without knowing what it waited for."""
+
+    kind: str
+    """That of an `Action`, or ``WAIT_F`` or ``WAIT_B`` where a forward or a backward waited for what it needs."""
+    stage: int
+    micro_batch: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class WindowTimeline:
+    """When the ranks of a pipeline worked on the micro-batches of one step."""
+
+    schedule: Schedule
+    num_micro_batches: int
+    is_simple: bool
+    """Whether all forwards came before all backwards, as where batches have shapes that were not seen before."""
+    seconds: float
+    """From the first action of any rank to the last one's end."""
+    spans: Sequence[StageSpan]
+    """What was done; ranks are idle in between."""
+
+    def seconds_of(self, rank: int) -> dict[Doing, float]:
+        """Return how long a rank did what."""
+        totals = dict.fromkeys((*_DOING.values(), "transfer"), 0.0)
+        for span in self.spans:
+            if span.rank == rank:
+                totals[span.doing] += span.end - span.begin
+        return totals
+
+    @property
+    def idle_share(self) -> float:
+        """Which share of the time the ranks neither computed nor received, on the mean."""
+        busy = sum(span.end - span.begin for span in self.spans)
+        return 1 - busy / (self.seconds * self.schedule.num_ranks)
+
+    @property
+    def transfer_share(self) -> float:
+        """Which share of the time the ranks waited for what was on its way, or sent, on the mean."""
+        transfers = sum(span.end - span.begin for span in self.spans if span.doing == "transfer")
+        return transfers / (self.seconds * self.schedule.num_ranks)
+
+    @property
+    def expected_idle_share(self) -> float:
+        """The share if every stage took as long, a backward twice as long as a forward, and transfers nothing."""
+        return self.schedule.idle_share(self.num_micro_batches, is_simple=self.is_simple)
+
+
+class WindowRecorder:
+    """Notes what one rank does in a window; on a GPU it waits for the device after each action.
+
+    Args:
+        schedule: the order.
+        collectives: those of the ranks of the pipeline.
+        device: that of this rank.
+    """
+
+    def __init__(self, schedule: Schedule, collectives: Collectives, device: torch.device) -> None:
+        self._schedule, self._collectives, self._device = schedule, collectives, device
+        self._notes: list[_Note] = []
+        self._begun = 0.0
+        """When the action that runs has begun, or what it waited for was there: it computes only then."""
+        self._clock_ahead = 0.0
+        self.num_micro_batches = 0
+        """Of the recorded window; 0 as long as there was none."""
+        self._is_simple = False
+
+    def begin(self, num_micro_batches: int, *, is_simple: bool) -> None:
+        """Compare clocks, and let the ranks begin together. Collective: every rank of the pipeline calls it."""
+        self.num_micro_batches, self._is_simple = num_micro_batches, is_simple
+        self._clock_ahead = _clock_ahead(self._collectives)
+        self._collectives.barrier()
+
+    def around(self, do: Mapping[str, Callable[..., None]]) -> dict[str, Callable[..., None]]:
+        """Return functions that do the same and are recorded; each gets the action first."""
+        return {kind: self._recorded(kind, function) for kind, function in do.items()}
+
+    def _recorded(self, kind: str, function: Callable[..., None]) -> Callable[..., None]:
+        def run(action: Action, *args: Any) -> None:
+            self._begun = time.perf_counter()
+            function(action, *args)
+            if kind in _DOING:
+                self._finish_device()
+            self._notes.append(_Note(kind, action.stage, action.micro_batch, self._begun, time.perf_counter()))
+
+        return run
+
+    @contextmanager
+    def waiting(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Record the wait inside for what a forward (``F``) or a backward (``B``) of a stage needs."""
+        begin = time.perf_counter()
+        yield
+        self._finish_device()
+        self._begun = time.perf_counter()
+        self._notes.append(_Note(f"WAIT_{kind}", stage, micro_batch, begin, self._begun))
+
+    def _finish_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def gather(self) -> WindowTimeline:
+        """Return the window as all ranks saw it. Collective: every rank of the pipeline calls it."""
+        own = [note._replace(begin=note.begin - self._clock_ahead, end=note.end - self._clock_ahead)
+               for note in self._notes]  # fmt: skip
+        notes: list[list[_Note]] = self._collectives.all_gather_object(own)
+        began = min(note.begin for of_rank in notes for note in of_rank)
+        seconds = max(note.end for of_rank in notes for note in of_rank) - began
+        spans = [span for rank in range(len(notes)) for span in _spans(notes, rank, began)]
+        return WindowTimeline(self._schedule, self.num_micro_batches, self._is_simple, seconds, spans)
+
+
+def _spans(notes: Sequence[Sequence[_Note]], rank: int, began: float) -> Iterator[StageSpan]:
+    """Yield the spans of a rank: of a wait for something only what came after it was sent."""
+    sent = {note[:3]: note.begin for of_rank in notes for note in of_rank if note.kind.startswith("SEND")}
+    for note in notes[rank]:
+        begin = note.begin
+        if note.kind == "WAIT_F":
+            begin = max(begin, sent.get(("SEND_F", note.stage - 1, note.micro_batch), begin))
+        elif note.kind == "WAIT_B":
+            begin = max(begin, sent.get(("SEND_B", note.stage + 1, note.micro_batch), begin))
+        if begin < note.end:
+            doing = _DOING.get(note.kind, "transfer")
+            yield StageSpan(rank, doing, note.stage, note.micro_batch, begin - began, note.end - began)
+
+
+def _clock_ahead(collectives: Collectives) -> float:
+    """Return by how many seconds this rank's clock is ahead of rank 0's; 0 if that cannot be told. Collective.
+
+    Of several exchanges the fastest one counts: the other rank has read its clock halfway through (Cristian,
+    "Probabilistic clock synchronization", 1989).
+    """
+    ahead = [0.0] * collectives.world_size
+    for rank in range(1, collectives.world_size):
+        if collectives.rank == rank:
+            for _ in range(_PINGS):
+                collectives.recv(0)
+                collectives.send(time.perf_counter(), 0)
+        elif collectives.rank == 0:
+            ahead[rank] = _compared(collectives, rank)
+    return float(collectives.broadcast(ahead)[collectives.rank])
+
+
+def _compared(collectives: Collectives, rank: int) -> float:
+    fastest, difference = float("inf"), 0.0
+    for _ in range(_PINGS):
+        begin = time.perf_counter()
+        collectives.send(None, rank)
+        theirs = collectives.recv(rank)
+        end = time.perf_counter()
+        if end - begin < fastest:
+            fastest, difference = end - begin, theirs - (begin + end) / 2
+    # processes of one machine have one clock, which is nearer than any measurement of it
+    return difference if abs(difference) > fastest / 2 else 0.0

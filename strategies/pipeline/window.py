@@ -1,0 +1,357 @@
+"""WindowRunner: the micro-batches of a step, forward and backward through the stages of this rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import iterate_tensors
+from ..errors import ModuleError
+from ..torch_internals import backward_for_inputs, backward_for_weights
+from .schedule import Action, Schedule
+from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
+from .stages import Pass, StagedModule, has_nan
+from .timeline import WindowRecorder
+from .wire import StageWire, tag_of
+
+Place = tuple[int, int]
+"""A stage and the index of a micro-batch."""
+
+
+class WindowWork(Protocol):
+    """What the loop does for the micro-batches of one step, by their indices."""
+
+    @property
+    def signatures(self) -> Sequence[Hashable]:
+        """One for each micro-batch: batches of the same shapes have the same."""
+
+    @property
+    def position(self) -> int:
+        """A number that tells the windows of a run apart, and that a resumed run has again."""
+
+    @property
+    def micro_batches_a_step(self) -> int:
+        """Of a whole step; the rest of an epoch may have others."""
+
+    def forward_at(self, index: int) -> Any:
+        """Call the module's step, as far as a stage goes."""
+
+    def loss_at(self, index: int, output: Any) -> Tensor:
+        """Return the loss to differentiate of what the step returned; on the last stage."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        """Add the gradients of a loss."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss as its gradients are computed in two halves."""
+
+
+class WindowRunner:
+    """Runs windows of micro-batches under a schedule, and single batches without gradients.
+
+    The shapes of what passes between stages travel with the first batch of each signature. Collective: every rank of
+    the pipeline makes one.
+
+    Args:
+        staged: the module, on the stages of this rank.
+        schedule: the order.
+        rank: the place of this rank in the pipeline.
+        wire: to the other ranks of the pipeline.
+        backward: computes gradients of several tensors, as ``torch.autograd.backward``.
+    """
+
+    def __init__(
+        self, staged: StagedModule, schedule: Schedule, rank: int, wire: StageWire, backward: Callable[..., None]
+    ) -> None:
+        self._staged, self._schedule, self._rank, self._wire = staged, schedule, rank, wire
+        self._backward_of = backward
+        self._num_stages = schedule.num_stages
+        self.known = KnownShapes()
+        self.recorder: WindowRecorder | None = None
+        """What records the next window."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._recording: WindowRecorder | None = None
+        self._shapes: list[dict[int, Shapes]] = []
+        self._is_new: list[bool] = []
+        self._arriving: dict[Place, tuple[list[Tensor], list[Any]]] = {}
+        self._arriving_gradients: dict[Place, tuple[list[Tensor], list[Any]]] = {}
+        self._handed: dict[Place, Any] = {}
+        self._inputs: dict[Place, list[Tensor]] = {}
+        self._outputs: dict[Place, list[Tensor]] = {}
+        self._notes: dict[Place, Any] = {}
+        self._rests: dict[Place, Any] = {}
+
+    # --- a window ----------------------------------------------------------------------------------------------------
+
+    def run(self, work: WindowWork) -> None:
+        """Add the gradients of all micro-batches. Collective: every rank of the pipeline calls it."""
+        number = len(work.signatures)
+        if self._wire.is_rehearsed:
+            self._imagine(work)
+        self._begin(work.signatures, work.position)
+        is_simple = any(self._is_new)
+        actions = self._schedule.actions(self._rank, number, is_simple=is_simple)
+        do: dict[str, Callable[[Action, WindowWork], None]] = {
+            "F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights,
+            "SEND_F": self._send, "RECV_F": self._receive, "SEND_B": self._send_gradients,
+            "RECV_B": self._receive_gradients,
+        }  # fmt: skip
+        if self.recorder is not None:
+            self._recording, self.recorder = self.recorder, None
+            self._recording.begin(number, is_simple=is_simple)
+            do = self._recording.around(do)
+        for action in actions:
+            try:
+                do[action.kind](action, work)
+            except Exception as error:
+                error.add_note(self._where(action))
+                raise
+        self._end(number)
+
+    def _begin(self, signatures: Sequence[Hashable], position: int) -> None:
+        self._forget()
+        self._shapes = [self.known.of(signature) for signature in signatures]
+        # a signature is new for all its micro-batches of a window: on each stage the first one comes at another time
+        self._is_new = [not shapes for shapes in self._shapes]
+        self._staged.draws.begin(position)
+
+    def _imagine(self, work: WindowWork) -> None:
+        """Work out what earlier stages, which are not there, would send: run them here, without gradients."""
+        for index, signature in enumerate(work.signatures):
+            known = self.known.of(signature)
+            if known:
+                continue
+            value, shapes = None, Shapes(None, {})
+            self._staged.draws.begin(work.position)
+            for stage in range(self._schedule.stages_of(self._rank)[-1] + 1):
+                known[stage] = shapes
+                if stage == self._num_stages - 1:
+                    break
+                with torch.no_grad(), self._staged.passing(stage, 0, value, shapes) as current:
+                    value = work.forward_at(index)
+                shapes = Shapes(specs_of(value), current.noted())
+                for spec in (spec for specs in (shapes.received, shapes.parts) for spec in flat(specs)):
+                    spec.requires_grad = spec.dtype.is_floating_point
+
+    def _end(self, number: int) -> None:
+        self._wire.finish()
+        self._staged.draws.end(number)
+        self._forget()
+
+    def _where(self, action: Action) -> str:
+        names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+        doing = names.get(action.kind, "a transfer")
+        return (
+            f"In the {doing} of micro-batch {action.micro_batch} on stage {action.stage} of {self._num_stages}, on "
+            f"rank {self._rank} of the pipeline."
+        )
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, work: WindowWork) -> None:
+        _, stage, index = action
+        received, current, output = self._pass(stage, index, lambda: work.forward_at(index))
+        if current.is_last:
+            loss = work.loss_at(index, output)
+            self._outputs[stage, index] = [loss]
+        else:
+            self._outputs[stage, index] = list(iterate_tensors(output))
+        self._inputs[stage, index] = [leaf for leaf in received if leaf.requires_grad]
+
+    def _pass(self, stage: int, index: int, step: Callable[[], Any]) -> tuple[list[Tensor], Pass, Any]:
+        """Run a stage on a micro-batch, and hand what it sends to the next one, if that is here."""
+        leaves, value, shapes = self._take(stage, index)
+        self._staged.is_first_look = self._is_new[index]
+        with self._staged.passing(stage, index, value, shapes) as current:
+            output = step()
+        if current.is_last and stage and self._is_new[index] and has_nan(output) and not has_nan(value):
+            self._trace(current, value, shapes, step)
+        if not current.is_last:
+            self._note(stage, index, current, output)
+        return leaves, current, output
+
+    def _trace(self, failed: Pass, value: Any, shapes: Shapes | None, step: Callable[[], Any]) -> None:
+        """Find the parts of earlier stages whose values, which are not here, make what the step returns NaN.
+
+        Raises:
+            ModuleError: naming them; not if there are none.
+        """
+        guilty = []
+        for name in dict.fromkeys(failed.stood_in):
+            with self._staged.passing(failed.stage, failed.index, value, shapes) as current:
+                current.fills = {name: math.nan}
+                if has_nan(step()):
+                    guilty.append(name)
+        if guilty:
+            boundary = failed.partition.boundary(failed.stage - 1)
+            raise ModuleError(
+                f"The step must compute the loss from the output of {boundary} on stage {failed.stage}, got NaN from "
+                f"what {' and '.join(guilty)} of earlier stages returned: a value passes the cut beside it. Let the "
+                f"blocks pass it on in their outputs, or name its part for stage {failed.stage}, too, in "
+                "configure_pipeline(num_stages)."
+            )
+
+    def _take(self, stage: int, index: int) -> tuple[list[Tensor], Any, Shapes | None]:
+        """Return what a stage has received: leaves of the graph, the structure that the step sees, and the shapes."""
+        if stage == 0:
+            self._shapes[index].setdefault(0, Shapes(None, {}))
+            return [], None, None
+        if (stage, index) in self._handed:
+            tensors, shapes = self._handed.pop((stage, index))
+            self._shapes[index][stage] = shapes
+        else:
+            if (stage, index) not in self._arriving:
+                self._post(stage, index)
+            tensors, works = self._arriving.pop((stage, index))
+            self._wait(works, "F", stage, index)
+            shapes = self._shapes[index][stage]
+        specs = flat(shapes.received)
+        for tensor, spec in zip(tensors, specs, strict=True):
+            tensor.requires_grad_(spec.requires_grad and torch.is_grad_enabled())
+        # the step may change what it gets in place, but no leaf
+        seen = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
+        return tensors, with_tensors(shapes.received, seen), shapes
+
+    def _note(self, stage: int, index: int, current: Pass, output: Any) -> None:
+        """Compare what is sent with what the next stage expects, or tell it."""
+        shapes = Shapes(specs_of(output), current.noted())
+        sent = self._shapes[index].get(-1 - stage)
+        if sent is None:
+            self._shapes[index][-1 - stage] = shapes
+        elif list(map(str, flat(sent.received))) != list(map(str, flat(shapes.received))):
+            boundary = current.partition.boundary(stage)
+            raise ModuleError(
+                f"{boundary}, the last part of stage {stage}, returned {', '.join(map(str, flat(shapes.received)))}, "
+                f"and {', '.join(map(str, flat(sent.received)))} for another batch of the same shapes; what passes "
+                "between stages must have a shape that follows from the shapes of the batch."
+            )
+        following = stage + 1
+        if self._schedule.rank_of(following) == self._rank:
+            tensors = [tensor.detach() for tensor in iterate_tensors(output)]
+            self._handed[following, index] = tensors, shapes
+        elif self._is_new[index]:
+            self._notes[stage, index] = shapes
+
+    # --- transfers ---------------------------------------------------------------------------------------------------
+
+    def _send(self, action: Action, work: WindowWork | None) -> None:
+        _, stage, index = action
+        rank = self._schedule.rank_of(stage + 1)
+        if self._is_new[index]:
+            self._wire.send_object(self._notes.pop((stage, index)), rank)
+        self._wire.send(self._outputs[stage, index], rank, tag_of(index, stage, is_backward=False))
+
+    def _receive(self, action: Action, work: WindowWork | None) -> None:
+        if not self._is_new[action.micro_batch]:  # else its shapes come first, and it is waited for where it is used
+            self._post(action.stage, action.micro_batch)
+
+    def _post(self, stage: int, index: int) -> None:
+        rank, known = self._schedule.rank_of(stage - 1), self._shapes[index]
+        if self._is_new[index]:
+            recording = self._recording
+            with nullcontext() if recording is None else recording.waiting("F", stage, index):
+                known[stage] = self._wire.receive_object(rank)
+        tensors = [spec.empty(self._staged.device) for spec in flat(known[stage].received)]
+        tag = tag_of(index, stage - 1, is_backward=False)
+        self._arriving[stage, index] = tensors, self._wire.receive(tensors, rank, tag)
+
+    def _send_gradients(self, action: Action, work: WindowWork) -> None:
+        _, stage, index = action
+        rank, tag = self._schedule.rank_of(stage - 1), tag_of(index, stage, is_backward=True)
+        self._wire.send(self._gradients_of_inputs(stage, index), rank, tag)
+
+    def _receive_gradients(self, action: Action, work: WindowWork) -> None:
+        _, stage, index = action
+        tensors = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._sent(stage, index)
+        ]
+        rank, tag = self._schedule.rank_of(stage + 1), tag_of(index, stage + 1, is_backward=True)
+        self._arriving_gradients[stage, index] = tensors, self._wire.receive(tensors, rank, tag)
+
+    def _sent(self, stage: int, index: int) -> list[Tensor]:
+        """Return the outputs of a stage that have gradients."""
+        return [tensor for tensor in self._outputs[stage, index] if tensor.requires_grad]
+
+    def _gradients_of_inputs(self, stage: int, index: int) -> list[Tensor]:
+        leaves = self._inputs.pop((stage, index))
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    def _gradients_of_outputs(self, stage: int, index: int) -> list[Tensor]:
+        if self._schedule.rank_of(stage + 1) == self._rank:
+            return self._gradients_of_inputs(stage + 1, index)
+        tensors, works = self._arriving_gradients.pop((stage, index))
+        self._wait(works, "B", stage, index)
+        return tensors
+
+    def _wait(self, works: Sequence[Any], kind: str, stage: int, index: int) -> None:
+        recording = self._recording
+        with nullcontext() if recording is None else recording.waiting(kind, stage, index):
+            for work in works:
+                work.wait()
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward(self, action: Action, work: WindowWork) -> None:
+        _, stage, index = action
+        if stage == self._num_stages - 1:
+            work.backward_of(self._outputs.pop((stage, index))[0])
+            return
+        outputs = self._sent(stage, index)
+        gradients = self._gradients_of_outputs(stage, index)
+        del self._outputs[stage, index]
+        if outputs:
+            self._backward_of(outputs, gradients)
+
+    def _backward_inputs(self, action: Action, work: WindowWork) -> None:
+        _, stage, index = action
+        if stage == self._num_stages - 1:
+            outputs, gradients = [work.scaled(self._outputs.pop((stage, index))[0])], None
+        else:
+            outputs, gradients = self._sent(stage, index), self._gradients_of_outputs(stage, index)
+            del self._outputs[stage, index]
+        inputs = self._inputs[stage, index]
+        if inputs and outputs:
+            self._rests[stage, index] = backward_for_inputs(outputs, gradients, inputs, self._weights())
+        else:  # nothing to send on: all is done with the weights
+            self._rests[stage, index] = None, outputs, gradients
+
+    def _backward_weights(self, action: Action, work: WindowWork) -> None:
+        _, stage, index = action
+        rest = self._rests.pop((stage, index))
+        if not isinstance(rest, tuple):
+            backward_for_weights(self._weights(), rest)
+        elif rest[1]:
+            self._backward_of(rest[1], rest[2])
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [p for p in self._staged.module.parameters() if p.requires_grad and not p.is_meta]
+
+    # --- without gradients -------------------------------------------------------------------------------------------
+
+    def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> tuple[bool, Any]:
+        """Run a step once through all stages; return whether its end is here, and what it returned then.
+
+        Collective: every rank of the pipeline calls it.
+        """
+        self._begin([signature], 0)
+        result = False, None
+        for stage in self._schedule.stages_of(self._rank):
+            try:
+                _, current, output = self._pass(stage, 0, step)
+            except Exception as error:
+                error.add_note(self._where(Action("F", stage, 0)))
+                raise
+            if current.is_last:
+                result = True, output
+            elif self._schedule.rank_of(stage + 1) != self._rank:
+                self._outputs[stage, 0] = list(iterate_tensors(output))
+                self._send(Action("SEND_F", stage, 0), None)
+        self._end(1)
+        return result

@@ -1,0 +1,67 @@
+"""StageWire: activations and gradients on their way between the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..distributed.collectives import Collectives
+from ..distributed.tensor_collectives import as_bytes
+
+_FIRST_TAG: Final = 1 << 22
+_MICRO_BATCHES: Final = 1 << 14
+
+
+class StageWire:
+    """Sends without waiting, and receives tensors of known shapes; what else there is to say goes by `Collectives`.
+
+    Args:
+        collectives: those of the ranks of one pipeline.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._sending: list[tuple[Any, Tensor]] = []
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether the other ranks are not there."""
+        return self._collectives.is_rehearsed
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        """Begin to send tensors to a rank."""
+        import torch.distributed as dist
+
+        group = self._collectives.device_group
+        for tensor in tensors:
+            flat = tensor.detach().contiguous()
+            # torch does not keep what it sends
+            self._sending.append((dist.isend(as_bytes(flat.reshape(-1)), group=group, group_dst=rank, tag=tag), flat))
+
+    def receive(self, tensors: list[Tensor], rank: int, tag: int) -> list[Any]:
+        """Begin to receive into tensors; return what to wait for."""
+        import torch.distributed as dist
+
+        group = self._collectives.device_group
+        return [dist.irecv(as_bytes(tensor.view(-1)), group=group, group_src=rank, tag=tag) for tensor in tensors]
+
+    def send_object(self, data: Any, rank: int) -> None:
+        """Send plain data to a rank."""
+        self._sending.append((self._collectives.isend(data, rank), torch.empty(0)))
+
+    def receive_object(self, rank: int) -> Any:
+        """Wait for plain data from a rank."""
+        return self._collectives.recv(rank)
+
+    def finish(self) -> None:
+        """Wait until all has been sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+
+def tag_of(micro_batch: int, stage: int, *, is_backward: bool) -> int:
+    """Return a tag of its own for each transfer between two stages in a window."""
+    return _FIRST_TAG + (2 * stage + is_backward) * _MICRO_BATCHES + micro_batch % _MICRO_BATCHES

@@ -1,0 +1,165 @@
+"""PipelineStep: an optimizer step whose micro-batches pass through stages on several ranks, all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...callbacks.dispatch import overrides
+from ...strategies.errors import ModuleError
+from ...strategies.pipeline.spec import signature_of
+from ..data.micro_batch import MicroBatch, Window
+from ..module.loss import loss_of, mean_of
+from ..module.train_module import TrainModule
+from ..session.session import Session
+from .loss_weights import Weights
+from .shared_step import SharedStep, nothing_logged
+
+
+class PipelineStep(SharedStep):
+    """The step of a rank that has stages of the module.
+
+    The hooks at the start of all micro-batches come first, then forward and backward in the order of the schedule, then
+    the hooks at their ends, which get the loss on every rank. The last stage has the loss: hooks around its backward,
+    and what a step returns beside it, are there.
+    """
+
+    __slots__ = ("_batches", "_losses", "_outputs", "_spare_factor", "_window", "position", "signatures")
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._window: Sequence[MicroBatch] = ()
+        self._batches: list[Any] = []
+        self._outputs: dict[int, Any] = {}
+        self._losses: list[float] = []
+        self._spare_factor: float | None = None
+        """0 where this rank has no samples, and takes part with a batch seen before."""
+        self.signatures: Sequence[Hashable] = ()
+        self.position = 0
+        if overrides(session.module, "backward", TrainModule):
+            raise ModuleError(
+                f"{type(session.module).__name__} overrides backward, but only the last stage of a pipeline has a "
+                "loss; leave backward out, or use dp_shard instead of pp."
+            )
+
+    def forward_backward(self, window: Window) -> bool:
+        if not window.total_size:  # one data rank
+            window.total_size = window.size
+        self.weights = self.make_weights(window)
+        self.has_gradients = False
+        self.metrics.position = self.state.global_step + 1
+        goes_on = self._begin_all(window)
+        number = len(self._batches)
+        if number or not window:
+            for zero_grad in self.zero_grads:
+                zero_grad()
+            self._window = window[:number] or (self._spare_batch,)  # type: ignore[assignment]
+            self._run_all(self._batches if window else [self._batch_to_spare()], is_spare=not window)
+            self.has_gradients = True
+        self._share_losses(number)
+        for index in range(number if not goes_on else number - 1):
+            self._show(index)
+            self.end(window[index])
+        if goes_on and number:
+            self._show(number - 1)
+        return goes_on
+
+    def _begin_all(self, window: Window) -> bool:
+        """Bring the micro-batches to the device and call their hooks; return False if one asked to end the epoch."""
+        self._batches, first = [], self.state.batches_in_epoch
+        goes_on = True
+        for index, micro_batch in enumerate(window):
+            self.state.batches_in_epoch = first + index  # as the hooks of this micro-batch see it
+            goes_on = self.begin(micro_batch)
+            if not goes_on:
+                break
+            self._batches.append(self.batch)
+        self.state.batches_in_epoch = first
+        return goes_on
+
+    def _run_all(self, batches: Sequence[Any], *, is_spare: bool) -> None:
+        self._batches, self._outputs = list(batches), {}
+        self._losses = [0.0] * len(batches)
+        self.signatures = [signature_of("training_step", batch) for batch in batches]
+        self.position = self.state.samples_seen
+        if not is_spare:
+            self.strategy.run_window(self)
+            return
+        self._spare_factor = 0.0
+        with nothing_logged(self.session):
+            self.strategy.run_window(self)
+        self._spare_factor, self._batches = None, []
+
+    def _share_losses(self, number: int) -> None:
+        """Tell all stages the losses, where something asks for them."""
+        is_read = self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log
+        if not (number and is_read):
+            return
+        losses = self.strategy.stage_collectives.all_reduce(self._losses)
+        for index, loss in enumerate(losses):
+            self._outputs.setdefault(index, torch.tensor(loss, device=self.strategy.device))
+
+    def _show(self, index: int) -> None:
+        """Let the hooks at the end of a micro-batch see it."""
+        self.batch, self.output = self._batches[index], self._outputs.get(index)
+        self.progress.batch_idx = self.state.batches_in_epoch
+        self.progress.micro_batch = self._window[index]
+
+    @property
+    def micro_batches_a_step(self) -> int:
+        """Of a whole step."""
+        return self.progress.accumulate_grad_batches
+
+    # --- what the stages call ----------------------------------------------------------------------------------------
+
+    def forward_at(self, index: int) -> Any:
+        """Call ``training_step`` with a micro-batch."""
+        micro_batch = self._window[index]
+        self.metrics.batch_size = micro_batch.size
+        self.progress.micro_batch = micro_batch
+        self.progress.batch_idx = self.state.batches_in_epoch + index
+        return self.forward(self._batches[index], self.progress.batch_idx)
+
+    def loss_at(self, index: int, output: Any) -> Tensor:
+        """Return the weighed loss in what the step returned.
+
+        Raises:
+            ModuleError: if it is None.
+        """
+        loss = loss_of(output, module=self.module)
+        if loss is None:
+            self.skip()
+        assert loss is not None
+        assert self.weights is not None
+        if self._spare_factor is not None:
+            return mean_of(loss) * self._spare_factor
+        self._outputs[index] = output
+        if self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log:
+            self._losses[index] = mean_of(loss).item()
+        return self.weights.weigh(loss, self._window[index].size)
+
+    def backward_of(self, loss: Tensor) -> None:
+        """Add the gradients of a loss."""
+        self.backward(loss)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss as it is differentiated, for a schedule that computes gradients in two halves."""
+        for hook in self.hooks.on_before_backward:
+            hook(loss)
+        return self.strategy.scaled(loss)
+
+    # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
+
+    def _compute_again(self, window: Window) -> Tensor:
+        raise ModuleError(
+            f"An optimizer of {type(self.module).__name__} asked for the loss a second time, which a pipeline does not "
+            "compute again; call the closure once, or use dp_shard instead of pp."
+        )
+
+    def make_weights(self, window: Window) -> Weights:
+        if window:
+            self._spare_batch = window[-1]
+        return Weights(window, self.strategy)
