@@ -1,0 +1,375 @@
+"""ParameterServerStrategy: trainers compute gradients; servers beside them hold parameters and make the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any, ClassVar, Final, Literal, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .cluster.hardware import Hardware
+from .cluster.launchers import detect_environment
+from .ddp import ReplicaStrategy
+from .distributed.process_group import ProcessSettings
+from .errors import ConfigError, RunError
+from .module.memory_estimate import MemoryShare
+from .module.precision import Precision
+from .parallel.replica import DDPOptions, Replica, copy_from_first
+from .servers.choices import ServerChoices
+from .servers.connection import Connection, Timeouts
+from .servers.layout import deal
+from .servers.processes import prepare_nursery
+from .servers.served_optimizer import ServedOptimizer
+from .servers.tables import RemoteTables
+from .servers.transport import Arguments
+from .state.dtensor import multiply_all
+from .state.optimizer_state import Sharded, needs_closure
+from .strategy import ClipAlgorithm
+from .torch_internals import overflows_of
+
+_PUSH_TIMEOUT: Final = timedelta(minutes=30)  # torch's for gloo
+
+
+class ParameterServerStrategy(ReplicaStrategy):
+    """Train replicas whose parameters and optimizer state are held, and updated, by servers.
+
+    Servers are no ranks: they are processes beside the trainers, started by the first trainer of the first node, and
+    ended with it whatever happens. In sync mode the gradients of all trainers meet at the servers, and a step is that
+    of one process. In async mode each trainer's push is an update of its own, as soon as it comes. Hooks and callbacks
+    see the gradients of their rank. Each server gets whole tensors, dealt by their bytes. Checkpoints are those of
+    every other strategy.
+
+    Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014; for async mode Ho et al.,
+    "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
+
+    Args:
+        servers: how many there are; ``"nodes"`` for one on each node.
+        mode: ``"sync"`` or ``"async"``.
+        max_staleness: in async mode by how many steps a trainer may be ahead of the slowest; 0 is sync mode.
+        dense: who updates what is no `RemoteEmbedding`: the ``"servers"``, or with ``"ddp"`` the trainers themselves,
+            with gradients that are averaged as by `DDPStrategy`. Only then tables stay on the servers.
+        answer_timeout: how long a server or trainer may give no sign of life before the run ends.
+        ddp: how gradients are synchronized with ``dense="ddp"``.
+        settings: see `ProcessSettings`.
+    """
+
+    name: ClassVar[str] = "ps"
+    can_try_steps: bool = False
+
+    _connection: Connection | None = None
+    """Between `setup_optimizers` and `close`."""
+
+    def __init__(
+        self,
+        servers: int | Literal["nodes"] = 1,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        max_staleness: int | None = None,
+        dense: Literal["servers", "ddp"] = "servers",
+        answer_timeout: timedelta = timedelta(seconds=10),
+        ddp: DDPOptions | None = None,
+        **settings: Unpack[ProcessSettings],
+    ) -> None:
+        super().__init__(ddp, **settings)
+        self.choices = ServerChoices(servers, mode, max_staleness, dense, answer_timeout)
+        self._tables: RemoteTables | None = None
+        self._served: dict[Optimizer, ServedOptimizer] = {}
+        self._has_failed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_connection": None, "_served": {}, "_tables": None}
+
+    # --- before any process is started -------------------------------------------------------------------------------
+
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
+        self.choices.validate(self.environment, uses_scaler=precision.uses_scaler)
+
+    def validate_module(self, module: nn.Module) -> None:
+        if not getattr(module, "automatic_optimization", True):
+            raise ConfigError(
+                "strategy='ps' needs automatic optimization, in which it makes the updates, got a module with "
+                "automatic_optimization=False; use strategy='ddp', or let the trainer step the optimizers."
+            )
+
+    # --- in every process --------------------------------------------------------------------------------------------
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        if detect_environment().local_rank == 0:
+            prepare_nursery()
+        super().connect(hardware, precision)
+
+    @property
+    def max_lead(self) -> int:
+        return self.choices.bound or 0
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        return MemoryShare(optimizer=lambda _: 0.0) if self.choices.serves_all else MemoryShare()
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        self._has_failed = False
+        self._tables = None if self.choices.serves_all else RemoteTables(module)
+        super().setup_module(module, is_manual=is_manual)
+
+    def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
+        if self._tables is not None:
+            collectives = None if self.group is None else self.collectives
+            return Replica(module, collectives, self.options, is_manual=is_manual, ignored=self._tables.names)
+        copy_from_first(chain(module.parameters(), module.buffers()), self.collectives)
+        return Replica(module, None, self.options, is_manual=is_manual)
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self._served = {}
+        holders = self._deal(optimizers)
+        choices, settings = self.choices, self._process_settings
+        connection = self._connection = Connection(
+            self.environment,
+            self.collectives,
+            None if self.group is None else self.group.store,
+            num_servers=None if choices.servers == "nodes" else choices.servers,
+            max_staleness=choices.bound,
+            timeouts=Timeouts(self.start_timeout, choices.answer_timeout, settings.get("timeout", _PUSH_TIMEOUT)),
+        )
+        if self._tables is not None:
+            self._tables.leave(connection, holders)
+        for key, optimizer in enumerate(optimizers):
+            names = {n for n, p in self._names(optimizer).items() if self._tables is None or n in self._tables.names}
+            if names or self._tables is None:
+                self._served[optimizer] = ServedOptimizer(
+                    optimizer,
+                    key,
+                    self.module,
+                    connection,
+                    self.collectives,
+                    holders=holders,
+                    tables={} if self._tables is None else self._tables.sparse,
+                    is_async=choices.bound is not None,
+                )
+
+    def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) in own}
+
+    def _deal(self, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+        """Return the server of each parameter that is served.
+
+        Raises:
+            ConfigError: for optimizers and modules that cannot be served.
+        """
+        for optimizer in optimizers:
+            if needs_closure(optimizer):
+                raise ConfigError(
+                    f"strategy='ps' does not work with {type(optimizer).__name__}, which evaluates the loss itself; "
+                    "use strategy='ddp', or an optimizer that updates each parameter by itself."
+                )
+        owners = [name for optimizer in optimizers for name in self._names(optimizer)]
+        twice = sorted({name for name in owners if owners.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"strategy='ps' needs one optimizer for each parameter, got two for {twice[0]}; give it one."
+            )
+        named = dict(self.module.named_parameters())
+        # any of them may be given to an optimizer later
+        sizes = {
+            n: p.numel() * p.element_size() for n, p in named.items() if self._tables is None or n in self._tables.names
+        }
+        number = self.environment.num_nodes if self.choices.servers == "nodes" else self.choices.servers
+        if number > max(len(sizes), 1) or (self._tables is not None and not sizes):
+            what = "parameter tensors" if self._tables is None else "tables of RemoteEmbedding"
+            raise ConfigError(
+                f"servers must be at most the number of {what}, got {number} for {len(sizes)}; use fewer servers"
+                + (", or strategy='ddp' without any." if self._tables is not None else ".")
+            )
+        return {name: index for index, names in enumerate(deal(sizes, number)) for name in names}
+
+    def annotate(self, error: BaseException) -> None:
+        self._has_failed = True
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                if self._tables is not None:
+                    self._tables.come_home(connection, has_failed=self._has_failed)
+            finally:
+                self._served = {}
+                connection.close(has_failed=self._has_failed)
+        super().close()
+
+    # --- for every micro-batch and step ------------------------------------------------------------------------------
+
+    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
+        if self._tables is not None or self.precision.uses_scaler:
+            return super().zero_loss(spare)
+        return torch.zeros((), device=self.device, requires_grad=True)  # no parameter gets a gradient
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        multiply_all([g._values() if g.is_sparse else g for g in gradients], factor)  # noqa: SLF001 - in place
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
+        super().unscale(optimizer)
+        if not is_done:
+            for overflow in overflows_of(self.scaler, optimizer):
+                overflow.copy_(self.collectives.all_reduce(overflow, "max"))
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
+        served = self._served.get(optimizer)
+        if served is None or self.choices.bound is not None:  # an update has the gradients of one trainer
+            super().clip(optimizer, limit, algorithm)
+            return
+        squared_norm = served.gather()
+        own = (
+            []
+            if self._tables is None
+            else [p for n, p in self._names(optimizer).items() if n not in self._tables.names]
+        )
+        gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+        if algorithm == "value":
+            served.limit(limit)
+            nn.utils.clip_grad_value_(own, limit)
+            return
+        squared_norm += sum(float(torch.linalg.vector_norm(gradient).double().square()) for gradient in gradients)
+        factor = min(1.0, limit / (squared_norm**0.5 + 1e-6)) if squared_norm == squared_norm else squared_norm
+        served.scale(factor)
+        multiply_all(gradients, factor)
+
+    def step_metrics(self) -> Mapping[str, float]:
+        """Return, in async mode, how stale pushes were until now: the mean and the largest lead, and the wait."""
+        if self.choices.bound is None or self._connection is None:
+            return {}
+        staleness = [served.staleness for served in self._served.values() if served.staleness]
+        number = sum(each[0] for each in staleness) or 1
+        return {
+            "staleness_mean": sum(each[1] for each in staleness) / number,
+            "staleness_max": max((each[2] for each in staleness), default=0.0),
+            "wait": self._connection.waited,
+        }
+
+    @property
+    def traffic(self) -> int:
+        """The bytes of tensors that this trainer has sent to the servers and got from them, in this fit.
+
+        Raises:
+            RunError: outside of a fit.
+        """
+        if self._connection is None:
+            raise RunError("strategy.traffic needs a fit that goes on, found none; ask for it in a hook.")
+        return self._connection.sent + self._connection.received
+
+    def ledger(self, optimizer: Optimizer | None = None) -> Tensor:
+        """Return what async mode has recorded of every push of an optimizer, by default the first, during a fit.
+
+        Each row has the trainer, how many pushes it had made before, by how many steps it is ahead of the slowest
+        trainer with this one, and how many pushes of others came between its pull and this push.
+
+        Raises:
+            RunError: outside of a fit in async mode.
+        """
+        if self._connection is None or self.choices.bound is None or not self._served:
+            raise RunError("strategy.ledger() needs a fit in async mode that goes on, found none; call it in a hook.")
+        return self._served[optimizer if optimizer is not None else next(iter(self._served))].ledger()
+
+    # --- calls of the user's -----------------------------------------------------------------------------------------
+
+    def rpc_sync(
+        self,
+        to: str,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = 0,
+    ) -> Any:
+        """Return what a function returns in another process: ``"server0"``, ``"trainer1"``, ...
+
+        It may be defined anywhere; see ``torch.distributed.rpc``. From ``on_fit_start`` to the end of a fit.
+
+        Raises:
+            RunError: outside of a fit.
+            ConfigError: for a peer that is not there.
+        """
+        return self._call("sync", to, func, args, kwargs, timeout)
+
+    def rpc_async(
+        self,
+        to: str,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = 0,
+    ) -> Any:
+        """Call a function as `rpc_sync` does, and return a ``torch.futures.Future`` of its result."""
+        return self._call("async", to, func, args, kwargs, timeout)
+
+    def remote(
+        self,
+        to: str,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = 0,
+    ) -> Any:
+        """Call a function, or a class, and return torch's ``RRef`` to the result, which stays in the other process."""
+        return self._call("remote", to, func, args, kwargs, timeout)
+
+    def _call(
+        self,
+        how: str,
+        to: str,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> Any:
+        if self._connection is None:
+            raise RunError(
+                f"strategy.rpc_{how} needs a fit that goes on, found none; call it between on_fit_start and on_fit_end."
+            )
+        return self._connection.invoke(how, to, func, Arguments(tuple(args), kwargs or {}), timeout)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def sync_replicas(self) -> None:
+        """Give replicas rank 0's buffers, and in async mode the servers' parameters. Collective."""
+        super().sync_replicas()
+        if self._tables is None:
+            if self.options.broadcast_buffers:
+                copy_from_first(self.module.buffers(), self.collectives)
+            if self.choices.bound is not None and self._served:
+                self.collectives.barrier()  # all have pushed
+                for served in self._served.values():
+                    served.pull()
+
+    def model_state(self) -> dict[str, Any]:
+        state = super().model_state()
+        if self._tables is None or self._connection is None:
+            return state
+        return Sharded(self._tables.own_share(state, self._connection, self.collectives))
+
+    def full_model_state(self) -> dict[str, Any]:
+        state = dict(super(ReplicaStrategy, self).model_state())
+        if self._tables is not None and self._connection is not None and self.local_rank == 0:
+            state.update(self._tables.fetch(self._connection, list(self._tables.names)))
+        return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        if self._tables is None or self._connection is None:
+            super().load_model_state(state, strict=strict)
+            return
+        self._tables.load(state, self._connection, self.collectives)
+        super().load_model_state(self._tables.without_memory(state), strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the groups, and of the state what this trainer saves: each trainer has another share, by name."""
+        state = super().optimizer_state(optimizer)
+        served = self._served.get(optimizer)
+        if served is None or not served.is_assigned:
+            return state
+        local = state["state"] if self.rank == 0 else {}
+        return {**state, "state": Sharded({**local, **served.own_state()})}

@@ -1,0 +1,60 @@
+"""Layout of tensors in flat ones, one for each dtype: few messages and few operations serve many parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class FlatLayout:
+    """Where tensors of these shapes and dtypes lie in flat tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self._members = {dtype: [i for i, d in enumerate(self.dtypes) if d is dtype] for dtype in self.dtypes}
+
+    def join(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return new flat tensors on the CPU; what is None becomes 0."""
+        flats = []
+        for dtype, members in self._members.items():
+            parts = [tensors[i] for i in members]
+            flats.append(
+                torch.cat(
+                    [
+                        torch.zeros(self.shapes[i].numel(), dtype=dtype) if part is None else _flat(part)
+                        for i, part in zip(members, parts, strict=True)
+                    ]
+                )
+            )
+        return flats
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that lie in flat ones, as views."""
+        views: dict[int, Tensor] = {}
+        for members, flat in zip(self._members.values(), flats, strict=True):
+            for i, part in zip(members, flat.split([self.shapes[i].numel() for i in members]), strict=True):
+                views[i] = part.view(self.shapes[i])
+        return [views[i] for i in range(len(self.shapes))]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).cpu()
+
+
+def deal(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+    """Deal names with their sizes to so many holders: the largest first, always to the one that has least."""
+    dealt: list[list[str]] = [[] for _ in range(number)]
+    loads = [0] * number
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        holder = loads.index(min(loads))
+        dealt[holder].append(name)
+        loads[holder] += size
+    return dealt
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes tensors have."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,194 @@
+"""Processes of servers: a nursery forks them, clean of the threads and locks of the trainer that asks for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import ProcessError
+from ..launch.fork_server import blank_main, preload
+from ..launch.proc_status import look_at
+from ..launch.worker import end_with_the_caller
+from ..torch_internals import kill_with_parent
+
+_PATIENCE: Final = 10.0  # seconds for an answer of the nursery
+_FIRST: Final = 60.0  # for its first one, if it has to import torch before it
+
+_NURSERIES: Final[list[Nursery]] = []
+"""That of this process, which serves one run after another."""
+
+
+class Nursery:
+    """A process without threads that forks servers at once, where a new interpreter would import torch first.
+
+    It is a fork of this process if this has one thread only, as a worker of a launch at its start; no lock is held
+    then by a thread that the copy lacks. Otherwise multiprocessing's fork server starts it. It ends with this process,
+    and its servers with it, whatever ends them: the kernel sees to it.
+    """
+
+    def __init__(self) -> None:
+        self.is_forked = _num_threads() == 1
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._lock = threading.Lock()
+        self._patience = _PATIENCE if self.is_forked else _FIRST
+        if self.is_forked:
+            context: Any = multiprocessing.get_context("fork")
+        else:
+            preload(())
+            context = multiprocessing.get_context("forkserver")
+        with blank_main():
+            self.process = context.Process(target=_tend, args=(theirs,), daemon=True, name="echelon-servers")
+            self.process.start()
+        theirs.close()
+
+    def ask(self, request: str, *arguments: Any) -> Any:
+        """Return the answer of the process.
+
+        Raises:
+            ProcessError: if it is gone.
+        """
+        with self._lock:
+            try:
+                self._pipe.send((request, *arguments))
+                if self._pipe.poll(self._patience):
+                    self._patience = _PATIENCE
+                    return self._pipe.recv()
+                self.process.kill()  # an answer that came later would be taken for that of the next request
+                raise ProcessError(
+                    f"The process that starts the servers (process {self.process.pid}) does not answer within "
+                    f"{self._patience:g} s; it was stopped by a signal, or the machine swaps. Start the run again."
+                )
+            except (EOFError, OSError) as error:
+                raise ProcessError(
+                    f"The process that starts the servers (process {self.process.pid}) is gone ({error!r}), and they "
+                    "with it; start the run again. See dmesg if the kernel's out-of-memory killer ended it."
+                ) from error
+
+    def stop(self) -> None:
+        """End the process, and what is left of its servers."""
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+@dataclass
+class ServerProcesses:
+    """The servers that this process has started."""
+
+    nursery: Nursery
+    pids: dict[int, int]
+    """Their processes by their numbers."""
+    _num_stopped: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, function: Callable[..., None], servers: dict[int, Any]) -> ServerProcesses:
+        """Start a process for each of these servers, which calls `function` with the argument given for it.
+
+        Raises:
+            ProcessError: if none can be started.
+        """
+        nursery = nursery_of_this_process()
+        return cls(nursery, {index: nursery.ask("start", function, argument) for index, argument in servers.items()})
+
+    def exit_code(self, index: int) -> int | None:
+        """Return how a server of this process has ended; None for one that runs, or is another process's."""
+        return self.nursery.ask("exit_code", self.pids[index]) if index in self.pids else None
+
+    def stopped_for(self, num_looks: float) -> int | None:
+        """Return a server that a signal has stopped, and that this call has found so as many times in a row.
+
+        Not the time counts: whoever stops the whole run, and goes on later, stops this process as well.
+        """
+        for index, pid in self.pids.items():
+            is_stopped = look_at(pid).state == "stopped"
+            self._num_stopped[index] = self._num_stopped.get(index, 0) + 1 if is_stopped else 0
+        return next((index for index, number in self._num_stopped.items() if number > num_looks), None)
+
+    def end(self) -> None:
+        """End all of them."""
+        is_kept = self.nursery.is_forked
+        try:
+            for pid in self.pids.values():
+                self.nursery.ask("kill", pid)
+        except ProcessError:  # it is gone, or stopped
+            is_kept = False
+        if not is_kept:
+            _NURSERIES.clear()
+            self.nursery.stop()  # and the kernel its servers
+
+
+def prepare_nursery() -> None:
+    """Make the nursery of this process while that costs nothing: as long as it has one thread."""
+    if not _NURSERIES and _num_threads() == 1:
+        _NURSERIES.append(Nursery())
+
+
+def nursery_of_this_process() -> Nursery:
+    """Return the nursery of this process; make it if there is none."""
+    if _NURSERIES and not _NURSERIES[0].process.is_alive():
+        _NURSERIES.clear()
+    if not _NURSERIES:
+        _NURSERIES.append(Nursery())
+    return _NURSERIES[0]
+
+
+def _num_threads() -> int:
+    """Return the number of threads of this process, those of libraries included; 2 where it cannot be known."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 2
+
+
+# --- in the nursery --------------------------------------------------------------------------------------------------
+
+
+def _tend(pipe: Connection) -> None:
+    """Fork servers and tell how they end, until this process's parent is gone."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # a handler of the trainer's would ask for a checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_the_caller()
+    exit_codes: dict[int, int | None] = {}
+    while True:
+        try:
+            request, *arguments = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if request == "start":
+            pid = _fork(*arguments)
+            exit_codes[pid] = None
+            pipe.send(pid)
+            continue
+        [pid] = arguments
+        if request == "kill" and exit_codes[pid] is None:
+            os.kill(pid, signal.SIGKILL)
+        if exit_codes[pid] is None:
+            ended, status = os.waitpid(pid, 0 if request == "kill" else os.WNOHANG)
+            exit_codes[pid] = os.waitstatus_to_exitcode(status) if ended else None
+        pipe.send(exit_codes[pid])
+
+
+def _fork(function: Callable[..., None], argument: Any) -> int:
+    nursery = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        kill_with_parent(signal.SIGKILL)
+        if os.getppid() == nursery:
+            function(argument)
+            code = 0
+    except BaseException:  # noqa: BLE001 - a process that leaves otherwise would go on as the nursery
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

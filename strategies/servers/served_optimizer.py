@@ -1,0 +1,279 @@
+"""ServedOptimizer: a user's optimizer whose parameters are updated by servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..distributed.collectives import Collectives
+from ..distributed.pickling import pack
+from ..state.optimizer_state import attributes_of, parameter_names
+from .connection import Connection
+from .layout import FlatLayout, deal
+from .messages import Assignment, Push, Rows, Update, Updated
+
+
+class ServedOptimizer:
+    """A user's optimizer of which servers hold parameters and state, and make the updates.
+
+    Schedulers, callbacks and the gradient scaler go on holding the user's object, with all its groups and no state of
+    what is served. Its ``step`` is replaced: it pushes the gradients of this trainer, and takes what the servers make
+    of the parameters. Parameters that are not served it updates as before.
+
+    What changes between two steps is sent before the next push: groups that were added, parameters that were frozen,
+    state and weights that were loaded or edited.
+
+    Args:
+        optimizer: the user's.
+        key: its number.
+        module: whose parameters it has.
+        connection: to the servers.
+        collectives: those of the trainers.
+        holders: the server of each parameter that is served, by name.
+        tables: the names of those parameters of which rows are pushed, and whether their gradients are sparse.
+        is_async: whether each push is an update of its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        key: int,
+        module: nn.Module,
+        connection: Connection,
+        collectives: Collectives,
+        *,
+        holders: Mapping[str, int],
+        tables: Mapping[str, bool],
+        is_async: bool,
+    ) -> None:
+        self.optimizer, self.key = optimizer, key
+        self._module, self._connection, self._collectives = module, connection, collectives
+        self._holders, self._tables, self._is_async = holders, tables, is_async
+        self._step_of_others = optimizer.step
+        self._signature: object = None
+        self._versions = 0
+        self._num_pushes = 0
+        self._has_gathered = False
+        self._factor = 1.0
+        self._limit: float | None = None
+        self._named: dict[str, nn.Parameter] = {}
+        self._trained: dict[int, list[str]] = {}
+        self._layouts: dict[int, FlatLayout] = {}
+        self.staleness: Sequence[float] = ()
+        """See `Updated`."""
+        serves_all = not tables
+        if serves_all:
+            step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
+        else:
+            step = partial(self._step_some, optimizer)
+        step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler made later does not wrap it
+        vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether the servers have parameters and state."""
+        return self._signature is not None
+
+    # --- what the servers hold ---------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Send what has changed since the last step. Collective: every trainer calls it."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        signature = [(id(parameter), parameter.requires_grad) for parameter in parameters]
+        if signature != self._signature or self._has_loaded_state():
+            self._assign()
+            self._signature = signature
+        elif self._has_edited_weights() and self._connection.rank == 0:
+            flats = {index: (self.key, layout.join(self._own(index))) for index, layout in self._layouts.items()}
+            self._connection.ask("set_values", flats)
+        self._versions = self._count_versions()
+
+    def _has_loaded_state(self) -> bool:
+        state = self.optimizer.state
+        return bool(state) and any(parameter in state for parameter in self._named.values())
+
+    def _has_edited_weights(self) -> bool:
+        # in async mode the servers go by the pushes of others as well
+        return not self._tables and not self._is_async and self._versions != self._count_versions()
+
+    def _count_versions(self) -> int:
+        """Return a number that grows with each change in place of a parameter that is served."""
+        return sum(parameter._version for parameter in self._named.values())  # noqa: SLF001 - torch has no other name
+
+    def _own(self, index: int) -> list[Tensor | None]:
+        return [self._named[name] for name in self._trained[index]]
+
+    def _assign(self) -> None:
+        """Deal parameters, groups and state to the servers."""
+        optimizer = self.optimizer
+        names = parameter_names(optimizer, self._module)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        pairs = zip(names, parameters, strict=True)
+        named = {name: parameter for name, parameter in pairs if name in self._holders}
+        loaded = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
+        state = loaded or (self.fetch_state(list(self._named)) if self.is_assigned else {})
+        self._named = named
+        servers = sorted({self._holders[name] for name in named})
+        self._trained = {
+            index: [
+                n for n, p in named.items() if self._holders[n] == index and p.requires_grad and n not in self._tables
+            ]
+            for index in servers
+        }
+        self._layouts = {index: FlatLayout([named[n] for n in trained]) for index, trained in self._trained.items()}
+        if self._connection.rank == 0:
+            packed = pack((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
+            assignments = {index: (self.key, self._assignment(index, packed, state)) for index in servers}
+            self._connection.ask("assign", assignments)
+        for parameter in named.values():
+            optimizer.state.pop(parameter, None)
+        self._collectives.barrier()
+
+    def _assignment(self, index: int, packed: bytes, state: Mapping[str, Any]) -> Assignment:
+        held = {name: p for name, p in self._named.items() if self._holders[name] == index}
+        by_parameter = {parameter: name for name, parameter in held.items()}
+        groups = [
+            {**group, "params": [by_parameter[p] for p in group["params"] if p in by_parameter]}
+            for group in self.optimizer.param_groups
+        ]
+        return Assignment(
+            optimizer=packed,
+            groups=groups,
+            trained=self._trained[index],
+            sparse=frozenset(name for name in held if self._tables.get(name)),
+            values={n: torch.empty(0) if n in self._tables else p.detach().cpu() for n, p in held.items()},
+            state={name: _on_cpu(values) for name, values in state.items() if name in held},
+        )
+
+    def fetch_state(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the state of these parameters from their servers."""
+        wanted: dict[int, list[str]] = {}
+        for name in names:
+            wanted.setdefault(self._holders[name], []).append(name)
+        answers = self._connection.ask("state", {index: (self.key, own) for index, own in wanted.items()})
+        return {name: values for answer in answers.values() for name, values in answer.items()}
+
+    def own_state(self) -> dict[str, dict[str, Any]]:
+        """Return this trainer's share of the state that servers hold: each trainer saves another one."""
+        sizes = {name: parameter.numel() for name, parameter in self._named.items()}
+        return self.fetch_state(deal(sizes, self._collectives.world_size)[self._connection.rank])
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Take the parameters as the servers have them now."""
+        if self.is_assigned and not self._tables:
+            answers = self._connection.ask("values", dict.fromkeys(self._layouts, (self.key,)))
+            self._copy(answers)
+            self._versions = self._count_versions()
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def gather(self) -> float:
+        """Push the gradients, and return the sum of the squares of their means over the trainers. Collective."""
+        answers = self._push(is_final=False)
+        self._has_gathered = True
+        return float(sum(answers.values()))
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that have met."""
+        self._factor = factor
+
+    def limit(self, limit: float) -> None:
+        """Clip each element of the gradients that have met."""
+        self._limit = limit
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for the warning of schedulers
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._has_gathered:
+            step = self._num_pushes - 1
+            request = Update(self._connection.rank, step, self._factor, self._limit)
+            answers = self._connection.ask("update", dict.fromkeys(self._layouts, (self.key, request)))
+            self._has_gathered, self._factor, self._limit = False, 1.0, None
+        else:
+            answers = self._push(is_final=True)
+        self._take(answers)
+        return result
+
+    def _step_some(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step where servers hold tables only, and this trainer the rest."""
+        self._step(optimizer)
+        tables = [self._named[name] for name in self._named]
+        gradients = [table.grad for table in tables]
+        for table in tables:
+            table.grad = None
+        try:
+            return self._step_of_others(closure) if closure is not None else self._step_of_others()
+        finally:
+            for table, gradient in zip(tables, gradients, strict=True):
+                table.grad = gradient
+
+    def _push(self, *, is_final: bool) -> dict[int, Any]:
+        self.follow()
+        self._has_gathered = False  # of a step that was left out, as its scaled gradients overflowed
+        answers = self._connection.ask(
+            "push", {index: (self.key, self._message(index, is_final)) for index in self._layouts}
+        )
+        self._num_pushes += 1
+        return answers
+
+    def _message(self, index: int, is_final: bool) -> Push:
+        gradients = [self._named[name].grad for name in self._trained[index]]
+        sends_settings = self._is_async or self._connection.rank == 0
+        settings = [{name: v for name, v in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        return Push(
+            self._connection.rank,
+            self._num_pushes,
+            [gradient is not None for gradient in gradients],
+            self._layouts[index].join(gradients),
+            self._rows(index),
+            settings if sends_settings else None,
+            is_final,
+        )
+
+    def _rows(self, index: int) -> dict[str, Rows]:
+        rows = {}
+        for name in self._named:
+            gradient = self._named[name].grad
+            if self._holders[name] == index and name in self._tables and gradient is not None:
+                whole = gradient.coalesce()
+                ids = whole.indices()[0].cpu()
+                rows[name] = Rows(ids.int() if whole.shape[0] < 2**31 else ids, whole.values().cpu())
+        return rows
+
+    @torch.no_grad()
+    def _take(self, answers: Mapping[int, Updated]) -> None:
+        """Take the parameters and settings that the servers have made."""
+        self._copy({index: answer.flats for index, answer in answers.items()})
+        self._versions = self._count_versions()
+        for answer in answers.values() if not self._tables else ():
+            for group, changed in zip(self.optimizer.param_groups, answer.settings, strict=bool(answer.settings)):
+                group.update(changed)
+        self.staleness = next((answer.staleness for answer in answers.values() if answer.staleness), ())
+
+    def _copy(self, flats: Mapping[int, Sequence[Tensor]]) -> None:
+        own: list[Tensor] = []
+        new: list[Tensor] = []
+        for index, layout in self._layouts.items():
+            own += [self._named[name] for name in self._trained[index]]
+            new += layout.views(flats[index])
+        if own:
+            torch._foreach_copy_(own, new)
+
+    def ledger(self) -> Tensor:
+        """Return the pushes of all trainers to the first server of this optimizer."""
+        index = min(self._layouts)
+        found: Tensor = self._connection.ask("ledger", {index: (self.key,)})[index]
+        return found
+
+
+def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}

@@ -1,0 +1,68 @@
+"""Transport: how trainers and servers call each other, as a Protocol; `tensorpipe` is the one that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Service(Protocol):
+    """What a process answers the requests of its peers with, from any thread."""
+
+    def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the answer, or a `Future` of it for one that has to wait for other peers."""
+
+
+class Transport(Protocol):
+    """The calls between the processes of a run, which know each other by name."""
+
+    def call(self, peer: str, request: str, *arguments: Any, timeout: float = 0) -> Future[Any]:
+        """Send a request, with tensors on the CPU; a `timeout` of 0 waits for as long as the peer lives.
+
+        The future raises ConnectionError if the peer is gone or takes longer, and `RequestError` if it failed.
+        """
+
+    def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
+        """Call a function of the user's in a peer; `how` is ``"sync"``, ``"async"`` or ``"remote"``."""
+
+    def close(self) -> None:
+        """Leave the others, without waiting for any."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a call of the user's."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class RequestError(Exception):
+    """A peer failed with a request; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The processes of a run that call each other, by their names: trainers first."""
+
+    num_trainers: int
+    num_servers: int
+    token: str
+    """Tells one run of a process from the next."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all, in the order of their numbers."""
+        return [trainer(rank) for rank in range(self.num_trainers)] + [server(i) for i in range(self.num_servers)]
+
+
+def trainer(rank: int) -> str:
+    """Return the name of a trainer."""
+    return f"trainer{rank}"
+
+
+def server(index: int) -> str:
+    """Return the name of a server."""
+    return f"server{index}"
