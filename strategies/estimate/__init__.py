@@ -1,0 +1,1 @@
+"""Estimates of what a step holds and sends under each strategy. Imports parallel, module and below."""

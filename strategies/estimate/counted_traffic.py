@@ -1,0 +1,49 @@
+"""CountedTraffic: counts what this rank sends while a step runs, by the ranks that it sends to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import TorchDispatchMode, tree_leaves
+from .estimate import all_reduced, exchanged
+
+
+class CountedTraffic(TorchDispatchMode):
+    """Sees every collective of torch inside; each counts as a ring, and what goes to one rank as what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: Counter[Sequence[int]] = Counter()
+        """Bytes by the ranks that take part, this one among them."""
+        self.num_calls: Counter[Sequence[int]] = Counter()
+        """Collectives by these ranks."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again with what is sent of it
+        if func.namespace == "c10d":
+            self._count(func.name().removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        import torch.distributed as dist
+
+        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if boxed is None or name.startswith("recv"):
+            return
+        group = dist.ProcessGroup.unbox(boxed)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        # of what is gathered and scattered the whole tensor counts, which is the larger one
+        most = max(sizes, default=0) if "base" in name or "gather" in name or "scatter" in name else sum(sizes)
+        if name == "send":
+            sent = float(most)
+        else:
+            sent = (all_reduced if name.startswith("allreduce") else exchanged)(most, len(ranks))
+        self.sent[ranks] += round(sent)
+        self.num_calls[ranks] += 1

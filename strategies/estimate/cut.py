@@ -1,0 +1,169 @@
+"""Estimate of cut layers and sequences: the fraction of the activations that a rank has, and what it exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from ..tensor_parallel.attention import AttentionCut
+from ..tensor_parallel.layers import ColumnCut, CutLayer, EmbeddingColumnCut, RowCut, VocabularyCut
+from ..tensor_parallel.plan import TensorPlan
+from ..tensor_parallel.sequence import JoinedInput
+from .estimate import Activations, all_reduced, exchanged
+from .profile import CASTS, LayerUse, Profile, Sources
+
+
+class CutActivations:
+    """The activations and exchanges of a rank of tensor parallelism, from a profile of whole layers.
+
+    A tensor is cut if all that it comes from are layers that return cuts; between the layers of a block, for instance.
+
+    Args:
+        profile: of one micro-batch.
+        plan: the cuts of the module's layers; None for none.
+        tp: the number of ranks.
+    """
+
+    def __init__(self, profile: Profile, plan: TensorPlan | None, tp: int) -> None:
+        self._profile, self._tp = profile, tp
+        module = profile.module
+        self._layers: Mapping[str, CutLayer] = {} if plan is None else plan.layers(module)
+        self._holders: Mapping[str, CutLayer] = {} if plan is None else plan.holders(module)
+        self._sharded_blocks = set[str]() if plan is None else set(plan.sharded_blocks(module))
+        self._cut = self._find_cut(profile.layers)
+
+    def activations(self) -> Activations:
+        """Return the activations of a rank, without the copies that autocast makes of parameters."""
+        memory = self._profile.memory
+        kept, peak = (
+            sum(size * self._fraction(sources) for sources, size in part.items() if CASTS not in sources)
+            for part in (memory.kept, memory.peak)
+        )
+        return Activations(kept, peak, peak)
+
+    def by_stage(self, stage_of: Callable[[str], int], num_stages: int) -> list[Activations]:
+        """Return the activations by the stage of a pipeline that makes them.
+
+        What comes from no layer is on each, such as the batch; but what of it comes in backward, on the last.
+        """
+        memory, nothing = self._profile.memory, frozenset[str]()
+        kept, peak = [0.0] * num_stages, [0.0] * num_stages
+        for sizes, part in ((kept, memory.kept), (peak, memory.peak)):
+            for sources, size in part.items():
+                if sources and CASTS not in sources:
+                    sizes[max(map(stage_of, sources))] += size * self._fraction(sources)
+        batch = memory.kept.get(nothing, 0.0)
+        kept, peak = [size + batch for size in kept], [size + batch for size in peak]
+        peak[-1] += max(0.0, memory.peak.get(nothing, 0.0) - batch)
+        return [Activations(one, most, most) for one, most in zip(kept, peak, strict=True)]
+
+    def sent(self, is_here: Callable[[str], bool] = lambda _: True) -> float:
+        """Return what a rank sends along tp in one micro-batch, for the layers that it has."""
+        between = 0.0
+        for block in filter(
+            is_here, self._sharded_blocks
+        ):  # a row of them gathers its last output, and the gradient of its first input
+            inside = [use for name, use in self._profile.layers.items() if name.startswith(f"{block}.")]
+            row = self._sharded_blocks & {_neighbour(block, -1), _neighbour(block, 1)}
+            between += (2 - len(row)) * exchanged(inside[0].input_bytes, self._tp) if inside else 0.0
+        uses = self._profile.layers.items()
+        return between + sum(self._exchanged(name, use) for name, use in uses if is_here(name))
+
+    def _find_cut(self, uses: Mapping[str, LayerUse]) -> set[str]:
+        """Return the layers whose outputs are cut; a whole layer returns what it gets."""
+        cut: set[str] = set()
+        for name, use in uses.items():  # in the order of their calls
+            layer = self._layers.get(name)
+            if isinstance(layer, ColumnCut):
+                is_cut = not layer.gathers_output
+            elif layer is not None:
+                is_cut = isinstance(layer, AttentionCut)
+            else:
+                is_cut = bool(use.sources) and use.sources <= cut
+            if is_cut:
+                cut.add(name)
+        return cut
+
+    def _fraction(self, sources: Sources) -> float:
+        if sources and sources <= self._cut:
+            return 1 / self._tp
+        # amid shards of the sequence, sums of rows are scattered; what columns get is gathered, and kept whole
+        if any(isinstance(layer := self._layers.get(name), RowCut) and layer.shard_dim is not None for name in sources):
+            return 1 / self._tp
+        return 1.0
+
+    def _exchanged(self, name: str, use: LayerUse) -> float:
+        """Return what is sent for the calls of a layer: in forward, in recomputation, and once in backward."""
+        layer = self._layers.get(name)
+        if isinstance(layer, RowCut):
+            one = exchanged(use.output_bytes, self._tp)
+            # scattered and gathered again, or summed
+            return one * (use.num_calls + 1) if layer.shard_dim is not None else 2 * one * use.num_calls
+        if isinstance(layer, VocabularyCut):
+            return all_reduced(use.output_bytes, self._tp) * use.num_calls
+        if isinstance(layer, EmbeddingColumnCut):
+            return exchanged(use.output_bytes, self._tp) * use.num_calls
+        if isinstance(layer, AttentionCut):
+            return all_reduced(use.output_bytes, self._tp) * use.num_calls + all_reduced(use.input_bytes, self._tp)
+        return self._exchanged_by_column(name, layer, use) if isinstance(layer, ColumnCut) else 0.0
+
+    def _exchanged_by_column(self, name: str, layer: ColumnCut, use: LayerUse) -> float:
+        sent = exchanged(use.output_bytes, self._tp) * use.num_calls if layer.gathers_output else 0.0
+        parent = name.rpartition(".")[0]
+        one = exchanged(use.input_bytes, self._tp)
+        is_sharded = layer.shard_dim is not None or isinstance(self._holders.get(parent), JoinedInput)
+        if parent in self._holders and name != self._first_column(parent, use):
+            # the first one with this input exchanges it for all; but not where a block itself is computed again
+            is_again = is_sharded and parent in self._sharded_blocks
+            return sent + (one * (use.num_calls - 1) if is_again else 0.0)
+        backward = 1 if use.has_input_gradient else 0
+        return sent + (one * (use.num_calls + backward) if is_sharded else 2 * one * backward)
+
+    def _first_column(self, parent: str, use: LayerUse) -> str:
+        """Return the first column of a module whose input is the same."""
+        return next(
+            name
+            for name, other in self._profile.layers.items()
+            if name.rpartition(".")[0] == parent
+            and other.sources == use.sources
+            and isinstance(self._layers.get(name), ColumnCut)
+        )
+
+
+def _neighbour(block: str, step: int) -> str:
+    """Return the name of the block before or after one in its list."""
+    container, _, index = block.rpartition(".")
+    return f"{container}.{int(index) + step}" if index.isdigit() else ""
+
+
+def summed_parameters(module: nn.Module, plan: TensorPlan) -> int:
+    """Return the bytes of the whole parameters whose gradients are summed over tp, amid shards of the sequence."""
+    layers = plan.layers(module)
+    total = 0
+    for block in plan.sharded_blocks(module):
+        for name, layer in module.get_submodule(block).named_modules(prefix=block):
+            cut = layers.get(name)
+            own = dict(layer.named_parameters(recurse=False))
+            if cut is None or isinstance(cut, RowCut):  # whose bias is added to what is scattered
+                total += sum(p.nbytes for key, p in own.items() if cut is None or key not in cut.slices)
+    return total
+
+
+def sequence_exchange(profile: Profile, cp: int, kind: str) -> float:
+    """Return what a rank sends along cp in one micro-batch for the attention over whole sequences."""
+    once, again = (exchanged(pairs, cp) for pairs in (profile.attention_bytes, profile.attention_bytes_again))
+    if kind == "ulysses":  # queries, keys, values and results are traded, and then their gradients
+        return (2 * (once + again) + 2 * once) / cp
+    # keys and values are gathered in forward and again for backward, where their gradients are scattered
+    return once + again + 2 * once
+
+
+def cut_shapes(module: nn.Module, plan: TensorPlan, tp: int) -> dict[nn.Parameter, Sequence[int]]:
+    """Return the shapes of what a rank holds of the parameters that a plan cuts."""
+    shapes: dict[nn.Parameter, Sequence[int]] = {}
+    for name, layer in plan.layers(module).items():
+        for parameter, slices in layer.slices.items():
+            whole = module.get_submodule(name).get_parameter(parameter)
+            shapes[whole] = [size // tp if dim == slices.dim else size for dim, size in enumerate(whole.shape)]
+    return shapes

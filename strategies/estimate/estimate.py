@@ -1,0 +1,157 @@
+"""Estimate: the bytes that a rank holds by kind, and those that it sends by axis, in a step under a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..errors import ConfigError
+from ..module.memory_estimate import MemoryShare
+from .profile import CASTS, Profile
+
+KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "gathered", "communication", "workspace")
+"""The kinds of memory, as fields of `Estimate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What the rank with the most of it holds and sends in an optimizer step, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    """The optimizer's state."""
+    activations: float
+    """What forward keeps for backward in one micro-batch, with the batch itself."""
+    gathered: float = 0.0
+    """Parameters that are whole while their unit computes, where ranks hold shards."""
+    communication: float = 0.0
+    """Buffers of what is sent and received, beside the gradients."""
+    workspace: float = 0.0
+    """Buffers of the module, and what operations of forward, backward and update need beyond what is kept."""
+    host: float = 0.0
+    """What is kept in the memory of the node instead, with ``cpu_offload``; not in `total`."""
+    overlap: float = 0.0
+    """Of the sum of all these, what is never there at once: activations are freed as gradients come."""
+    idle: float = 0.0
+    """The share of a step in which ranks wait for each other, if all stages of a pipeline are ideal."""
+    traffic: Mapping[str, float] = field(default_factory=dict)
+    """What the rank sends, by axis of the mesh; collectives count as rings, which send the least possible."""
+
+    @property
+    def total(self) -> float:
+        """The most that is there at once."""
+        return sum(self.by_kind.values()) - self.overlap
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """The memory of each kind, at its most."""
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+    @property
+    def sent(self) -> float:
+        """What the rank sends, over all axes."""
+        return sum(self.traffic.values())
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The tensors of a micro-batch that are neither parameters nor gradients nor state, in bytes."""
+
+    kept: float
+    peak: float
+    most_with_gradients: float
+
+    def times(self, factor: float) -> Activations:
+        """Return those of a rank that has this fraction of each."""
+        return Activations(self.kept * factor, self.peak * factor, self.most_with_gradients * factor)
+
+
+def whole_activations(profile: Profile, *, has_casts: bool = True) -> Activations:
+    """Return the activations of a rank that computes whole samples; `has_casts`: with autocast's copies."""
+    memory, casts = profile.memory, frozenset((CASTS,))
+    kept, peak = (sum(part.values()) - (0 if has_casts else part.get(casts, 0)) for part in (memory.kept, memory.peak))
+    return Activations(kept, peak, memory.most_with_gradients)
+
+
+def estimate_held(
+    profile: Profile,
+    share: MemoryShare,
+    activations: Activations,
+    *,
+    gathered: float = 0.0,
+    communication: float = 0.0,
+    whole_gradients: float = 0.0,
+    between_steps: float = 0.0,
+    traffic: Mapping[str, float] | None = None,
+) -> Estimate:
+    """Return the estimate of a rank that holds a share of the training state.
+
+    Args:
+        profile: of one micro-batch.
+        share: of each parameter, its gradient and its state.
+        activations: of the rank.
+        gathered: see `Estimate`.
+        communication: see `Estimate`.
+        whole_gradients: gradients of other ranks' shards that are there until they are reduced.
+        between_steps: buffers that are there while no activations are.
+        traffic: see `Estimate`.
+    """
+    parameters, gradients = profile.parameter_bytes(share.parameters), profile.gradient_bytes(share.gradients)
+    optimizer, held_fraction = profile.state_bytes(share.optimizer), _fraction(profile, share)
+    in_backward = max(0.0, activations.peak - activations.kept)
+    update = profile.update_bytes * held_fraction
+    # the update comes when the activations have gone
+    without_activations = max(update, between_steps)
+    workspace = profile.buffer_bytes + max(in_backward, without_activations - activations.kept)
+    at_most = activations.kept + in_backward
+    overlap = 0.0
+    if profile.num_micro_batches == 1 and not (gathered or whole_gradients):
+        # what the first micro-batch needs is partly gone when gradients are complete
+        most = max(activations.most_with_gradients, gradients)
+        together = max(most, gradients + without_activations)
+        overlap = max(0.0, gradients + max(at_most, without_activations) - together)
+    return Estimate(
+        parameters=parameters,
+        gradients=gradients + whole_gradients,
+        optimizer=optimizer,
+        activations=activations.kept,
+        gathered=gathered,
+        communication=communication,
+        workspace=workspace,
+        overlap=overlap,
+        traffic={axis: sent for axis, sent in (traffic or {}).items() if sent},
+    )
+
+
+def estimate_alone(profile: Profile, name: str, world_size: int) -> Estimate:
+    """Return the estimate of one process by itself, which sends nothing.
+
+    Raises:
+        ConfigError: for several, of which only a strategy knows what each holds.
+    """
+    if world_size > 1:
+        raise ConfigError(
+            f"strategy={name!r} has no estimate for {world_size} ranks; run a step with MemoryReport() instead."
+        )
+    return estimate_held(profile, MemoryShare(), whole_activations(profile))
+
+
+def _fraction(profile: Profile, share: MemoryShare) -> float:
+    """Return the fraction of the update that a rank computes."""
+    whole = profile.state_bytes(lambda _: 1.0)
+    return profile.state_bytes(share.optimizer) / whole if whole else 1.0
+
+
+# --- what each rank of a ring sends; the bytes are those of the whole tensor ------------------------------------------
+
+
+def all_reduced(num_bytes: float, num_ranks: int) -> float:
+    """Return what a rank sends for the sum of a tensor of every rank."""
+    return 2 * exchanged(num_bytes, num_ranks)
+
+
+def exchanged(num_bytes: float, num_ranks: int) -> float:
+    """Return what a rank sends to gather a tensor, to scatter a sum, to broadcast or to trade its parts."""
+    return num_bytes * (num_ranks - 1) / num_ranks

@@ -1,0 +1,151 @@
+"""Profile: what one micro-batch of a module needs on one device, from which strategies estimate their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import nn
+
+from ..module.memory_estimate import Share, shared_bytes
+from ..module.precision import Precision
+
+CASTS: Final = "(casts of parameters)"
+"""The source of the copies that autocast makes of parameters."""
+
+Sources = frozenset[str]
+"""The layers with parameters from which a tensor comes, without another such layer in between."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The bytes of optimizer state that belong to one parameter."""
+
+    tensors: int
+    """With one value for each of its elements or rows, such as moments; sharded with the parameter."""
+    scalars: int
+    """Of its own, such as a count of steps; on every rank that has any of the parameter's state."""
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """What a layer with parameters of its own was called with in one micro-batch."""
+
+    input_bytes: int
+    """Of its first input, in one call."""
+    output_bytes: int
+    """Of what it returned, in one call."""
+    num_calls: int
+    """In forward and, where activations are recomputed, again in backward."""
+    has_input_gradient: bool
+    sources: Sources
+    """The layers that its inputs come from."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The bytes that a micro-batch needs beside parameters, buffers, gradients and optimizer state."""
+
+    kept: Mapping[Sources, float]
+    """What is there at the end of forward, for backward, by the layers that it comes from."""
+    peak: Mapping[Sources, float]
+    """What is there at the moment of forward or backward when it is most."""
+    most_with_gradients: float
+    """The most that such tensors and gradients take together, in a step of one micro-batch."""
+    blocks: Mapping[str, float]
+    """Of what is kept, by the repeated block that made it; "" for the rest of the module."""
+
+    def towards(self, other: StepMemory, way: float) -> StepMemory:
+        """Return the memory on the line through this one and another: 0 is this one, 1 the other."""
+
+        def between(here: Mapping[Sources, float], there: Mapping[Sources, float]) -> dict[Sources, float]:
+            keys = dict.fromkeys([*here, *there])
+            return {key: _between(here.get(key, 0.0), there.get(key, 0.0), way) for key in keys}
+
+        names = dict.fromkeys([*self.blocks, *other.blocks])
+        return StepMemory(
+            kept=between(self.kept, other.kept),
+            peak=between(self.peak, other.peak),
+            most_with_gradients=_between(self.most_with_gradients, other.most_with_gradients, way),
+            blocks={name: _between(self.blocks.get(name, 0.0), other.blocks.get(name, 0.0), way) for name in names},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What one micro-batch of a module needs on one device, measured on tensors without memory, or on real ones.
+
+    It holds for one precision and one setting of activation checkpointing.
+    """
+
+    module: nn.Module
+    """The module as it is trained, with or without memory."""
+    precision: Precision
+    num_samples: int
+    """Of the micro-batch."""
+    num_micro_batches: int = 1
+    """Of a step, on each rank that reads samples."""
+    trained: frozenset[nn.Parameter]
+    """The parameters that got a gradient."""
+    state: Mapping[nn.Parameter, StateBytes]
+    """The optimizer's, after one step."""
+    update_bytes: int
+    """What the optimizer's step needs for a moment."""
+    buffer_bytes: int
+    memory: StepMemory
+    layers: Mapping[str, LayerUse]
+    """By the name of each layer with parameters of its own, in the order of their first calls."""
+    attention_bytes: int
+    """Of the keys and values of all attentions of torch in forward."""
+    attention_bytes_again: int
+    """The same of those that backward computes again."""
+    largest_attention_bytes: int
+    """Of the keys and values of one attention."""
+    flops: int
+    """Of forward and backward of the micro-batch, with what is recomputed."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, each once."""
+        return list(self.module.parameters())
+
+    def parameter_bytes(self, share: Share) -> float:
+        """Return the bytes of parameters of a rank that keeps a share of each."""
+        return shared_bytes(self.parameters, share)
+
+    def gradient_bytes(self, share: Share) -> float:
+        """Return the same for gradients."""
+        return shared_bytes((parameter for parameter in self.parameters if parameter in self.trained), share)
+
+    def state_bytes(self, share: Share) -> float:
+        """Return the same for optimizer state."""
+        shares = {parameter: share(parameter) for parameter in self.state}
+        return sum(bytes_.tensors * shares[p] + bytes_.scalars * (shares[p] > 0) for p, bytes_ in self.state.items())
+
+    def with_size(self, other: Profile, num_samples: int) -> Profile:
+        """Return the profile of a micro-batch of another size, on the line through this one and another one."""
+        way = (num_samples - self.num_samples) / (other.num_samples - self.num_samples)
+        layers = {
+            name: replace(
+                use,
+                input_bytes=round(_between(use.input_bytes, other.layers[name].input_bytes, way)),
+                output_bytes=round(_between(use.output_bytes, other.layers[name].output_bytes, way)),
+            )
+            for name, use in self.layers.items()
+            if name in other.layers
+        }
+        return replace(
+            self,
+            num_samples=num_samples,
+            memory=self.memory.towards(other.memory, way),
+            layers=layers,
+            attention_bytes=round(_between(self.attention_bytes, other.attention_bytes, way)),
+            attention_bytes_again=round(_between(self.attention_bytes_again, other.attention_bytes_again, way)),
+            largest_attention_bytes=round(_between(self.largest_attention_bytes, other.largest_attention_bytes, way)),
+            flops=round(_between(self.flops, other.flops, way)),
+        )
+
+
+def _between(here: float, there: float, way: float) -> float:
+    return max(0.0, here + (there - here) * way)

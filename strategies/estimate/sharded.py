@@ -1,0 +1,129 @@
+"""Estimate of sharded modules: units are gathered while they compute, and their gradients are scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..module.memory_estimate import MemoryShare, whole
+from ..parallel.mesh import Degrees
+from ..parallel.sharding_policy import Shape, ShardingOptions, ShardingPlan, Unit, largest_share
+from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
+from .profile import Profile
+
+
+def estimate_sharded(
+    profile: Profile,
+    plan: ShardingPlan,
+    options: ShardingOptions,
+    degrees: Degrees,
+    activations: Activations,
+    *,
+    shapes: Mapping[Any, Shape] | None = None,
+    is_on_host: bool = False,
+) -> Estimate:
+    """Return the estimate of a rank that keeps shards of a module's units.
+
+    Args:
+        profile: of one micro-batch.
+        plan: the units.
+        options: how long they stay gathered, and in which dtypes.
+        degrees: the layout of the ranks.
+        activations: of the rank.
+        shapes: of the parameters that tensor parallelism has cut.
+        is_on_host: whether the shards are in the memory of the node, and not on the device.
+    """
+    num_shards, cut_shapes = degrees.dp_shard * degrees.cp, shapes or {}
+
+    def fraction(parameter: Tensor) -> float:
+        shape = cut_shapes.get(parameter, parameter.shape)
+        return largest_share(parameter, shape, num_shards) / max(1, parameter.nbytes)
+
+    dtypes = dtypes_of(profile, options)
+    sizes = [_UnitSizes.of(unit, num_shards, *dtypes) for unit in plan.units]
+    *units, root = sizes
+    gathered = root.computing + sum(sorted(size.computing for size in units)[-2:])
+    gathered += sum(_kept_gathered(size, unit) for size, unit in zip(units, plan.units, strict=False))
+    largest = max(sizes, key=lambda size: size.reducing)
+    # what arrives of the next unit, the gradients of one unit, and those of two in the dtype in which they are sent
+    communication = max((size.computing for size in units), default=0.0) + largest.computing + 2 * largest.reducing
+    is_trained = profile.gradient_bytes(whole) / max(1.0, profile.parameter_bytes(whole))
+    accumulates = profile.num_micro_batches > 1 and not options.sync_each_micro_batch
+    whole_gradients = sum(size.reducing for size in sizes) * is_trained if accumulates else 0.0
+    estimate = estimate_held(
+        profile,
+        MemoryShare(fraction, fraction, fraction),
+        activations,
+        gathered=gathered,
+        communication=communication,
+        whole_gradients=whole_gradients,
+        traffic=_traffic(profile, plan, options, degrees, sizes, is_trained),
+    )
+    if not is_on_host:
+        return estimate
+    gradients = estimate.gradients - whole_gradients
+    shards = estimate.parameters + gradients + estimate.optimizer
+    # shards come to the device in forward and backward, and gradients leave it
+    sent = profile.num_micro_batches * 2 * estimate.parameters + gradients
+    traffic = {**estimate.traffic, "host": sent}
+    return replace(estimate, parameters=0.0, gradients=whole_gradients, optimizer=0.0, host=shards, traffic=traffic)
+
+
+class _UnitSizes:
+    """The bytes of a unit when it is whole: in the dtype in which it computes, and in that of its gradients' sum."""
+
+    def __init__(self, computing: float, reducing: float) -> None:
+        self.computing, self.reducing = computing, reducing
+
+    @classmethod
+    def of(cls, unit: Unit, num_shards: int, computing: int | None, reducing: int | None) -> _UnitSizes:
+        """Return those of a unit; the sizes are those of an element, None for as it is."""
+        padded = unit.bytes_a_rank * num_shards
+        if "BatchNorm" in unit.kind or not padded:
+            return cls(padded, padded)
+        element = unit.num_bytes / unit.num_parameters
+        in_compute = padded * (computing / element) if computing else padded
+        return cls(in_compute, padded * (reducing / element) if reducing else in_compute)
+
+
+def dtypes_of(profile: Profile, options: ShardingOptions) -> tuple[int | None, int | None]:
+    """Return the bytes of an element that computes, and of one that is summed; None for those of the parameters."""
+    given, autocast = options.mixed_precision, profile.precision.autocast_dtype
+    if given is not None:
+        computing, reducing = given.param_dtype, given.reduce_dtype
+    else:
+        computing, reducing = autocast, torch.float32 if autocast is not None else None
+    return tuple(None if dtype is None else dtype.itemsize for dtype in (computing, reducing))  # type: ignore[return-value]
+
+
+def _kept_gathered(size: _UnitSizes, unit: Unit) -> float:
+    """Return what stays of a unit between forward and backward, beyond its shard."""
+    if unit.reshard is True:
+        return 0.0
+    return size.computing if unit.reshard is False else size.computing / unit.reshard
+
+
+def _traffic(
+    profile: Profile,
+    plan: ShardingPlan,
+    options: ShardingOptions,
+    degrees: Degrees,
+    sizes: list[_UnitSizes],
+    is_trained: float,
+) -> dict[str, float]:
+    num_shards, num_micro_batches = degrees.dp_shard * degrees.cp, profile.num_micro_batches
+    num_sums = num_micro_batches if options.sync_each_micro_batch else 1
+    sharded = replicated = 0.0
+    for unit, size in zip(plan.units, sizes, strict=True):
+        # a number of ranks among which it is kept gathers among these only
+        again = 0.0 if unit.reshard is False else exchanged(size.computing, num_shards)
+        if unit.reshard is not True and unit.reshard:
+            again = exchanged(size.computing, unit.reshard)
+        sharded += num_micro_batches * (exchanged(size.computing, num_shards) + again)
+        sharded += num_sums * exchanged(size.reducing * is_trained, num_shards)
+        replicated += num_sums * all_reduced(size.reducing * is_trained / num_shards, degrees.dp_replicate)
+    return {"dp_shard": sharded, "dp_replicate": replicated}

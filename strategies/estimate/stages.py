@@ -1,0 +1,149 @@
+"""Estimates of pipelines: each rank gathers its stages for a whole step, and keeps all micro-batches on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..module.memory_estimate import MemoryShare
+from ..parallel.mesh import Degrees
+from ..parallel.sharding_policy import Shape, ShardingOptions, largest_share
+from ..pipeline.partition import Partition, make_partition, stages_of_parameters
+from ..pipeline.schedule import Schedule
+from .cut import CutActivations
+from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
+from .profile import Profile
+from .sharded import dtypes_of
+
+
+class StageEstimates:
+    """The estimates of the ranks of one pipeline, the first stage's rank first.
+
+    Args:
+        profile: of one micro-batch.
+        schedule: which ranks have which stages, and in which order they work.
+        cut: the activations, cut by tensor parallelism or not.
+        options: the dtypes in which units compute and are reduced.
+        degrees: the layout of the ranks.
+        shapes: of the parameters that tensor parallelism has cut.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        schedule: Schedule,
+        cut: CutActivations,
+        options: ShardingOptions,
+        degrees: Degrees,
+        shapes: Mapping[Any, Shape],
+    ) -> None:
+        self._profile, self._schedule, self._cut, self._degrees, self._shapes = profile, schedule, cut, degrees, shapes
+        self._partition: Partition = make_partition(profile.module, schedule.num_stages)
+        self._owners = {name: self._partition.owners(name)[-1] for name in self._partition.parts}
+        self._holders = stages_of_parameters(profile.module, self._partition)
+        self._computing, self._reducing = dtypes_of(profile, options)
+        self._by_stage = cut.by_stage(self._stage_of, schedule.num_stages)
+        self._received = [self._input_bytes(stage) for stage in range(schedule.num_stages)]
+
+    def of_ranks(self) -> list[Estimate]:
+        """Return the estimate of each rank."""
+        return [self._of_rank(rank) for rank in range(self._schedule.num_ranks)]
+
+    def _of_rank(self, rank: int) -> Estimate:
+        profile, stages = self._profile, self._schedule.stages_of(rank)
+        own = {p for p in profile.parameters if set(self._holders[p]) & set(stages)}
+        num_shards = self._degrees.dp_shard
+
+        def fraction(parameter: Tensor) -> float:
+            if parameter not in own:
+                return 0.0
+            shape = self._shapes.get(parameter, parameter.shape)
+            return largest_share(parameter, shape, num_shards) / max(1, parameter.nbytes)
+
+        whole = [(p, self._numel(p)) for p in own]
+        computing = sum(number * (self._computing or p.element_size()) for p, number in whole)
+        reducing = sum(
+            number * (self._reducing or self._computing or p.element_size())
+            for p, number in whole
+            if p in profile.trained
+        )
+        activations = self._activations(rank)
+        estimate = estimate_held(
+            profile,
+            MemoryShare(fraction, fraction, fraction),
+            activations,
+            gathered=float(computing),
+            # of all micro-batches, until they are reduced; a stage begins when those of the step before have gone
+            whole_gradients=float(reducing),
+            communication=2.0 * max(self._received[stage] for stage in stages),
+            traffic={
+                "pp": self._sent(stages),
+                "dp_shard": exchanged(computing, num_shards) + exchanged(reducing, num_shards),
+                "dp_replicate": all_reduced(reducing / num_shards, self._degrees.dp_replicate),
+                "tp": profile.num_micro_batches * self._cut.sent(lambda name: self._stage_of(name) in stages),
+            },
+        )
+        return replace(estimate, idle=self._schedule.idle_share(profile.num_micro_batches))
+
+    def _numel(self, parameter: Tensor) -> int:
+        number = 1
+        for size in self._shapes.get(parameter, parameter.shape):
+            number *= size
+        return number
+
+    # --- activations -------------------------------------------------------------------------------------------------
+
+    def _stage_of(self, layer: str) -> int:
+        """Return the last stage that has a layer; the first for what is outside of all parts."""
+        name = layer
+        while name and name not in self._owners:
+            name = name.rpartition(".")[0]
+        return self._owners.get(name, 0)
+
+    def _activations(self, rank: int) -> Activations:
+        """Return what is kept of all micro-batches that are on their way, when that is most."""
+        kept = {
+            stage: self._by_stage[stage].kept + 2 * self._received[stage] for stage in self._schedule.stages_of(rank)
+        }
+        now = most = 0.0
+        for action in self._schedule.actions(rank, self._profile.num_micro_batches):
+            if action.kind == "F":
+                now += kept[action.stage]
+                most = max(most, now)
+            elif action.kind == ("W" if self._schedule.splits_backward else "B"):
+                now -= kept[action.stage]
+        beyond = max(max(0.0, self._by_stage[stage].peak - self._by_stage[stage].kept) for stage in kept)
+        return Activations(most, most + beyond, most + beyond)
+
+    def _input_bytes(self, stage: int) -> float:
+        """Return the size of what a stage receives of a micro-batch: the input of its first block."""
+        if stage == 0:
+            return 0.0
+        first = next(name for name in self._partition.stages[stage] if self._partition.parts[name].is_block)
+        uses = [use for name, use in self._profile.layers.items() if f"{name}.".startswith(f"{first}.")]
+        return float(uses[0].input_bytes) if uses else 0.0
+
+    def _sent(self, stages: Sequence[int]) -> float:
+        """Return what a rank sends to the next stages and, of gradients, to those before."""
+        rank_of, last = self._schedule.rank_of, self._schedule.num_stages - 1
+        one = 0.0
+        for stage in stages:
+            if stage < last and rank_of(stage + 1) != rank_of(stage):
+                one += self._received[stage + 1]
+            if stage and rank_of(stage - 1) != rank_of(stage):
+                one += self._received[stage]
+        return self._profile.num_micro_batches * one + self._sent_of_shared(stages)
+
+    def _sent_of_shared(self, stages: Sequence[int]) -> float:
+        """Return what is sent for the sums of gradients of parameters that several ranks hold."""
+        total = 0.0
+        for parameter, holders in self._holders.items():
+            ranks = sorted({self._schedule.rank_of(stage) for stage in holders})
+            own = {self._schedule.rank_of(stage) for stage in stages}
+            if len(ranks) > 1 and own & set(ranks):
+                shard = self._numel(parameter) * parameter.element_size() / self._degrees.dp_shard
+                total += shard * (len(ranks) - 1 if ranks[0] in own else 1)
+        return total
