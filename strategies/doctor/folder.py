@@ -1,0 +1,93 @@
+"""Checks of the folder of a run: what checkpoints need of a file system, and whether its clock is this machine's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from .finding import Finding
+
+_LEAST_SPACE: Final = 1 << 30
+_SKEW: Final = 2.0
+_FIRST_YEAR: Final = 2024
+"""Before it no clock is right."""
+
+
+def check_folder(folder: Path) -> Iterator[Finding]:
+    """Check that checkpoints can be written into a folder: created, synchronized, renamed, linked, removed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".echelon-doctor-", dir=folder) as inside:
+            yield from _try(folder, Path(inside))
+    except OSError as error:
+        yield Finding(
+            "run folder",
+            f"{folder} cannot be written ({error.strerror or error})",
+            "make it writable, such as mount -o remount,rw; or give --folder, and default_root_dir of the Trainer, "
+            "another",
+        )
+        return
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_SPACE:
+        yield Finding(
+            "run folder",
+            f"{folder} has {free >> 20} MiB left; checkpoints will not fit",
+            "free some space, or use another file system",
+            stops=free < _LEAST_SPACE >> 4,
+        )
+
+
+def _try(folder: Path, inside: Path) -> Iterator[Finding]:
+    """Do in a folder what a checkpoint does."""
+    step = "fsync"
+    try:
+        old, new = inside / "old", inside / "new"
+        old.mkdir()
+        with (old / "file").open("wb") as file:
+            file.write(b"echelon")
+            file.flush()
+            os.fsync(file.fileno())
+        written = (old / "file").stat().st_mtime
+        now = time.time()
+        step = "rename of a folder"
+        old.rename(new)
+        step = "symbolic link"
+        (inside / "link").symlink_to("new")
+        os.replace(inside / "link", inside / "last")
+    except OSError as error:
+        yield Finding(
+            "run folder",
+            f"{folder} does not support {step} ({error.strerror or error}), which checkpoints need to be atomic",
+            "use a local or network file system with POSIX semantics, not a mounted object store",
+        )
+        return
+    if abs(now - written) > _SKEW:
+        yield Finding(
+            "clock",
+            f"this machine's clock is {now - written:+.1f} s from that of the file system of {folder}: the newest "
+            "checkpoint may not look newest",
+            "timedatectl set-ntp true, or chronyc makestep, on this machine and on the file server",
+            stops=False,
+        )
+
+
+def check_clock() -> Iterator[Finding]:
+    """Check that the clock can be right."""
+    year = time.gmtime().tm_year
+    if year < _FIRST_YEAR:
+        yield Finding("clock", f"this machine's clock is in the year {year}", "timedatectl set-ntp true")
+
+
+def leave_mark(folder: Path, name: str) -> Path:
+    """Write a file by which other nodes see that they share a folder."""
+    mark = folder / name
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(name)
+    return mark
