@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from .cluster.hardware import Hardware
 from .distributed.nested import to_device
 from .errors import ConfigError, ModuleError
+from .estimate.estimate import Estimate, estimate_held, whole_activations
+from .estimate.profile import Profile
+from .module.memory_estimate import MemoryShare, whole
 from .module.precision import Precision
 from .parallel.batch_split import combine, split
 from .strategy import Strategy
@@ -31,6 +34,7 @@ class DataParallelStrategy(Strategy):
     """
 
     name: ClassVar[str] = "dp"
+    needs_trainer: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -45,6 +49,14 @@ class DataParallelStrategy(Strategy):
             )
         super().validate(hardware, precision)
 
+    def _estimate(self, profile: Profile) -> Estimate:
+        num_devices = len(self.hardware.devices)
+        slice_ = whole_activations(profile).times(1 / num_devices)
+        # the first device gets the gradients of the others, and sends each a replica
+        gradients = profile.gradient_bytes(whole) if num_devices > 1 else 0.0
+        sent = profile.num_micro_batches * (num_devices - 1) * profile.parameter_bytes(whole)
+        return estimate_held(profile, MemoryShare(), slice_, communication=gradients, traffic={"devices": sent})
+
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
         self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
@@ -57,6 +69,10 @@ class DataParallelStrategy(Strategy):
     @device.setter
     def device(self, device: torch.device) -> None:
         self._first_device = device
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        return self._devices
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if len(self._devices) > 1:

@@ -2,12 +2,100 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
 
+from torch import Tensor, nn
+
+from .cluster.hardware import Hardware
 from .distributed.process_group import ProcessSettings
+from .estimate.estimate import Estimate, all_reduced, estimate_held, exchanged, whole_activations
+from .estimate.profile import Profile
+from .module.memory_estimate import MemoryShare, whole
+from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
-from .parallel.replica import DDPOptions
-from .replicated import ReplicaStrategy
+from .parallel.replica import DDPOptions, Replica
+from .strategy import Strategy
+
+
+class ReplicaStrategy(Strategy):
+    """Train a `Replica` of the module in each process; subclasses differ in the optimizer step.
+
+    Args:
+        options: how gradients are synchronized.
+        settings: see `ProcessSettings`.
+    """
+
+    uses_processes: ClassVar[bool] = True
+    uses_many_devices: ClassVar[bool] = True
+
+    _replica: Replica
+    """Known after `setup_module`."""
+
+    def __init__(self, options: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
+        super().__init__(**settings)
+        self.options = options or DDPOptions()
+        self.can_try_steps = self.can_try_steps and self.options.comm_hook in (None, "fp16", "bf16")  # without a state
+
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        super().validate(hardware, precision)
+        self.options.validate(hardware.device_type)
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        return self._estimate_replica(profile, MemoryShare(), self._gradient_traffic(profile))
+
+    def _gradient_traffic(self, profile: Profile) -> float:
+        """Return what a rank sends for the mean of all gradients and, with buffers, for rank 0's."""
+        num_ranks = self.environment.world_size
+        buffers = profile.buffer_bytes if self.options.broadcast_buffers else 0
+        sent = all_reduced(profile.gradient_bytes(whole) * self.options.compressed_fraction, num_ranks)
+        return sent + profile.num_micro_batches * exchanged(buffers, num_ranks)
+
+    def _estimate_replica(
+        self, profile: Profile, share: MemoryShare, sent: float, *, between_steps: float = 0.0
+    ) -> Estimate:
+        copies = 0.0 if self.options.gradient_as_bucket_view else profile.gradient_bytes(whole)
+        has_peers = self.environment.world_size > 1
+        return estimate_held(
+            profile,
+            share,
+            whole_activations(profile),
+            communication=copies if has_peers else 0.0,
+            # after the first step, DDP makes its buckets again in the order in which gradients came
+            between_steps=max(profile.gradient_bytes(whole), between_steps) if has_peers else 0.0,
+            traffic={"dp_replicate": sent} if has_peers else {},
+        )
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        super().setup_module(module, is_manual=is_manual)
+        self._replica = self._make_replica(module, is_manual=is_manual)
+
+    def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
+        collectives = None if self.group is None else self.collectives
+        return Replica(module, collectives, self.options, is_manual=is_manual)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        with self.forward_context:
+            return self._replica.step_fn(step_name)(*args)
+
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return self._replica.step_fn(step_name) if self.precision.is_plain else super().step_fn(step_name)
+
+    def set_grad_sync(self, enabled: bool) -> None:
+        self._replica.set_grad_sync(enabled)
+
+    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
+        return self._replica.zero_loss(spare)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self._replica.end_backward()
+
+    def end_backward(self) -> None:
+        self._replica.end_backward()
+
+    def sync_replicas(self) -> None:
+        self._replica.sync_replicas()
 
 
 class DDPStrategy(ReplicaStrategy):
@@ -30,7 +118,7 @@ class DDPStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "ddp"
-    supports_restarts: ClassVar[bool] = True
+    supports_restarts: bool = True
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -58,7 +59,9 @@ class ElasticStrategy(ForwardingStrategy):
     its inner strategy; start the program itself, or use ``echelon launch``.
 
     Args:
-        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, or an instance of such a strategy.
+        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, ``"tp"``, or an instance of such a strategy. Of a
+            `ParallelStrategy` dp_shard follows the number of nodes; where the other degrees do not divide the number of
+            ranks, the run stops.
         nodes: number of machines, or "MIN:MAX".
         rdzv: "HOST:PORT" at which several nodes meet: that of one of them, or of ``echelon rendezvous``.
         run_id: distinguishes this run from others that use the same rendezvous.
@@ -74,7 +77,9 @@ class ElasticStrategy(ForwardingStrategy):
     name: ClassVar[str] = "elastic"
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
-    supports_restarts: ClassVar[bool] = False
+    supports_restarts: bool = False
+    needs_trainer: ClassVar[bool] = True
+    can_try_steps: bool = False
     # this strategy's own, not the inner one's
     supervisor: Supervisor | None = None
     starts_processes: bool = False
@@ -111,8 +116,12 @@ class ElasticStrategy(ForwardingStrategy):
             )
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
+        environment, (least, _) = hardware.environment, self.nodes
+        if not environment.is_external:
+            number = least * environment.local_world_size
+            hardware = replace(hardware, environment=replace(environment, num_nodes=least, world_size=number))
         self.inner.validate(hardware, precision)
-        self.starts_processes = not hardware.environment.is_external
+        self.starts_processes = not environment.is_external
 
     def launch(
         self,
@@ -127,7 +136,14 @@ class ElasticStrategy(ForwardingStrategy):
 
         with NodeFolder.create() as folder:
             make_agent = partial(self._make_agent, folder=folder.path)
-            return launch(function, make_agent, is_local=self.nodes == (1, 1), on_result=on_result, parts=parts)
+            return launch(
+                function,
+                make_agent,
+                is_local=self.nodes == (1, 1),
+                uses_cuda=self.hardware.device_type == "cuda",
+                on_result=on_result,
+                parts=parts,
+            )
 
     def _make_agent(self, job: Any, *, folder: Any) -> Any:
         from .resilience.elastic_agent import ElasticAgent
@@ -178,6 +194,7 @@ def _inner(inner: str | Strategy) -> Strategy:
     if not strategy.supports_restarts:
         names = ", ".join(name for name, make in STRATEGIES.items() if make().supports_restarts)
         raise ConfigError(
-            f"inner must be a strategy whose workers can be started again, got {strategy.name!r}; use one of {names}."
+            f"inner must be a strategy whose workers can be started again, got {strategy.name!r}; use one of {names} "
+            "(a ParallelStrategy without pp)."
         )
     return strategy

@@ -26,8 +26,31 @@ class RunError(EchelonError, RuntimeError):
     """A call that the trainer cannot carry out in its present state."""
 
 
+class NotSetUpError(RunError, AttributeError):
+    """What a run sets up was asked for before; also an AttributeError, so that `hasattr` answers."""
+
+
 class ProcessError(RunError):
     """A process of a run did not start, died, or lost the connection to the others; the message names its rank."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks at fault, where they are known."""
+    is_of_server: bool = False
+    """Whether that process is a parameter server, of which no rank but this one may tell."""
+
+    @classmethod
+    def of_ranks(cls, message: str, *ranks: int) -> ProcessError:
+        """Return an error for ranks that died; the message names them."""
+        error = cls(message)
+        error.ranks = ranks
+        return error
+
+    @classmethod
+    def of_server(cls, message: str) -> ProcessError:
+        """Return an error for a parameter server that died, failed, or does not answer; the message names it."""
+        error = cls(message)
+        error.is_of_server = True
+        return error
 
 
 class CollectiveError(RunError):
@@ -44,6 +67,17 @@ class CheckpointError(EchelonError, RuntimeError):
 
 class MissingDependencyError(EchelonError, ImportError):
     """An optional package that a feature needs is not installed; the message has the command that installs it."""
+
+
+def not_set_up(owner: object, name: str) -> AttributeError:
+    """Return the error of an attribute that a strategy lacks: `NotSetUpError` if its class declares it."""
+    kind = type(owner).__name__
+    if name.startswith("__") or not any(name in vars(base).get("__annotations__", ()) for base in type(owner).mro()):
+        return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+    return NotSetUpError(
+        f"strategy.{name.removeprefix('_')} must be set up by a run, found none yet in this process; ask for it in a "
+        "hook of fit, or once setup has ended well."
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

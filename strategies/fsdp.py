@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Unpack
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from .cluster.hardware import Hardware
 from .distributed.process_group import ProcessSettings
-from .errors import ConfigError, ModuleError
-from .module.deferred_init import DeferredInit
-from .module.memory_estimate import MemoryShare
-from .module.precision import Precision
-from .parallel.mesh import Degrees, Replicas, make_mesh
-from .parallel.replica import copy_from_first
-from .parallel.sharded_module import ShardedModule
+from .parallel.mesh import Degrees, Replicas
 from .parallel.sharding_policy import Policy, Reshard, ShardingOptions, ShardingPlan
-from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, shard_like
-from .strategy import ClipAlgorithm, Strategy
+from .sharded import ShardedStrategy
 
 
-class FSDPStrategy(Strategy):
+class FSDPStrategy(ShardedStrategy):
     """Train with torch's ``fully_shard`` (FSDP2): parameters, gradients and optimizer state are sharded over processes.
 
     The parameters of a unit, a submodule, are gathered before its forward and its backward and freed afterwards.
@@ -51,11 +39,6 @@ class FSDPStrategy(Strategy):
     """
 
     name: ClassVar[str] = "fsdp"
-    uses_processes: ClassVar[bool] = True
-    uses_many_devices: ClassVar[bool] = True
-    forward_is_collective: ClassVar[bool] = True
-    supports_inference_mode: ClassVar[bool] = False
-    supports_restarts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,9 +54,7 @@ class FSDPStrategy(Strategy):
         mixed_precision: Any = None,
         **settings: Unpack[ProcessSettings],
     ) -> None:
-        super().__init__(**settings)
-        self.replicate = replicate
-        self.options = ShardingOptions(
+        options = ShardingOptions(
             policy=policy,
             reshard_after_forward=reshard_after_forward,
             forward_prefetch=forward_prefetch,
@@ -82,154 +63,12 @@ class FSDPStrategy(Strategy):
             cpu_offload=cpu_offload,
             mixed_precision=mixed_precision,
         )
-        self.deferred_init = deferred_init
-        self.degrees = Degrees()
-        """The degrees of parallelism; known after `validate`."""
-        self._mesh: Any = None
-        self._sharded: ShardedModule | None = None
-        self._deferred = DeferredInit()
+        super().__init__(options, deferred_init=deferred_init, **settings)
+        self.replicate = replicate
 
-    # --- before any process is started -------------------------------------------------------------------------------
-
-    def validate(self, hardware: Hardware, precision: Precision) -> None:
-        super().validate(hardware, precision)
-        self.degrees = self._degrees()
-        self.options.validate(self.degrees)
-
-    def _degrees(self) -> Degrees:
+    def _find_degrees(self) -> Degrees:
         return Degrees.of(self.environment.world_size, self.environment.num_nodes, self.replicate)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return which units the module would be sharded in, and their sizes: print it. The module is not changed."""
         return self.options.plan(module, self.precision, self.degrees)
-
-    # --- in every process --------------------------------------------------------------------------------------------
-
-    def connect(self, hardware: Hardware, precision: Precision) -> None:
-        super().connect(hardware, precision)
-        if self.group is not None and self._mesh is None:
-            self.degrees = self._degrees()
-            self._mesh = make_mesh(self.device.type, self.degrees)
-
-    @property
-    def memory_share(self) -> MemoryShare:
-        fraction = 1 / self.degrees.dp_shard
-        return MemoryShare(fraction, fraction, fraction)
-
-    def init_context(self) -> AbstractContextManager[object]:
-        self._deferred = DeferredInit()
-        return self._deferred.recording() if self.deferred_init and self.group is not None else nullcontext()
-
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        if self.group is None:
-            super().setup_module(module, is_manual=is_manual)
-            return
-        if any(is_dtensor(parameter) for parameter in module.parameters()):
-            if self._sharded is None or self._sharded.module is not module:
-                raise ConfigError(
-                    f"{type(module).__name__} is sharded already, by another strategy than this {type(self).__name__}; "
-                    "use the trainer that sharded it, or build a new module and load a checkpoint."
-                )
-            return  # for example, when it is evaluated after it was trained
-        self.module = module
-        places = self._deferred.places(module)  # before the conversion makes other tensors
-        self.precision.convert_module(module)
-        self._sharded = ShardedModule(
-            module,
-            self._mesh,
-            collectives=self.collectives,
-            device=self.device,
-            precision=self.precision,
-            options=self.options,
-            # also for an evaluation, since it may be trained next
-            is_manual=is_manual or not getattr(module, "automatic_optimization", True),
-        )
-        self._sharded.fill(self._deferred, places)
-        self._deferred = DeferredInit()
-
-    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self._sharded is None:
-            return
-        self._sharded.check_all_sharded()
-        for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigError(
-                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which treats all parameters "
-                    "as one vector; use another optimizer, or strategy='ddp'."
-                )
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
-            if foreign:
-                raise ModuleError(
-                    f"{len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} are not the module's, of "
-                    f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
-                    "it in configure_optimizers from self.parameters()."
-                )
-
-    # --- for every micro-batch and step ------------------------------------------------------------------------------
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context:
-            if self._sharded is None:
-                return getattr(self.module, step_name)(*args)
-            return self._sharded.run(step_name, *args)
-
-    def set_grad_sync(self, enabled: bool) -> None:
-        if self._sharded is not None:
-            self._sharded.set_grad_sync(enabled)
-
-    def scale_gradients(self, factor: Tensor | float) -> None:
-        gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
-        held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        shards = [local_shard(gradient) for gradient in held]
-        if algorithm == "norm":
-            clip_by_norm(shards, limit, self.collectives, self.degrees.dp_replicate)
-        elif shards:
-            torch._foreach_clamp_min_(shards, -limit)
-            torch._foreach_clamp_max_(shards, limit)
-
-    def annotate(self, error: BaseException) -> None:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "A sharded parameter was used while only a shard of it was there. The parameters of a unit are whole "
-                "while its forward runs, all others while a step or the module's own forward runs: call the layer "
-                "there, and by its forward, or let policy make a larger submodule a unit (print strategy.plan(module))."
-            )
-
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def sync_replicas(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reshard()
-            copy_from_first(self.module.buffers(), self.collectives)
-
-    def model_state(self) -> dict[str, Any]:
-        if self._sharded is not None:
-            self._sharded.reshard()
-            self._sharded.check_all_sharded()
-        return super().model_state()
-
-    def full_model_state(self) -> dict[str, Any]:
-        return gather_whole(self.model_state(), is_kept=self.local_rank == 0)
-
-    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        own = self.module.state_dict()
-        sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
-        super().load_model_state(sharded, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._sharded is not None:
-            self._sharded.reshard()
-        return super().optimizer_state(optimizer)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        own = dict(self.module.named_parameters())
-        sharded = {
-            name: {key: shard_like(value, own.get(name)) for key, value in values.items()}
-            for name, values in state["state"].items()
-        }
-        super().load_optimizer_state(optimizer, {**state, "state": sharded})

@@ -9,12 +9,15 @@ import torch
 from torch.optim import Optimizer
 
 from .cluster.hardware import Hardware
+from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError
+from .estimate.estimate import Estimate, all_reduced
+from .estimate.profile import Profile
+from .module.memory_estimate import MemoryShare, whole
 from .module.precision import Precision
 from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions
-from .replicated import ReplicaStrategy
 from .state.optimizer_state import needs_closure
 
 _NUM_STEPS: Final = "local_sgd_steps"
@@ -47,6 +50,8 @@ class LocalSGDStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "local_sgd"
+    needs_trainer: ClassVar[bool] = True
+    can_try_steps: bool = False
 
     def __init__(
         self,
@@ -79,6 +84,12 @@ class LocalSGDStrategy(ReplicaStrategy):
                 f"strategy='local_sgd' does not work with static_graph={self.options.static_graph}, which needs the "
                 "gradients of all ranks at every step; leave it out."
             )
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        # of the steps behind the warm-up; with several periods, as if each average were of all ranks
+        every = self.period if isinstance(self.period, int) else min(self.period)
+        sent = all_reduced(profile.parameter_bytes(whole), self.environment.world_size) / every
+        return self._estimate_replica(profile, MemoryShare(), sent)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._averages, self._has_diverged = {}, False

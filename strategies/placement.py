@@ -26,6 +26,11 @@ def check_strategy(strategy: object) -> None:
     find_strategy(strategy, {**BY_NAME, "auto": STRATEGIES["ddp"]})
 
 
+def is_auto(strategy: object) -> bool:
+    """Return whether a strategy is left to be chosen."""
+    return strategy == "auto"
+
+
 def place(
     strategy: str | Strategy, accelerator: str, devices: int | str | Sequence[int], num_nodes: int
 ) -> tuple[Strategy, Hardware]:
@@ -36,7 +41,7 @@ def place(
     """
     environment = detect_environment()
     hardware = Hardware.of(accelerator, devices, num_nodes)
-    if strategy == "auto":
+    if is_auto(strategy):
         strategy = "ddp" if environment.world_size > 1 or num_nodes > 1 or len(hardware.devices) > 1 else "single"
     chosen = find_strategy(strategy, BY_NAME)()
     is_open = devices == "auto"

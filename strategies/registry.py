@@ -8,9 +8,12 @@ from typing import Final
 
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
+from .device_map import DeviceMapStrategy
 from .errors import ConfigError, did_you_mean
 from .fsdp import FSDPStrategy
 from .local_sgd import LocalSGDStrategy
+from .model_parallel import ParallelStrategy
+from .parameter_server import ParameterServerStrategy
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
 from .zero import ZeroStrategy
@@ -25,6 +28,10 @@ STRATEGIES: Final[Mapping[str, Factory]] = {
     "local_sgd": LocalSGDStrategy,
     "fsdp": FSDPStrategy,
     "hsdp": partial(FSDPStrategy, replicate="nodes"),
+    "device_map": DeviceMapStrategy,
+    "ps": ParameterServerStrategy,
+    "tp": partial(ParallelStrategy, dp_shard="nodes", tp="auto"),
+    "pp": partial(ParallelStrategy, pp="auto", dp_shard=1),
 }
 """All that train by themselves; `ElasticStrategy` contains one of them."""
 
@@ -43,7 +50,7 @@ _LIGHTNING: Final[Mapping[str, Factory]] = {
 _NEAREST: Final[Mapping[str, str]] = {
     "deepspeed_stage_1": "zero",
     "deepspeed": "fsdp",
-    "model_parallel": "fsdp",
+    "model_parallel": "tp",
     "single_xla": "single",
     "xla_fsdp": "fsdp",
     "xla": "ddp",

@@ -7,11 +7,13 @@ from typing import Any, ClassVar, Unpack
 
 from torch.optim import Optimizer
 
+from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
+from .estimate.estimate import Estimate, exchanged
+from .estimate.profile import Profile
 from .module.memory_estimate import MemoryShare
 from .parallel.replica import DDPOptions
-from .parallel.sharded_optimizer import ShardedOptimizer
-from .replicated import ReplicaStrategy
+from .parallel.sharded_optimizer import ShardedOptimizer, deal
 from .state.optimizer_state import Sharded, parameter_names
 
 
@@ -27,7 +29,7 @@ class ZeroStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "zero"
-    supports_restarts: ClassVar[bool] = True
+    supports_restarts: bool = True
 
     def __init__(self, *, ddp: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(ddp, **settings)
@@ -35,7 +37,17 @@ class ZeroStrategy(ReplicaStrategy):
 
     @property
     def memory_share(self) -> MemoryShare:
-        return MemoryShare(optimizer=1 / self.world_size)
+        return MemoryShare(optimizer=lambda _: 1 / self.world_size)
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        num_ranks = self.environment.world_size
+        dealt = deal(profile.state, num_ranks)
+        most = max(dealt, key=lambda own: sum(profile.state[parameter].tensors for parameter in own))
+        share = MemoryShare(optimizer=lambda parameter: float(parameter in most))
+        updated = exchanged(sum(parameter.nbytes for parameter in profile.state), num_ranks)
+        sent = self._gradient_traffic(profile) + updated
+        # new parameters are copied to be sent
+        return self._estimate_replica(profile, share, sent, between_steps=sum(p.nbytes for p in profile.state))
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._sharded = (

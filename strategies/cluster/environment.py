@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,8 @@ LOOPBACK: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 29500  # torchrun's
 NODE_FOLDER: Final = "echelonNODE_FOLDER"
 """Variable that gives a worker of an elastic run the folder of its agent, which outlives the worker."""
+CALLS_FILE: Final = "echelonCALLS_FILE"
+"""Variable that gives a worker that Echelon has started the file in which it records its collectives."""
 
 ENVIRON: Final[Mapping[str, str]] = os.environ
 """Variables of this process. Only launch/worker.py reads them elsewhere: it takes over those of the caller."""
@@ -60,6 +63,11 @@ def node_folder(environ: Mapping[str, str] = ENVIRON) -> Path | None:
     return Path(environ[NODE_FOLDER]) if NODE_FOLDER in environ else None
 
 
+def calls_file(environ: Mapping[str, str] = ENVIRON) -> Path | None:
+    """Return the file in which this worker of Echelon's records its collectives; None in other processes."""
+    return Path(environ[CALLS_FILE]) if CALLS_FILE in environ else None
+
+
 def reconcile(environment: Environment, num_devices: int | None, num_nodes: int | None) -> Environment:
     """Return the environment of a run with the requested numbers; None leaves a number to the environment.
 
@@ -99,6 +107,21 @@ def set_defaults(variables: Mapping[str, str]) -> None:
     """Set environment variables for libraries and child processes, except those that the user has set."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def overridden(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block, also those that the user has set."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _compare(environment: Environment, num_devices: int | None, num_nodes: int | None) -> None:

@@ -1,11 +1,18 @@
-"""TCP store that listens on one address; torch's own listens on every interface of the machine."""
+"""TCP stores that listen on one address, and connections to them that end; torch's do neither."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import socket
+import stat
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+
+from .environment import LOOPBACK
 
 
 def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
@@ -29,10 +36,11 @@ def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on an IP address only, and for a name on all interfaces.
+    """Return a socket that listens on an IP address only, and for a name other than localhost on all interfaces.
 
     A machine's name often leads to loopback on that machine, and to another address from elsewhere.
     """
+    address = LOOPBACK if address == "localhost" else address
     try:
         version = ipaddress.ip_address(address).version
     except ValueError:
@@ -40,3 +48,42 @@ def listen(address: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
     return socket.create_server((address, port), family=socket.AF_INET6 if version == 6 else socket.AF_INET)
+
+
+def connect_store(address: str, port: int, limit: timedelta) -> Any:
+    """Return a client of the store at an address.
+
+    torch waits for ever for the first answer of a server that accepts a connection and says nothing (torch 2.14).
+    So its connection is ended from another thread.
+
+    Raises:
+        RuntimeError: if there is no store within `limit`; torch's errors are of this class.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
+
+    before = {os.fstat(each.fileno()).st_ino for each in connections_to(port)}
+
+    def end() -> None:
+        for connection in connections_to(port):
+            if os.fstat(connection.fileno()).st_ino not in before:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit.total_seconds(), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+    finally:
+        timer.cancel()
+
+
+def connections_to(port: int) -> Iterator[socket.socket]:
+    """Yield this process's connections to a port of any machine, on Linux; each as a duplicate that is closed again."""
+    descriptors = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    for name in map(int, descriptors):
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed already
+            if stat.S_ISSOCK(os.stat(name).st_mode):
+                with socket.socket(fileno=os.dup(name)) as connection:
+                    is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_inet and connection.getpeername()[1] == port:
+                        yield connection

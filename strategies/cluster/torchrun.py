@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .environment import LOOPBACK, Environment
+from .environment import ENVIRON, LOOPBACK, Environment
 from .variables import first_number, has_all, number
 
 
@@ -18,6 +18,11 @@ def read_torchrun(environ: Mapping[str, str]) -> Environment | None:
 def has_torch_variables(environ: Mapping[str, str]) -> bool:
     """Return whether all variables are set that torch documents for a process of a run."""
     return has_all(environ, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def agent_hosts_store(environ: Mapping[str, str] = ENVIRON) -> bool:
+    """Return whether the agent that started this process hosts the store of the run; otherwise rank 0 does."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def read_torch_variables(environ: Mapping[str, str], launcher: str) -> Environment:

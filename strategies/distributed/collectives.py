@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError, EchelonError, RunError, did_you_mean
 from . import tensor_collectives
 from .buckets import Reducible, map_joined
+from .call_record import CallRecord
 from .debug import Aspect, CollectiveChecks, PostedCall, call_here
 from .parcels import Parcel, fill, slots, unpack
 from .point_to_point import Mailbox, PendingTransfer
@@ -35,20 +36,58 @@ class Collectives:
         device: where received tensors are put, unless the sender's were on the CPU.
     """
 
+    is_rehearsed: ClassVar[bool] = False
+    """Whether the other ranks are not there, as in `echelon rehearse`: what values decide is left out then."""
+
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._checks: CollectiveChecks | None = None
+        self._record = None if group is None else CallRecord.of_this_process()
         self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
-        self._has_group = group is not None
-        if group is None:
+        self._group, self._device = group, device
+        self._has_group = self.world_size > 1
+        if group is None or not self._has_group:
             return
-        self._device = device
         self._cpu_group = group.cpu_group
         self._cpu_wire = Wire(group.cpu_group, self.world_size, self.rank, self._announce_backward)
-        self._wire = Wire(None, self.world_size, self.rank, self._announce_backward)
+        self._wire = Wire(group.device_group, self.world_size, self.rank, self._announce_backward)
         self._mailbox = Mailbox(group.cpu_group, device)
         if group.settings.get("check_collectives"):
             timeout = group.settings.get("timeout", _CHECK_TIMEOUT)
-            self._checks = CollectiveChecks(group.store, self.rank, self.world_size, timeout)
+            self._checks = CollectiveChecks(group.store, group.ranks[self.rank], group.ranks, timeout)
+
+    def over(self, ranks: Sequence[int]) -> Collectives:
+        """Return the collectives of some of these ranks, which count from 0 there. Collective.
+
+        Args:
+            ranks: this rank and others; each of them passes the same. All ranks are these collectives themselves, and
+                a rank alone has the identity.
+
+        Raises:
+            ConfigError: on every rank, if one does not pass itself, or two that share a rank do not pass the same.
+        """
+        if self._group is None:
+            return self
+        parts = self.all_gather_object(tuple(sorted(ranks)))
+        for rank, part in enumerate(parts):
+            if rank not in part or any(parts[member] != part for member in part if 0 <= member < len(parts)):
+                raise ConfigError(
+                    f"over(ranks) must get the same ranks on each of them, with itself among them, got {part} on rank "
+                    f"{rank} of {parts}; pass the parts of a partition."
+                )
+        if parts[self.rank] == tuple(range(self.world_size)):
+            return self
+        members = [[self._group.ranks[rank] for rank in part] for part in dict.fromkeys(parts)]
+        return Collectives(self._group.among(members), self._device)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """These ranks, by their numbers among all."""
+        return (0,) if self._group is None else self._group.ranks
+
+    @property
+    def device_group(self) -> Any:
+        """Torch's process group of these ranks, for libraries that take one; None means that of all ranks."""
+        return None if self._group is None else self._group.device_group
 
     # --- every rank passes the same structure -------------------------------------------------------------------------
 
@@ -68,6 +107,13 @@ class Collectives:
         own = Reducible(data, op)
         reduced = map_joined(own.tensors, lambda flat: tensor_collectives.all_reduce(self._wire_of(flat), flat, op))
         return own.replaced(reduced, [tensor.shape for tensor in own.tensors])
+
+    def begin_all_reduce(self, numbers: Sequence[float], op: ReduceOp) -> Callable[[], list[float]]:
+        """Begin to reduce numbers over all ranks; what is returned waits for the result. Collective, in this order."""
+        if not self._has_group:
+            return lambda: list(numbers)
+        self._announce(f"all_reduce({op})", list(numbers))
+        return tensor_collectives.begin_all_reduce(self._cpu_wire, torch.tensor(numbers, dtype=torch.float64), op)
 
     def all_gather(self, data: Any) -> Any:
         """Stack every tensor over the ranks, along a new first dimension of size world_size. Collective.
@@ -268,7 +314,7 @@ class Collectives:
         import torch.distributed as dist
 
         box = [payload if self.rank == src else None]
-        dist.broadcast_object_list(box, src, group=self._cpu_group)
+        dist.broadcast_object_list(box, group=self._cpu_group, group_src=src)
         return box[0]  # type: ignore[return-value]
 
     def _check_rank(self, name: str, rank: int) -> None:
@@ -276,6 +322,8 @@ class Collectives:
             raise ConfigError(f"{name}={rank!r} must be a rank from 0 to {self.world_size - 1}; choose one of them.")
 
     def _announce(self, name: str, data: Any, compared: Sequence[Aspect] = ("name", "shapes", "where")) -> None:
+        if self._record is not None:
+            self._record.note(name)
         if self._checks is not None:
             self._checks.check(call_here(name, data, compared))
 
@@ -294,7 +342,9 @@ class Collectives:
             raise ConfigError(f"{name} must name another rank, got this rank, {src}; choose one of the others.")
         if self._checks is None:
             return None
-        return self._checks.post(call_here(f"{name}(src={src}, dst={dst})", data, ()), f"{src}-{dst}", (src, dst))
+        assert self._group is not None
+        ranks = self._group.ranks[src], self._group.ranks[dst]
+        return self._checks.post(call_here(f"{name}(src={src}, dst={dst})", data, ()), f"{src}-{dst}", ranks)
 
 
 class _CheckedTransfer:

@@ -41,7 +41,7 @@ class Call:
 def call_here(name: str, data: Any, compared: Sequence[Aspect]) -> Call:
     """Return a description of this rank's call; its line is compared only if it is in the user's code."""
     where, is_users = _caller()
-    return Call(name, _shapes(data), where, [aspect for aspect in compared if aspect != "where" or is_users])
+    return Call(name, shapes_of(data), where, [aspect for aspect in compared if aspect != "where" or is_users])
 
 
 class CollectiveChecks:
@@ -51,11 +51,11 @@ class CollectiveChecks:
     enters a collective that another has given up. The last rank that has read the messages removes them.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         run = Noticeboard(store, "calls").count(f"runs/{rank}")  # an earlier run that failed has left its messages
         self._board = Noticeboard(store, f"calls/{run}")
         self._rank = rank
-        self._all_ranks = list(range(world_size))
+        self._all_ranks = ranks
         self._timeout = timeout.total_seconds()
         self._num_posted: Counter[str] = Counter()
 
@@ -107,7 +107,7 @@ class CollectiveChecks:
             remedy = (
                 "Make the same call on all ranks, or use gather or all_gather_object where shapes differ on purpose"
             )
-        return f"Collective {number} cannot run: {reason}.\n{_table(rows)}\n{remedy}."
+        return f"Collective {number} cannot run: {reason}.\n{describe_table(rows)}\n{remedy}."
 
     def _last_call(self, rank: int) -> list[str]:
         last: Messages | None = self._board.read(f"last/{rank}")
@@ -145,14 +145,15 @@ def _cells(call: Call) -> list[str]:
     return [call.name, shapes, call.where]
 
 
-def _table(rows: list[list[str]]) -> str:
+def describe_table(rows: list[list[str]]) -> str:
+    """Return rows, the first with the names of the columns, as text."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def _shapes(data: Any) -> str:
+def shapes_of(data: Any) -> str:
     """Return the leaves of a structure, each with its type and shape, in the same order on all ranks."""
     return ", ".join(sorted(f"{name} {_describe(leaf)}".lstrip() for name, leaf in named_leaves(data)))
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from torch.storage import TypedStorage
+
 from ..errors import ConfigError
+from ..torch_internals import storage_on_cpu
 
 _MAX_DEPTH = 8  # levels of attributes and items that are searched for an object that cannot be pickled
 
@@ -51,6 +54,8 @@ def _packed(value: Any, modules: set[str]) -> bytes:
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, TypedStorage) and (on_cpu := storage_on_cpu(obj)) is not obj:
+                return _same, (on_cpu,)  # or each process that unpacks it would open the sender's device
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):
@@ -60,6 +65,10 @@ def _packed(value: Any, modules: set[str]) -> bytes:
     buffer = io.BytesIO()
     Packer(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _same(storage: Any) -> Any:
+    return storage
 
 
 def installed(modules: Iterable[str]) -> list[str]:

@@ -17,6 +17,7 @@ from .tensor_collectives import as_bytes
 # torch's tags distinguish the transfers between two ranks; those of the user's own sends begin at 0
 _FIRST_TAG: Final = 1 << 20
 _NUM_TAGS: Final = 1 << 20
+_HOST: Final = torch.device("cpu")
 
 
 class PendingTransfer(Protocol):
@@ -27,7 +28,11 @@ class PendingTransfer(Protocol):
 
 
 class Mailbox:
-    """Sends and receives structures: first the number of bytes, then the bytes, then the tensors."""
+    """Sends and receives structures: first the number of bytes, then the bytes, then the tensors.
+
+    Tensors on a GPU pass through the memory of the host. By NCCL two ranks that each send first, and then receive,
+    would wait for each other for ever as soon as the tensors are larger than its buffers.
+    """
 
     def __init__(self, cpu_group: Any, device: torch.device) -> None:
         self._cpu_group = cpu_group
@@ -42,42 +47,35 @@ class Mailbox:
         tag = _tag(self._num_sent, dst)
         payload = torch.frombuffer(bytearray(parcel.payload), dtype=torch.uint8)
         flats = [torch.tensor([payload.numel()]), payload]
-        flats += [bucket.flat for bucket in join(parcel.tensors) if bucket.flat.numel()]
-        works = [dist.isend(as_bytes(flat), dst, self._group_of(flat), tag) for flat in flats]
+        flats += [bucket.flat for bucket in join([tensor.cpu() for tensor in parcel.tensors]) if bucket.flat.numel()]
+        works = [dist.isend(as_bytes(flat), group=self._cpu_group, tag=tag, group_dst=dst) for flat in flats]
         return _Sending(works, flats)
 
     def receive(self, src: int) -> Any:
         """Wait for the next structure from `src`."""
-        return self._finish(src, *self._receive(src, _tag(self._num_received, src)))
+        return self._receive(src, _tag(self._num_received, src))
 
     def begin_receive(self, src: int) -> PendingTransfer:
         """Begin to receive, in a thread: the number of bytes has to arrive before the next receive can be posted."""
         tag = _tag(self._num_received, src)
-        return _Receiving(lambda: self._receive(src, tag), lambda received: self._finish(src, *received))
+        return _Receiving(lambda: self._receive(src, tag))
 
-    def _receive(self, src: int, tag: int) -> tuple[Any, list[Tensor], int]:
+    def _receive(self, src: int, tag: int) -> Any:
         size = self._fetch(torch.empty(1, dtype=torch.int64), src, tag)
         payload = self._fetch(torch.empty(int(size), dtype=torch.uint8), src, tag)
         skeleton = unpack(payload.numpy().tobytes())
-        return skeleton, self._receive_tensors(skeleton, src, tag, on_cpu=True), tag
-
-    def _finish(self, src: int, skeleton: Any, on_cpu: list[Tensor], tag: int) -> Any:
-        """Receive the tensors on the GPU in the caller's thread: nccl needs all calls of a process in one thread."""
-        cpu, gpu = iter(on_cpu), iter(self._receive_tensors(skeleton, src, tag, on_cpu=False))
-        return fill(skeleton, [next(cpu if slot.is_cpu else gpu) for slot in slots(skeleton)])
-
-    def _receive_tensors(self, skeleton: Any, src: int, tag: int, *, on_cpu: bool) -> list[Tensor]:
-        empty = [slot.empty(self._device) for slot in slots(skeleton) if slot.is_cpu is on_cpu]
-        return map_joined(empty, lambda flat: self._fetch(flat, src, tag))
+        places = slots(skeleton)
+        received = map_joined([slot.empty(_HOST) for slot in places], lambda flat: self._fetch(flat, src, tag))
+        return fill(
+            skeleton,
+            [flat if slot.is_cpu else flat.to(self._device) for slot, flat in zip(places, received, strict=True)],
+        )
 
     def _fetch(self, flat: Tensor, src: int, tag: int) -> Tensor:
         import torch.distributed as dist
 
-        dist.recv(as_bytes(flat), src, self._group_of(flat), tag)
+        dist.recv(as_bytes(flat), group=self._cpu_group, tag=tag, group_src=src)
         return flat
-
-    def _group_of(self, tensor: Tensor) -> Any:
-        return self._cpu_group if tensor.is_cpu else None
 
 
 def _tag(counter: Counter[int], peer: int) -> int:
@@ -97,24 +95,23 @@ class _Sending:
 
 
 class _Receiving:
-    def __init__(self, receive: Callable[[], Any], finish: Callable[[Any], Any]) -> None:
+    def __init__(self, receive: Callable[[], Any]) -> None:
         self._receive = receive
-        self._finish = finish
-        self._outcome: list[Any] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="echelon irecv", daemon=True)
-        self._thread.start()
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._run, name="echelon irecv", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._received = self._receive()
         except BaseException as error:  # noqa: BLE001 - raised by wait()
             self._error = error
+        finally:
+            self._has_ended.set()
 
     def wait(self) -> Any:
-        self._thread.join()
+        # not Thread.join(): when a handler of a signal raises there, CPython 3.11 takes the thread for ended
+        self._has_ended.wait()
         if self._error is not None:
             raise self._error
-        if not self._outcome:
-            self._outcome.append(self._finish(self._received))
-        return self._outcome[0]
+        return self._received

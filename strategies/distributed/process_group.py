@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import copy
 import socket
+import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, TypedDict, Unpack
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any, Final, Self, TypedDict, Unpack
 
 import torch
 
 from ..cluster.environment import LOOPBACK, Environment, set_defaults
-from ..cluster.network import variables_towards
-from ..cluster.tcp_store import host_store
+from ..cluster.network import loopback_variables, variables_towards
+from ..cluster.tcp_store import connect_store, host_store
+from ..cluster.torchrun import agent_hosts_store
 from ..errors import ConfigError, ProcessError, did_you_mean
+from ..torch_internals import default_store
 
 START_TIMEOUT: Final = timedelta(minutes=5)
 """How long processes wait for each other at the start, by default."""
 # torch's default for gloo; a checkpoint, a download or a first compilation may keep a rank busy for long
 _TIMEOUT: Final = timedelta(minutes=30)
+
+_PARTS: Final[dict[tuple[Any, ...], tuple[Any, Any]]] = {}
+"""torch's groups of some ranks, on the CPU and on the device; later runs of this process use them again."""
+
+_FAREWELL: Final = 60.0  # seconds for which rank 0, at its end, keeps the store for slower ranks
+_FAREWELL_OF_FAILED: Final = 5.0  # the same, after a failure
+_LOOK: Final = 0.02
 
 
 class ProcessSettings(TypedDict, total=False):
@@ -72,6 +87,17 @@ def _backend(settings: ProcessSettings, device_type: str) -> str:
     return name
 
 
+def backend_options(backend: str, device: torch.device) -> dict[str, Any]:
+    """Return what ``init_process_group`` is told of a backend.
+
+    NCCL has gloo beside it for tensors on the CPU, of which there are some where parameters are offloaded; and it is
+    told its device, from which it would guess otherwise by the first tensor, with a context on cuda:0 for the others.
+    """
+    if backend == "nccl":
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    return {"backend": backend}
+
+
 class ProcessGroup:
     """torch's process group with gloo for tensors on the CPU beside it; it exists until the process ends.
 
@@ -89,6 +115,12 @@ class ProcessGroup:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank, self.local_world_size = environment.local_rank, environment.local_world_size
         self.node_rank = environment.node_rank
+        self.ranks: Sequence[int] = range(self.world_size)
+        """Its ranks, by their numbers among all."""
+        self.device_group: Any = None
+        """torch's group for tensors on the device; None for that of all ranks."""
+        self.has_failed = False
+        """Whether a run has failed on this rank: others may be dead."""
 
     def join(self) -> None:
         """Meet the other processes. Collective: every rank calls it.
@@ -101,16 +133,41 @@ class ProcessGroup:
         from torch import distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         if dist.is_initialized():
             self._check_existing()
         else:
             self._meet()
-        self.store: Any = PrefixStore("echelon", dist.distributed_c10d._get_default_store())
-        is_cpu = dist.get_backend() == "gloo"
+        self.store: Any = PrefixStore("echelon", default_store())
+        is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
         # for CPU tensors and objects, and for all that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def among(self, partition: Sequence[Sequence[int]]) -> Self:
+        """Return the group of that part of a partition to which this rank belongs. Collective: every rank calls it."""
+        from torch import distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
+
+        part = copy.copy(self)
+        has_one_backend = self.cpu_group is (self.device_group or dist.group.WORLD)
+        for members in partition:  # torch wants every rank to make every group, in the same order
+            key = dist.group.WORLD, has_one_backend, self._timeout, *members
+            if key not in _PARTS:
+                backend = "fake" if self.is_rehearsed else "gloo"
+                cpu_group = dist.new_group(members, timeout=self._timeout, backend=backend)
+                device_group = cpu_group if has_one_backend else dist.new_group(members, timeout=self._timeout)
+                _PARTS[key] = cpu_group, device_group
+            if self.ranks[self.rank] in members:
+                part.ranks, part.rank, part.world_size = members, members.index(self.ranks[self.rank]), len(members)
+                part.cpu_group, part.device_group = _PARTS[key]
+                part.store = PrefixStore(f"ranks {','.join(map(str, members))}", self.store)
+        return part
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether the other processes are not there, and torch's fake group stands for them."""
+        from torch import distributed as dist
+
+        return dist.is_initialized() and dist.get_backend() == "fake"
 
     @property
     def _timeout(self) -> timedelta:
@@ -142,25 +199,44 @@ class ProcessGroup:
                 f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, look at "
                 "their output to see why they ended, or wait longer with start_timeout of the strategy."
             ) from error
-        if self.environment.num_nodes > 1:
-            set_defaults(variables_towards(self.environment.main_address))
+        is_one_machine = self.environment.num_nodes == 1
+        set_defaults(loopback_variables() if is_one_machine else variables_towards(self.environment.main_address))
         dist.init_process_group(
-            self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
+            **backend_options(self.backend, self.device),
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
         )
+        # a Finalize, unlike atexit, also runs in processes of multiprocessing, such as the workers of a launch
+        Finalize(None, partial(self._say_farewell, store), exitpriority=0)
         atexit.register(_leave)
 
+    def _say_farewell(self, store: Any) -> None:
+        """Tell rank 0 that this rank asks the store nothing more; rank 0, which may host it, waits for that."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            num_left = store.add("echelon/left", 1)
+            end = time.monotonic() + (_FAREWELL_OF_FAILED if self.has_failed else _FAREWELL)
+            while self._hosts_store and num_left < self.world_size and time.monotonic() < end:
+                time.sleep(_LOOK)
+                num_left = store.add("echelon/left", 0)
+
+    @property
+    def _hosts_store(self) -> bool:
+        return self.rank == 0 and not (self.environment.launcher == "torchrun" and agent_hosts_store())
+
     def _open_store(self, limit: timedelta) -> Any:
-        from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
+        from torch.distributed.rendezvous import rendezvous
 
         environment, port = self.environment, self.environment.main_port
         is_one_machine = environment.num_nodes == 1
         address = LOOPBACK if is_one_machine else environment.main_address
         try:
-            if environment.launcher == "torchrun":  # torch knows whether its agent or rank 0 hosts the store
+            if environment.launcher == "torchrun" and agent_hosts_store():
                 return next(rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
-            if self.rank == 0 and is_one_machine:
+            if self._hosts_store:  # torch's own would listen on all interfaces
                 return host_store(address, port or 0, limit)
-            return TCPStore(address, port or 0, is_master=self.rank == 0, timeout=limit, wait_for_workers=False)
+            return connect_store(address, port or 0, limit)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             raise ProcessError(
                 f"Rank {self.rank} cannot {'open' if self.rank == 0 else 'reach'} the store of the run at "

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from ..cluster.launchers import detect_environment
 from ..errors import ProcessError, RunError
+from ..torch_internals import default_store
 from .noticeboard import Noticeboard
 
 P = ParamSpec("P")
@@ -69,7 +70,7 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
                 f"{environment.world_size} processes, but the process group has {size}; use local=False."
             )
         rank, size, name = environment.local_rank, environment.local_world_size, f"node {environment.node_rank}"
-    board = Noticeboard(dist.distributed_c10d._get_default_store(), f"rank_zero_first/{name}")
+    board = Noticeboard(default_store(), f"rank_zero_first/{name}")
     outcome = f"outcome/{board.count(f'uses/{rank}')}"
     with _first(board, outcome, size) if rank == 0 else _after_first(board, outcome, size):
         yield

@@ -41,6 +41,20 @@ def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
     return flat
 
 
+def begin_all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Callable[[], list[float]]:
+    """Begin to reduce every rank's `flat`, and return what waits for the numbers."""
+    import torch.distributed as dist
+
+    kinds = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    work = dist.all_reduce(flat, kinds.get(op, dist.ReduceOp.SUM), wire.process_group, async_op=True)
+
+    def end() -> list[float]:
+        work.wait()
+        return (flat / wire.world_size if op == "mean" else flat).tolist()
+
+    return end
+
+
 def all_gather(wire: Wire, flat: Tensor) -> Tensor:
     """Return every rank's `flat`, one after another."""
     return _Linear.apply(wire, flat, "all_gather") if _has_gradient(flat) else _all_gather(wire, flat)
@@ -54,13 +68,18 @@ def reduce_scatter(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
     return own / wire.world_size if op == "mean" else own
 
 
+def all_to_all(wire: Wire, flat: Tensor) -> Tensor:
+    """Return this rank's slice of every rank's `flat`, one after another; all are as long, and cut in equal slices."""
+    return _Linear.apply(wire, flat, "all_to_all") if _has_gradient(flat) else _all_to_all(wire, flat)
+
+
 def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
     """Return rank `src`'s `flat`; others pass a tensor of the same shape, dtype and requires_grad."""
     import torch.distributed as dist
 
     if _has_gradient(flat):
         return _Broadcast.apply(wire, flat, src)  # type: ignore[no-any-return]
-    dist.broadcast(as_bytes(flat), src, wire.process_group)
+    dist.broadcast(as_bytes(flat), group=wire.process_group, group_src=src)
     return flat.detach()
 
 
@@ -101,6 +120,14 @@ def _reduce_scatter(wire: Wire, flat: Tensor) -> Tensor:
     return own
 
 
+def _all_to_all(wire: Wire, flat: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    own = torch.empty_like(flat)
+    dist.all_to_all_single(as_bytes(own), as_bytes(flat), group=wire.process_group)
+    return own
+
+
 class _Linear(torch.autograd.Function):
     """Collective of the table below, whose backward is its transpose."""
 
@@ -115,17 +142,19 @@ class _Linear(torch.autograd.Function):
         return None, _Linear.apply(ctx.wire, gradient.contiguous(), _TRANSPOSES[ctx.name]), None
 
 
-_Name = Literal["all_reduce", "all_gather", "reduce_scatter"]
+_Name = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 _RUN: Final[dict[_Name, Callable[[Wire, Tensor], Tensor]]] = {
     "all_reduce": lambda wire, flat: _sum(wire, flat.clone()),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
 }
 _TRANSPOSES: Final[dict[_Name, _Name]] = {
     "all_reduce": "all_reduce",  # every rank's output depends on every rank's input
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
 }
 
 
@@ -138,7 +167,7 @@ class _Broadcast(torch.autograd.Function):
 
         ctx.wire, ctx.src = wire, src
         copy = flat.detach().clone()
-        dist.broadcast(as_bytes(copy), src, wire.process_group)
+        dist.broadcast(as_bytes(copy), group=wire.process_group, group_src=src)
         return copy
 
     @staticmethod
@@ -148,5 +177,5 @@ class _Broadcast(torch.autograd.Function):
 
         ctx.wire.announce("backward of broadcast", gradient)
         gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.reduce(gradient, ctx.src, group=ctx.wire.process_group)
+        dist.reduce(gradient, group=ctx.wire.process_group, group_dst=ctx.src)
         return None, gradient if ctx.wire.rank == ctx.src else None, None

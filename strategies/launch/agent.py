@@ -8,13 +8,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from types import ModuleType
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -24,21 +22,17 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ..errors import ProcessError
 from .failures import WorkerExit
+from .fork_server import blank_main, preload
 from .proc_status import look_at
-from .worker import NOT_FOR_THE_FORK_SERVER, WorkerTask, run_worker
+from .worker import WorkerTask, run_worker
+
+_log = logging.getLogger(__name__)
 
 _REPORT_TIMEOUT = 2.0  # seconds in which the fork server reports the exit code of a worker that is gone
 _UNKNOWN = 255  # the exit code that multiprocessing gives to a process whose fork server is gone
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for workers whose peer failed
-# the first optimizer imports torch._dynamo, which takes a second
-PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.optim",
-    "cloudpickle",
-    "echelon",
-    f"{__package__}.forkserver_preload",
-)
+_REMINDER = 10.0  # seconds after which it is said which workers have not exited
+_LONGEST_EXIT = 600.0  # seconds after SIGKILL in which a driver may still give back a worker's memory
 
 
 class Agent(LocalElasticAgent):
@@ -66,7 +60,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.001,  # _monitor_workers() waits by itself
         )
         super().__init__(spec, _InheritedStreams(), start_method="forkserver")
-        self.folder, self._modules = task.folder, task.modules
+        self.task, self.folder, self._modules, self._uses_cuda = task, task.folder, task.modules, task.uses_cuda
         self.ranks: list[int] = []
         self.failed: list[WorkerExit] = []
         """The workers of this node that failed; not those that were stopped because another had."""
@@ -83,9 +77,13 @@ class Agent(LocalElasticAgent):
     def cancel(self) -> None:
         """End the wait for other nodes; from any thread."""
 
-    @abstractmethod
     def release(self) -> None:
-        """Release the store, so that its port is free for the next run."""
+        """Close the store, whose port is free for the next run, and the pipes and semaphores of the workers.
+
+        They would stay open for as long as a caller keeps the error of a run, whose frames hold this agent.
+        """
+        self._store = self._worker_group.store = self._pcontext = None
+        self._processes.clear()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all running workers, and end the wait for other nodes; from any thread."""
@@ -104,7 +102,7 @@ class Agent(LocalElasticAgent):
         return list(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        preload(self._modules)
+        preload(self._modules, uses_cuda=self._uses_cuda)
         with blank_main(), _without_signal_warning():
             try:
                 pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -146,11 +144,26 @@ class Agent(LocalElasticAgent):
             process.join(max(0.0, end - time.monotonic()))
 
     def _stop(self, grace: float = _GRACE) -> None:
-        """End all workers, by SIGKILL after `grace` seconds."""
-        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _GRACE)):
-            self._signal_workers(number)
-            self._wait(seconds)
+        """End all workers, by SIGKILL after `grace` seconds, and wait until they are gone.
+
+        The memory of a GPU is free once the process that had it has exited, not before: workers that followed too soon
+        would meet a full one.
+        """
+        self._signal_workers(signal.SIGTERM)
+        self._wait(grace)
+        self._ended_without_result()
+        self._signal_workers(signal.SIGKILL)
+        end = time.monotonic() + _LONGEST_EXIT
+        while True:
+            self._wait(_REMINDER)
             self._ended_without_result()
+            if not self._running or time.monotonic() > end:
+                return
+            _log.warning(
+                "Waiting for the exit of %s, which SIGKILL has not ended yet: the driver of a GPU may take long to "
+                "free its memory.",
+                ", ".join(f"rank {rank} (process {pid})" for rank, pid in self._running.items()),
+            )
 
 
 class _InheritedStreams(LogsSpecs):
@@ -179,40 +192,6 @@ def _exit_code(process: Any) -> int | None:
             process._popen.returncode = _UNKNOWN  # noqa: SLF001 - elastic would wait for it, too
     code: int | None = process.exitcode
     return code
-
-
-def preload(modules: Iterable[str]) -> None:
-    """Start the fork server, unless it runs, and have it import the modules that each worker needs."""
-    from multiprocessing import forkserver, resource_tracker
-
-    users = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]  # noqa: SLF001 - there is no getter
-    # __main__, a default, is the user's program, which would run once more
-    others = [name for name in dict.fromkeys((*users, *modules)) if name != "__main__" and name not in PRELOADED]
-    multiprocessing.set_forkserver_preload([*PRELOADED, *others])
-    resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_ONE_THREAD: Final = threading.Lock()
-
-
-@contextlib.contextmanager
-def blank_main() -> Iterator[None]:
-    """Hide the user's program from multiprocessing, which would make each child run it again to import it.
-
-    In one thread at a time: another would take the blank module for the program, and leave it there.
-    """
-    with _ONE_THREAD:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

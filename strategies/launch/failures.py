@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import time
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 from ..distributed.pickling import pack, unpack
 from ..errors import ProcessError
+from .rank_traceback import Frame, frames_for_users, rebuild
+
+_log = logging.getLogger(__name__)
 
 # Errors about a lost peer: consequences of another failure, raised by the processes that still live.
 _LOST_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
@@ -23,7 +27,7 @@ INTERRUPTED: Final = 128 + signal.SIGTERM
 
 
 class RankTraceback(Exception):  # noqa: N818 - not an error of its own but the place of one
-    """Traceback of an exception in the worker that raised it; the ``__cause__`` of that exception in the caller."""
+    """What led to an exception in a worker, as text: the ``__cause__`` of that exception in the caller."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -37,9 +41,16 @@ class Failure:
     """The exception, pickled; None if it cannot be pickled."""
     text: str
     traceback: str
+    """All of it, for those who mend Echelon."""
+    frames: list[Frame]
+    """Those that its author sees."""
+    origin: str
+    """The tracebacks of the exceptions that led to it; empty where there were none."""
     time: float
     blames_a_peer: bool
     is_exit: bool
+    is_of_server: bool
+    """Whether a parameter server is at fault."""
     exit_code: int | None
     """The code of a SystemExit, if it is a number."""
 
@@ -55,11 +66,19 @@ class Failure:
             error=packed,
             text="".join(traceback.format_exception_only(error)).strip(),
             traceback="".join(traceback.format_exception(error)),
+            frames=frames_for_users(error),
+            origin=_origin(error),
             time=time.time(),
             blames_a_peer=blames_a_peer(error),
+            is_of_server=_is_of_server(error),
             is_exit=isinstance(error, SystemExit | KeyboardInterrupt),
             exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         )
+
+
+def _origin(error: BaseException) -> str:
+    origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "" if origin is None else "".join(traceback.format_exception(origin))
 
 
 def blames_a_peer(error: BaseException) -> bool:
@@ -67,10 +86,16 @@ def blames_a_peer(error: BaseException) -> bool:
     chain = [error]
     while (link := chain[-1].__cause__) is not None and link not in chain:
         chain.append(link)
-    return any(map(_is_about_a_peer, chain))
+    return not _is_of_server(error) and any(map(_is_about_a_peer, chain))
+
+
+def _is_of_server(error: BaseException) -> bool:
+    return isinstance(error, ProcessError) and error.is_of_server
 
 
 def _is_about_a_peer(error: BaseException) -> bool:
+    if _is_of_server(error):  # nobody else will tell of it
+        return False
     if isinstance(error, dist.DistError | ConnectionError | ProcessError):
         return True
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
@@ -111,6 +136,16 @@ class WorkerExit:
         return self.failure is not None and self.failure.blames_a_peer
 
     @property
+    def may_be_of_calls_that_differ(self) -> bool:
+        """Whether this is how a rank ends that calls another collective than its peers: gloo aborts, or times out."""
+        if self.failure is None:
+            return self.exit_code == -signal.SIGABRT
+        if self.failure.is_of_server:
+            return False
+        frames = self.failure.frames
+        return self.failure.blames_a_peer or (bool(frames) and frames[-1].is_own)
+
+    @property
     def likelihood(self) -> tuple[int, float]:
         """Sort key, smallest for the likely cause: how likely this exit is a consequence of another, then its time."""
         if self.failure is None:
@@ -131,22 +166,28 @@ class WorkerExit:
         return f"{rank} was killed by {name}"
 
     def to_error(self) -> BaseException:
-        """Return the error to raise in the caller: the worker's own exception, if it could be pickled."""
+        """Return the error to raise in the caller: the worker's own exception, if it could be pickled.
+
+        Its traceback ends with the frames of the user's program in the worker; the whole one is logged at level DEBUG.
+        """
         failure = self.failure
         if failure is None:
             hint = {
                 -signal.SIGKILL: "Use less memory per process if it was the out-of-memory killer (see dmesg).",
                 0: "Return from the function instead of calling os._exit(), and look at the output of the process.",
             }.get(self.exit_code, "Look at the output of the process; faulthandler.enable() shows where it was.")
-            return ProcessError(f"{self.describe()}; the other workers were stopped. {hint}")
+            return ProcessError.of_ranks(f"{self.describe()}; the other workers were stopped. {hint}", self.rank)
         error = _unpickled(failure)
         if error is None:
             remedy = "Return from the function instead" if failure.is_exit else "See the traceback above"
-            error = ProcessError(f"{self.describe()}; the other workers were stopped. {remedy}.")
+            message = f"{self.describe()}; the other workers were stopped. {remedy}."
+            error = ProcessError.of_ranks(message, self.rank)
         else:
             error.add_note(f"Raised on rank {self.rank} of {self.world_size} (process {self.pid}).")
-        error.__cause__ = RankTraceback(failure.traceback)
-        return error
+        _log.debug("%s; the whole traceback:\n%s", self.describe(), failure.traceback)
+        if failure.origin:
+            error.__cause__ = RankTraceback(failure.origin)
+        return error.with_traceback(rebuild(failure.frames))
 
 
 def _unpickled(failure: Failure) -> BaseException | None:

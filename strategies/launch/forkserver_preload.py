@@ -1,4 +1,4 @@
-"""Module that only the fork server imports, for its effect on the signals of workers.
+"""Module that only the fork server imports: it imports what workers need, and sets their signals.
 
 ``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and nobody could report
 the exit codes of workers; so it is started with these signals blocked. Its children inherit that and unblock them here.
@@ -6,9 +6,32 @@ the exit codes of workers; so it is started with these signals blocked. Its chil
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
 
-from .worker import NOT_FOR_THE_FORK_SERVER
+from ..torch_internals import is_cuda_unusable
+from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, take_preload
 
 os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_FORK_SERVER))
+
+
+def _makes_cuda_unusable() -> bool:
+    """Return whether a child of this process could not use CUDA; only a child can tell."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_cuda_unusable()))
+    return os.waitpid(pid, 0)[1] != 0
+
+
+def _import_all(names: str) -> None:
+    needs_cuda, *modules = names.split(",")
+    for name in modules:
+        with contextlib.suppress(ImportError):  # the worker that needs it says so
+            importlib.import_module(name)
+            if needs_cuda and not CULPRITS and _makes_cuda_unusable():
+                CULPRITS.append(name)
+
+
+_import_all(take_preload())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import tempfile
 import threading
@@ -11,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ..cluster.environment import LOOPBACK, Environment
+from ..distributed.call_record import describe_difference
 from ..distributed.pickling import installed, pack, unpack
-from ..errors import ProcessError
-from .worker import SHOW_STACKS, CallerState, WorkerTask
+from ..errors import CollectiveError, ProcessError
+from .node_folder import NodeFolder
+from .signal_handlers import handling
+from .worker import IMPORTED_FIRST, SHOW_STACKS, CallerState, InheritedFile, WorkerTask
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MakeAgent: TypeAlias = "Callable[[WorkerTask], Agent]"
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _STACKS_TIMEOUT: Final = 2.0  # seconds in which workers write their stacks
 
 
@@ -46,6 +47,7 @@ def launch(
     make_agent: MakeAgent,
     *,
     is_local: bool,
+    uses_cuda: bool = False,
     parts: Mapping[str, object] | None = None,
     on_result: Callable[[T], None] | None = None,
 ) -> T:
@@ -58,6 +60,7 @@ def launch(
         function: the function to run; it, all that it refers to, and its result are sent by value.
         make_agent: makes the agent that starts and watches the workers.
         is_local: whether all processes of the run are on this machine.
+        uses_cuda: whether `function` uses CUDA devices.
         parts: objects that `function` holds, by name; errors name the attribute that cannot be pickled by them.
         on_result: called with the result, before it is returned or the caller's signal is raised.
 
@@ -68,10 +71,9 @@ def launch(
         SystemExit: with 143, likewise, after SIGTERM or SIGUSR1.
         BaseException: what `function` raised in a worker, with its rank as a note and its traceback as the cause.
     """
-    with _folder() as folder:
-        modules = _fill(folder, function, parts)
-        task = WorkerTask(folder, is_local=is_local, keeps_all_results=False, modules=modules)
-        with _SignalForwarding() as signals:
+    signals = _SignalForwarding()
+    with _task(function, parts, is_local=is_local, uses_cuda=uses_cuda) as task:
+        with signals.listening():
             agent = _run(task, make_agent, signals)
         _raise_failure(agent, signals)
         result: T = _result(task, agent.ranks[0])
@@ -81,7 +83,7 @@ def launch(
     return result
 
 
-def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float) -> list[T]:
+def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float, uses_cuda: bool = False) -> list[T]:
     """Run `function` in new processes of this machine, for at most `timeout` seconds, and return all their results.
 
     Raises:
@@ -89,10 +91,9 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float)
         BaseException: as `launch`.
     """
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
-    with _folder() as folder:
-        modules = _fill(folder, function, None)
-        task = WorkerTask(folder, is_local=True, keeps_all_results=True, shows_stacks=True, modules=modules)
-        with _SignalForwarding() as signals:
+    signals = _SignalForwarding()
+    with _task(function, None, is_local=True, keeps_all_results=True, uses_cuda=uses_cuda) as task:
+        with signals.listening():
             make_agent = static_agents(num_processes, environment, timedelta(seconds=timeout))
             agent = _run(task, make_agent, signals, timeout)
         _raise_failure(agent, signals)
@@ -101,21 +102,35 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float)
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder that only this user can open, since its files are unpickled."""
-    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _task(
+    function: Callable[[], Any],
+    parts: Mapping[str, object] | None,
+    *,
+    is_local: bool,
+    keeps_all_results: bool = False,
+    uses_cuda: bool = False,
+) -> Iterator[WorkerTask]:
+    """Make what workers get: a folder for their results, and the function in a file that has no name.
 
-
-def _fill(folder: Path, function: Callable[[], Any], parts: Mapping[str, object] | None) -> tuple[str, ...]:
-    """Write the files that workers read; return the installed modules that they will import."""
+    Both may hold a module and a data set. The kernel removes the file when the last process closes it, however that
+    ends. The caller's environment, in which there may be passwords, goes through a pipe.
+    """
     modules: set[str] = set()
-    (folder / "function").write_bytes(pack(function, "function", parts, modules))
-    (folder / "settings").write_bytes(pack(CallerState.of_this_process(), "settings"))
-    return tuple(installed(modules))
+    packed = pack(function, "function", parts, modules)
+    with NodeFolder.create(Path(tempfile.gettempdir())) as folder, tempfile.TemporaryFile() as file:
+        file.write(packed)
+        file.flush()
+        del packed
+        yield WorkerTask(
+            folder.path,
+            InheritedFile(file.fileno()),
+            pack(CallerState.of_this_process(), "settings"),
+            is_local=is_local,
+            keeps_all_results=keeps_all_results,
+            shows_stacks=keeps_all_results,
+            modules=(*IMPORTED_FIRST, *installed(modules)),
+            uses_cuda=uses_cuda,
+        )
 
 
 def _result(task: WorkerTask, rank: int) -> Any:
@@ -123,27 +138,41 @@ def _result(task: WorkerTask, rank: int) -> Any:
 
 
 class _SignalForwarding:
-    """Forwards the caller's signals to the workers; only in the main thread, as Python can handle them nowhere else."""
+    """Forwards the caller's signals to the workers, once there is an agent.
+
+    A thread of its own does so: the handler of a signal may itself be interrupted by the next one, anywhere, and would
+    wait for ever for a lock that it already holds. `SimpleQueue.put` is made for such handlers.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.agent: Agent | None = None
-        self._before: dict[int, Any] = {}
+        self._to_send: SimpleQueue[signal.Signals | None] = SimpleQueue()
 
-    def __enter__(self) -> _SignalForwarding:
-        if threading.current_thread() is threading.main_thread():
-            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-            self._before = {number: signal.signal(number, self._handle) for number in handled}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int) -> None:
         is_first, self.received = self.received is None, self.received or number
-        if self.agent is not None:
-            self.agent.send(signal.SIGTERM if is_first else signal.SIGKILL)
+        self._to_send.put(signal.SIGTERM if is_first else signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the caller's signals inside the block, in the main thread."""
+        with handling(self._handle):
+            yield
+
+    @contextlib.contextmanager
+    def forwarding(self, agent: Agent) -> Iterator[None]:
+        """Forward signals inside the block, those included that have come before."""
+
+        def forward() -> None:
+            while (number := self._to_send.get()) is not None:
+                agent.send(number)
+
+        thread = threading.Thread(target=forward, name="echelon-signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._to_send.put(None)
+            thread.join()  # until it has returned, it holds the agent
 
     def raise_if_received(self) -> None:
         if self.received == signal.SIGINT:
@@ -154,9 +183,10 @@ class _SignalForwarding:
 
 def _run(task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, timeout: float | None = None) -> Agent:
     """Run the workers until all have exited, with or without a result."""
-    agent = signals.agent = make_agent(task)
+    agent = make_agent(task)
     signals.raise_if_received()  # one that came while make_agent() was still importing its modules
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def watch() -> None:
         try:
@@ -165,23 +195,27 @@ def _run(task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, ti
             errors.append(error)
         finally:
             agent.has_started.set()
+            ended.set()
 
     # In the main thread elastic would install signal handlers, and leave them there.
     thread = threading.Thread(target=watch, name="echelon-agent", daemon=True)
-    thread.start()
     try:
-        agent.has_started.wait()  # the fork server has to import torch first
-        thread.join(timeout)
-        if thread.is_alive():
-            raise _timeout_error(task, agent, timeout)
+        with signals.forwarding(agent):
+            thread.start()
+            agent.has_started.wait()  # the fork server has to import torch first
+            # not join(): when a handler of the user's raises there, CPython 3.11 takes the thread for ended
+            if not ended.wait(timeout):
+                raise _timeout_error(task, agent, timeout)
     finally:
-        if thread.is_alive():
-            agent.send(signal.SIGKILL)
+        if thread in threading.enumerate():
+            if not ended.is_set():
+                agent.send(signal.SIGKILL)
+                ended.wait()
             thread.join()
         agent.release()
     if errors:
         signals.raise_if_received()
-        raise errors[0]
+        raise errors.pop()  # this frame, which the error holds, must not hold the error
     return agent
 
 
@@ -200,6 +234,22 @@ def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> Pro
     )
 
 
+def without_launch(error: BaseException) -> BaseException:
+    """Return an error that `launch` has raised without the frames of the launch; any other as it is."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code is not _raise_failure.__code__:
+        entry = entry.tb_next
+    return error if entry is None else error.with_traceback(entry.tb_next)
+
+
+def _called_differently(difference: str, error: BaseException) -> CollectiveError:
+    """Return the error to raise instead of one of torch's that names neither the call nor the ranks."""
+    raised = CollectiveError(difference)
+    for note in (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())):
+        raised.add_note(note)
+    return raised
+
+
 def _raise_failure(agent: Agent, signals: _SignalForwarding) -> None:
     if not agent.failed and agent.failure_elsewhere is None:
         return
@@ -212,6 +262,10 @@ def _raise_failure(agent: Agent, signals: _SignalForwarding) -> None:
         )
     assert cause is not None
     error = cause.to_error()
+    if cause.may_be_of_calls_that_differ:
+        difference = describe_difference({rank: agent.task.calls_file(rank) for rank in agent.ranks})
+        if difference is not None:
+            error = _called_differently(difference, error)
     if agent.report is not None:
         error.add_note(agent.report)
     raise error

@@ -1,4 +1,4 @@
-"""Folder in shared memory that outlives the workers of a node, and ends with its agent."""
+"""Folder of a run on one node, which ends with the process that owns it, however that ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDY: Final = (
 
 
 class NodeFolder:
-    """Folder that only this user can open, locked by the agent of a node. Usable as a context manager.
+    """Folder that only this user can open, locked by its owner. Usable as a context manager.
 
     The kernel releases the lock when the owner dies, so that the next owner can tell which folders are abandoned.
     Process ids would not do: containers that share the memory have their own.

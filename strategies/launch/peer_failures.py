@@ -19,6 +19,7 @@ def blame_peer(group: ProcessGroup, error: BaseException) -> ProcessError | None
     A rank whose peer has died gets only gloo's "Connection closed by peer", which names an address. So each rank posts
     its error before it ends and reads those of the others; a rank that posts nothing was killed.
     """
+    group.has_failed = True
     is_consequence = blames_a_peer(error)
     board = Noticeboard(group.store, "errors")
     try:
@@ -32,16 +33,17 @@ def blame_peer(group: ProcessGroup, error: BaseException) -> ProcessError | None
             f"Rank {group.rank} of {group.world_size} lost the others: the store of the run is gone, and with it rank "
             "0 or the launcher; see their output."
         )
-    reason = _reason(ranks, errors)
-    if reason is None:
+    failed, reason = _culprits(ranks, errors)
+    if not failed:
         return None
-    return ProcessError(f"Rank {group.rank} of {group.world_size} lost the others: {reason}. See the output there.")
+    message = f"Rank {group.rank} of {group.world_size} lost the others: {reason}. See the output there."
+    return ProcessError.of_ranks(message, *map(int, failed))
 
 
-def _reason(ranks: list[str], errors: Messages) -> str | None:
-    if any(errors.values()):
-        return "; ".join(f"rank {rank} failed with {error}" for rank, error in errors.items() if error)
+def _culprits(ranks: list[str], errors: Messages) -> tuple[list[str], str]:
+    """Return the ranks at fault, and what happened to them."""
+    failed = [rank for rank, error in errors.items() if error]
+    if failed:
+        return failed, "; ".join(f"rank {rank} failed with {errors[rank]}" for rank in failed)
     silent = [rank for rank in ranks if rank not in errors]
-    if silent:
-        return f"rank {', '.join(silent)} ended without an error; it was killed, or left before the others"
-    return None
+    return silent, f"rank {', '.join(silent)} ended without an error; it was killed, or left before the others"

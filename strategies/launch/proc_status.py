@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import re
+import socket
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -52,6 +56,28 @@ def status_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def started_at(pid: int) -> int:
+    """Return when a process was started, in ticks since the machine was; 0 for one that is gone, or not on Linux."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text[text.rindex(")") + 2 :].split()[19])
+
+
+@functools.cache
+def host_id() -> str:
+    """Return a name of this boot of this machine and this container, in which a process id is unique."""
+    identity = socket.gethostname()
+    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            identity += os.readlink(source) if os.path.islink(source) else Path(source).read_text()
+        except OSError:  # not Linux
+            continue
+    name = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:24]
+    return f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 class Activity:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
+from ..distributed.call_record import StuckRanks
 from ..distributed.noticeboard import Noticeboard
 from .agent import Agent
 from .failures import WorkerExit
 from .static_rendezvous import Rendezvous
 from .worker import WorkerTask
+
+_log = logging.getLogger(__name__)
 
 _CONSEQUENCES = 0.25  # seconds after a failure in which it is seen whether a peer of the failed worker is dead
 _LINGER = 5.0  # seconds for which node 0 keeps the store, so that other nodes learn how the run ended
@@ -27,11 +32,17 @@ class StaticAgent(Agent):
         self.nodes = nodes
         self._others = [node for node in range(nodes.num_nodes) if node != nodes.node_rank]
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self._stuck = StuckRanks({rank: self.task.calls_file(rank) for rank in self.ranks})
+        return pids
+
     def cancel(self) -> None:
         self.nodes.cancel()
 
     def release(self) -> None:
-        self._store = self._worker_group.store = self.nodes.store = None
+        super().release()
+        self.nodes.store = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_an_end(_INTERVAL)
@@ -45,6 +56,8 @@ class StaticAgent(Agent):
             self._stop()
             return RunResult(state=WorkerState.FAILED)
         if self._running:
+            if (stuck := self._stuck.look()) is not None:
+                _log.warning("%s", stuck)
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
 

@@ -7,11 +7,11 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as its documentation has it
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..cluster.environment import LOOPBACK, Environment
-from ..cluster.tcp_store import host_store
+from ..cluster.tcp_store import connect_store, host_store
 from ..distributed.noticeboard import Noticeboard
 from ..errors import ProcessError
 
@@ -81,7 +81,7 @@ class Rendezvous(RendezvousHandler):
         while (left := end - time.monotonic()) > 0 and not self._is_cancelled:
             limit = timedelta(seconds=min(left, _ATTEMPT))
             try:
-                connection = TCPStore(self.address, self.port, is_master=False, timeout=limit)
+                connection = connect_store(self.address, self.port, limit)
                 store = PrefixStore(_PREFIX, connection)
                 board = _board(store)
                 if self._is_confirmed(board):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import importlib
+import mmap
 import multiprocessing
 import os
 import random
@@ -12,18 +14,21 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from ..cluster.environment import NODE_FOLDER
+from ..cluster.environment import CALLS_FILE, NODE_FOLDER, overridden
 from ..cluster.network import loopback_variables
 from ..distributed.pickling import pack, unpack
+from ..errors import ProcessError
+from ..torch_internals import is_cuda_unusable, kill_with_parent
 from .failures import Failure
+from .torch_settings import TorchSettings
 
 SHOW_STACKS: Final = signal.SIGUSR2
 """Makes a worker with `WorkerTask.shows_stacks` write the stack of each of its threads."""
@@ -31,14 +36,23 @@ SHOW_STACKS: Final = signal.SIGUSR2
 NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 """Signals that a terminal or a scheduler may send to the whole process group of a run."""
 
+_PRELOAD: Final = "ECHELON_PRELOAD"
+"""Variable that says which modules the fork server imports, after whether its children need CUDA."""
+
+IMPORTED_FIRST: Final[list[str]] = []
+"""Modules that workers import before any of the user's: those that change what an import finds."""
+
+CULPRITS: Final[list[str]] = []
+"""In the fork server and its children: the module after whose import no child could use CUDA; where CUDA is needed."""
+
 # Variables that torch.distributed.elastic sets for each worker; a caller that is a worker itself has them, too.
 _WORKER_VARIABLES: Final = re.compile(
     "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    f"|TORCH_NCCL_ASYNC_ERROR_HANDLING|{NODE_FOLDER}"
+    f"|TORCH_NCCL_ASYNC_ERROR_HANDLING|{NODE_FOLDER}|{CALLS_FILE}"
 )
 
 
-class InheritedStream:
+class InheritedFile:
     """Descriptor of the caller of which each worker gets a duplicate; the fork server's own may be out of date."""
 
     def __init__(self, number: int) -> None:
@@ -47,25 +61,38 @@ class InheritedStream:
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_duplicate, (reduction.DupFd(self.number),)
 
+    def unpack(self) -> Any:
+        """Return the object that was pickled to this file, and close it."""
+        try:  # mapped, as workers share one position in the file
+            with mmap.mmap(self.number, 0, access=mmap.ACCESS_READ) as data:
+                return unpack(data[:])
+        finally:
+            os.close(self.number)
 
-def _from_duplicate(duplicate: Any) -> InheritedStream:
-    return InheritedStream(duplicate.detach())
+
+def _from_duplicate(duplicate: Any) -> InheritedFile:
+    return InheritedFile(duplicate.detach())
 
 
-def _own_streams() -> dict[int, InheritedStream]:
+def _own_streams() -> dict[int, InheritedFile]:
     streams = {}
     for number in (1, 2):
         with contextlib.suppress(OSError):  # closed, as a daemon's may be
             os.fstat(number)
-            streams[number] = InheritedStream(number)
+            streams[number] = InheritedFile(number)
     return streams
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Task of the workers of a run; the function itself is a file in the folder."""
+    """Task of the workers of a run."""
 
     folder: Path
+    """Where workers leave results and failures."""
+    function: InheritedFile
+    """What to run, pickled."""
+    caller: bytes
+    """The `CallerState`, pickled."""
     is_local: bool
     """Whether all processes are on this machine."""
     keeps_all_results: bool
@@ -73,10 +100,15 @@ class WorkerTask:
     shows_stacks: bool = False
     modules: tuple[str, ...] = ()
     """Modules of installed packages that the function imports."""
+    uses_cuda: bool = False
     node_folder: Path | None = None
     """Folder that outlives the workers, if they are started again after a failure."""
-    streams: dict[int, InheritedStream] = field(default_factory=_own_streams)
+    streams: dict[int, InheritedFile] = field(default_factory=_own_streams)
     """Standard output and standard error of the caller."""
+
+    def calls_file(self, rank: int) -> Path:
+        """Return the file in which a worker records its collectives."""
+        return self.folder / f"{rank}.calls"
 
 
 @dataclass(frozen=True)
@@ -84,14 +116,16 @@ class CallerState:
     """State of the caller's process that its workers take over."""
 
     environ: dict[str, str]
-    default_dtype: torch.dtype
-    matmul_precision: str
-    is_deterministic: bool
-    warns_only: bool
+    umask: int | None
+    """None where it cannot be read without changing it for a moment, in which other threads may make files."""
+    torch_settings: TorchSettings
     warning_filters: list[Any]
     start_method: str | None
     """Start method of multiprocessing, for the workers of a DataLoader; None if the caller has chosen none."""
     sharing_strategy: str
+    seed: int
+    """That of torch's generators, for those of devices: they are not in use yet, so that only their seed counts."""
+    imported_first: tuple[str, ...]
     python_random: Any
     numpy_random: Any
     torch_random: torch.Tensor
@@ -101,13 +135,13 @@ class CallerState:
         """Return the state of the caller."""
         return cls(
             environ=dict(os.environ),
-            default_dtype=torch.get_default_dtype(),
-            matmul_precision=torch.get_float32_matmul_precision(),
-            is_deterministic=torch.are_deterministic_algorithms_enabled(),
-            warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            umask=_umask(),
+            torch_settings=TorchSettings.of_this_process(),
             warning_filters=list(warnings.filters),
             start_method=multiprocessing.get_start_method(allow_none=True),
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
+            seed=torch.initial_seed(),
+            imported_first=tuple(IMPORTED_FIRST),
             python_random=random.getstate(),
             numpy_random=sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None,
             torch_random=torch.get_rng_state(),
@@ -122,26 +156,52 @@ class CallerState:
             if not _WORKER_VARIABLES.fullmatch(name):
                 del os.environ[name]
         os.environ.update(variables)
-        torch.set_default_dtype(self.default_dtype)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
+        if self.umask is not None:
+            os.umask(self.umask)
+        self.torch_settings.apply()
         torch.set_num_threads(threads_per_process(int(os.environ["LOCAL_WORLD_SIZE"])))
+        for name in self.imported_first:
+            importlib.import_module(name)
         warnings.resetwarnings()  # it also clears the module's cache of filters
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
+        # Python >= 3.12 warns of what the next lines choose, each time that a loader starts its workers
+        warnings.filterwarnings("ignore", r".*is multi-threaded, use of fork", DeprecationWarning)
         # This process has the fork server's start method, whose children cannot import classes of the user's program.
         # Forked children have them; so fork is the default.
         is_linux = sys.platform == "linux"
         multiprocessing.set_start_method(self.start_method or ("fork" if is_linux else None), force=True)
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
+        torch.manual_seed(self.seed)
         random.setstate(self.python_random)
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
         torch.set_rng_state(self.torch_random)
 
 
+def _umask() -> int | None:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    return None
+
+
+@contextlib.contextmanager
+def preloading(words: Iterable[str]) -> Iterator[None]:
+    """Set the variables with which the fork server starts, and put them back."""
+    # is_available() then asks NVML where it can, which leaves CUDA usable after a fork
+    variables = {_PRELOAD: ",".join(words), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with overridden(variables):
+        yield
+
+
+def take_preload() -> str:
+    """Return, in the fork server, what `preloading` was given."""
+    return os.environ.pop(_PRELOAD, "")
+
+
 def run_worker(task: WorkerTask) -> None:
     """Run the function of `task` in this process, and leave its result or its failure in the folder."""
-    _end_with_the_caller()
+    end_with_the_caller()
     # A terminal's Ctrl-C reaches every process of the group; the caller decides what it means for the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number, stream in task.streams.items():
@@ -150,20 +210,34 @@ def run_worker(task: WorkerTask) -> None:
             os.close(stream.number)
     rank = os.environ["RANK"]
     try:
+        if task.uses_cuda:
+            _check_cuda()
         stacks = (task.folder / f"{rank}.stacks").open("w") if task.shows_stacks else None
         if stacks is not None:
             faulthandler.register(SHOW_STACKS, stacks)
-        unpack((task.folder / "settings").read_bytes()).apply(is_local=task.is_local)
+        unpack(task.caller).apply(is_local=task.is_local)
+        os.environ[CALLS_FILE] = str(task.calls_file(int(rank)))
         if task.node_folder is not None:
             os.environ[NODE_FOLDER] = str(task.node_folder)
-        result = unpack((task.folder / "function").read_bytes())()
+        result = task.function.unpack()()
         is_kept = task.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
         _write(task.folder / f"{rank}.result", pack(result if is_kept else None, "result"))
     except BaseException as error:  # noqa: BLE001 - a sys.exit() of the function would pass for success
         _write(task.folder / f"{rank}.failure", pack(Failure.of(error)))
         _leave_at_once()
     # Returning would make elastic wait until all workers have returned; it accepts an exit without a code.
-    sys.exit()
+    # wandb replaces sys.exit by one with the code 0.
+    raise SystemExit
+
+
+def _check_cuda() -> None:
+    """Raise `ProcessError` if this process cannot use CUDA, as its fork server had asked for devices."""
+    if is_cuda_unusable():
+        name = CULPRITS[0] if CULPRITS else "a module that the program named in set_forkserver_preload"
+        raise ProcessError(
+            f"This worker cannot use CUDA: {name} asked for devices when the fork server imported it; do not ask "
+            "torch.cuda.is_available() while a module is imported, or leave it out of set_forkserver_preload."
+        )
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -181,11 +255,11 @@ def _leave_at_once() -> None:
     os._exit(1)
 
 
-def _end_with_the_caller() -> None:
+def end_with_the_caller() -> None:
     """Make the kernel kill this process as soon as the caller is gone, even if SIGKILL ended it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # the fork server may be killed alone
+    kill_with_parent(signal.SIGKILL)  # the fork server may be killed alone
     if hasattr(fcntl, "F_SETSIG"):  # Linux
         # The fork server, the parent of this process, outlives the caller as long as it has a child. But only the
         # caller holds the other end of this pipe open.

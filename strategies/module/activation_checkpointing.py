@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
+from ..torch_internals import function_modes
 from .blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 
 Mode = Literal["full", "selective"]
@@ -180,6 +181,7 @@ def _make_forward(submodule: nn.Module, setting: ActivationCheckpointing) -> Cal
             if kwargs:  # checkpoint has keyword arguments of its own
                 plain = partial(plain, **kwargs)
             if not torch.compiler.is_compiling():  # compiled code changes buffers once, and has no cache of casts
+                plain = _in_function_modes(_in_default_dtype(plain))
                 plain = _without_cast_cache(plain) if is_selective else plain
                 plain = _WithBuffers(plain, self, changing) if has_buffers else plain
             return checkpoint(plain, *args, **options)
@@ -190,6 +192,38 @@ def _make_forward(submodule: nn.Module, setting: ActivationCheckpointing) -> Cal
 def _is_layer(submodule: nn.Module) -> bool:
     """Return whether a submodule is a single layer of torch, which keeps little more than its input anyway."""
     return type(submodule).__module__.startswith("torch.nn.") and next(submodule.children(), None) is None
+
+
+def _in_default_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let both calls have the default dtype of now: backward runs outside of a step, which may have set another."""
+    dtype = torch.get_default_dtype()
+
+    def call(*args: Any) -> Any:
+        now = torch.get_default_dtype()
+        if now is dtype:
+            return function(*args)
+        torch.set_default_dtype(dtype)
+        try:
+            return function(*args)
+        finally:
+            torch.set_default_dtype(now)
+
+    return call
+
+
+def _in_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let both calls run in the TorchFunctionModes of now: in backward there are none."""
+    modes = function_modes()
+
+    def call(*args: Any) -> Any:
+        if function_modes() == modes:
+            return function(*args)
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return function(*args)
+
+    return call if modes else function
 
 
 def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:

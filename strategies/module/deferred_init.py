@@ -11,10 +11,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ModuleError
+from ..torch_internals import OpOverload, TorchDispatchMode, tree_leaves, tree_map
 
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICE: Final = Tensor.device.__get__
@@ -223,7 +222,7 @@ class _Operation(NamedTuple):
     @property
     def _is_operator(self) -> bool:
         """Whether it is one operator of torch; otherwise it is a function that initializes its first argument."""
-        return isinstance(self.function, torch._ops.OpOverload)  # noqa: SLF001
+        return isinstance(self.function, OpOverload)
 
     def touched(self) -> set[int]:
         """Return the storages of its arguments and results."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,21 @@ from torch.optim import Optimizer
 from ..distributed.nested import iterate_tensors
 from ..state.dtensor import local_shard
 
+Share = Callable[[Tensor], float]
+
+
+def whole(parameter: Tensor) -> float:
+    """Return 1.0: a rank keeps all of the parameter."""
+    return 1.0
+
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """The fraction of a module's memory that a strategy keeps on each rank."""
+    """The fraction of what a parameter needs that a strategy keeps on each rank, as functions of the parameter."""
 
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer: float = 1.0
+    parameters: Share = whole
+    gradients: Share = whole
+    optimizer: Share = whole
 
 
 @dataclass(frozen=True)
@@ -47,29 +54,30 @@ def expected_memory(module: nn.Module, optimizers: Sequence[Optimizer], share: M
     """Return the memory that a rank should hold once gradients and optimizer state exist."""
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     return Memory(
-        parameters=_whole(parameters) * share.parameters,
-        gradients=_whole(parameter for parameter in parameters if parameter.requires_grad) * share.gradients,
+        parameters=shared_bytes(parameters, share.parameters),
+        gradients=shared_bytes((parameter for parameter in parameters if parameter.requires_grad), share.gradients),
         optimizer=sum(_expected_state(optimizer, share.optimizer) for optimizer in optimizers),
     )
 
 
-def _expected_state(optimizer: Optimizer, share: float) -> float:
+def shared_bytes(parameters: Iterable[Tensor], share: Share) -> float:
+    """Return the bytes of parameters on a rank that keeps a share of each."""
+    return sum(parameter.numel() * parameter.element_size() * share(parameter) for parameter in parameters)
+
+
+def _expected_state(optimizer: Optimizer, share: Share) -> float:
     states: dict[Any, Any] = dict(optimizer.state)
     held = _held(iterate_tensors(list(states.values())))
-    if share == 1.0:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    expected = shared_bytes(trained, share)
+    if expected == shared_bytes(trained, whole):
         return held
     # this rank has the state of some parameters or shards only; the state of the others is as large per byte
-    per_byte = held / (_held(states) or 1)
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return per_byte * _whole(trained) * share
+    return held / (_held(states) or 1) * expected
 
 
 def _held(tensors: Iterable[Tensor]) -> int:
     return sum(local_shard(tensor).nbytes for tensor in tensors)
-
-
-def _whole(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):

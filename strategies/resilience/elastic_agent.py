@@ -13,13 +13,15 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Final
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
 from ..errors import ProcessError
-from ..launch.agent import Agent, preload
+from ..launch.agent import Agent
 from ..launch.failures import WorkerExit
+from ..launch.fork_server import preload
 from ..launch.worker import WorkerTask
-from .elastic_rendezvous import ManyNodes, OneNode
+from .elastic_rendezvous import ManyNodes, OneNode, lost_store
 from .hang_detection import Hang, Limits, Standing, Watch, clocks
 from .restart_policy import GiveUp, RestartPolicy
 from .rounds import RUN_FOLDER, EndKind, Round, RoundEnd, append_round
@@ -68,7 +70,7 @@ class ElasticAgent(Agent):
         grace: float,
     ) -> None:
         job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
-        preload(job.modules)
+        preload(job.modules, uses_cuda=job.uses_cuda)
         meeting = meet()
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
@@ -78,12 +80,23 @@ class ElasticAgent(Agent):
         self._delay = 0.0
         self._is_told_to_leave = threading.Event()
 
+    def run(self, role: str = "echelon") -> Any:
+        """Run the workers to the end.
+
+        Raises:
+            ProcessError: if the store of the run is lost.
+        """
+        try:
+            return super().run(role)
+        except DistError as error:
+            raise lost_store(self._meeting.notices_at, error) from error
+
     def cancel(self) -> None:
         self._is_told_to_leave.set()
         self._meeting.cancel()
 
     def release(self) -> None:
-        self._store = self._worker_group.store = None
+        super().release()
         self._meeting.release()
 
     # --- a round ---
@@ -95,7 +108,7 @@ class ElasticAgent(Agent):
             self._is_told_to_leave.wait(self._delay)
         number = self._meet(worker_group)
         assert worker_group.group_rank is not None
-        for pattern in ("*.failure", "*.result", "*.stacks"):
+        for pattern in ("*.failure", "*.result", "*.stacks", "*.calls"):
             for file in self.folder.glob(pattern):
                 file.unlink()
         self._node_rank = worker_group.group_rank

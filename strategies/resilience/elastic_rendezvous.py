@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
     Token,
     _BackendRendezvousStateHolder,
+    _NodeDesc,
     _RendezvousExitOp,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -37,8 +38,8 @@ from ..distributed.noticeboard import Noticeboard
 from ..errors import ConfigError, ProcessError, RunError
 from ..launch.static_rendezvous import Rendezvous
 from .rounds import StoreAddress
-from .store_process import CLOSED, KEPT, LIFE, check_clock, reach_store
-from .torch_rendezvous import QuickSteps, check_state
+from .store_process import CLOCK, CLOSED, KEPT, LIFE, reach_store
+from .torch_rendezvous import QuickSteps, check_state, set_time_of, shift_times
 
 _KEEP_ALIVE: Final = timedelta(seconds=1)  # between two keep-alive messages of an agent
 _MISSED: Final = 3  # keep-alive messages missed in a row by a node that counts as dead
@@ -66,7 +67,7 @@ def meeting(
         last_call: how long the least number of nodes waits for more, at the first rendezvous.
 
     Raises:
-        ConfigError: if the endpoint is invalid or unreachable, or clocks differ.
+        ConfigError: if the endpoint is invalid or unreachable.
         ProcessError: if there is no store, or a run of this id is over.
     """
     if nodes == (1, 1):
@@ -109,7 +110,6 @@ def _await_end_of_last_run(address: StoreAddress, limit: timedelta) -> None:
     end = time.monotonic() + _AFTER_A_RUN
     while True:
         store = reach_store(address.host, address.port, limit)
-        check_clock(store)
         if not Noticeboard(store, address.prefix).has(_OVER):
             return
         if time.monotonic() > end or store.check([KEPT]):
@@ -122,6 +122,14 @@ def _over(address: StoreAddress) -> ProcessError:
     run_id = address.prefix.removeprefix("echelon/")
     return ProcessError(
         f"The run {run_id!r} at {address.host}:{address.port} is over; give the next run another run id."
+    )
+
+
+def lost_store(address: StoreAddress, error: BaseException) -> ProcessError:
+    """Return the error for a store that was there and is gone."""
+    return ProcessError(
+        f"The store at {address.host}:{address.port} does not answer any more ({error}), and without it nodes cannot "
+        "meet; start the run again, with `echelon rendezvous` on a machine that stays."
     )
 
 
@@ -170,7 +178,7 @@ class ManyNodes(DynamicRendezvousHandler):
         self.node_rank = self.num_nodes = 0
         """As of the last rendezvous."""
         node = self._node_desc_generator.generate(self.address)
-        self._link = _Link(state, settings.run_id)
+        self._link = _Link(node, state, settings.run_id)
         holder = _BackendRendezvousStateHolder(self._link, settings, cache_duration=0)
         super().__init__(node, settings, "c10d", rounds, holder)
         self._op_executor = self._steps = QuickSteps(node, holder, settings)
@@ -295,10 +303,7 @@ class ManyNodes(DynamicRendezvousHandler):
                 f"The store at {self._endpoint} holds something other than the state of a rendezvous ({error}), which "
                 "was not loaded; find out who writes there, and let only nodes of the run reach that port."
             )
-        return ProcessError(
-            f"The store at {self._endpoint} does not answer any more ({error.__cause__ or error}), and without it "
-            "nodes cannot meet; start the run again, with `echelon rendezvous` on a machine that stays."
-        )
+        return lost_store(self.notices_at, error.__cause__ or error)
 
     @property
     def _endpoint(self) -> str:
@@ -306,27 +311,59 @@ class ManyNodes(DynamicRendezvousHandler):
 
 
 class _Link(C10dRendezvousBackend):
-    """The state of the rendezvous in the store; each write counts as a sign of life of this agent."""
+    """The state of the rendezvous in the store; each write counts as a sign of life of this agent.
 
-    def __init__(self, store: Any, run_id: str) -> None:
+    torch compares the times at which nodes were last heard of with this node's time of day, which may be wrong, and may
+    jump. In the store they are by the store's clock.
+    """
+
+    _loss: BaseException | None = None
+    """The error with which the store was lost."""
+
+    def __init__(self, node: _NodeDesc, store: Any, run_id: str) -> None:
         super().__init__(store, run_id)
         self.store = store
+        self._node = node
+        self._ahead = 0.0  # seconds by which this node's time of day was ahead of the store's clock at the last look
         self.is_cancelled = self.is_waited_for = False
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        if self._loss is not None:  # an answer that came now would be that to an earlier question
+            raise RendezvousConnectionError("The store is lost") from self._loss
+        try:
+            return super()._call_store(store_op, *args, **kwargs)
+        except RendezvousConnectionError as error:
+            self._loss = error.__cause__
+            raise
 
     def get_state(self) -> tuple[bytes, Token] | None:
         self._check()
         state_and_token = super().get_state()
-        if state_and_token is not None:
-            check_state(state_and_token[0])
-        return state_and_token
+        self._ahead = time.time() - self._clock()
+        if state_and_token is None:
+            return None
+        state, token = state_and_token
+        return self._by_day(state), token
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         self._check()
         self._call_store("add", LIFE, 1)
-        result = super().set_state(state, token)
-        if result is not None:
-            check_state(result[0])
-        return result
+        # back by as much as they were moved when they were read: the time of day may have jumped in between
+        state = shift_times(state, -self._ahead)
+        result = super().set_state(set_time_of(self._node, state, self._clock()), token)
+        if result is None:
+            return None
+        written, new_token, has_set = result
+        self._ahead = time.time() - self._clock()
+        return self._by_day(written), new_token, has_set
+
+    def _by_day(self, state: bytes) -> bytes:
+        check_state(state)
+        return shift_times(state, self._ahead)
+
+    def _clock(self) -> float:
+        """Return the time by the store's clock, in seconds, or by this node's if the store has none yet."""
+        return self._call_store("add", CLOCK, 0) / 1000 or time.time() - self._ahead
 
     def _check(self) -> None:
         if self.is_cancelled and self.is_waited_for:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal, Self, TypeAlias
 
+from ..cluster.tcp_store import connect_store
 from ..distributed.noticeboard import Noticeboard
 
 EndKind: TypeAlias = Literal["failure", "hang", "membership", "preempted"]
@@ -32,10 +33,7 @@ class StoreAddress:
 
     def connect(self) -> Noticeboard:
         """Return the run's noticeboard, over a new connection to the store."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
-
-        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-        return Noticeboard(store, self.prefix)
+        return Noticeboard(connect_store(self.host, self.port, _PATIENCE), self.prefix)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import stat
+import struct
 import subprocess
 import sys
 import time
@@ -15,8 +13,8 @@ from typing import Any, Final
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
 from ..cluster.network import is_this_machine
-from ..cluster.tcp_store import listen
-from ..errors import ConfigError, ProcessError
+from ..cluster.tcp_store import connect_store, connections_to, listen
+from ..errors import ProcessError
 
 LIFE: Final = "echelon/life"
 """Counts the keep-alive messages of the agents, one a second each."""
@@ -25,14 +23,14 @@ CLOSED: Final = "echelon/closed"
 KEPT: Final = "echelon/kept"
 """Set if the store serves run after run, until it is terminated."""
 CLOCK: Final = "echelon/clock"
-"""The time on the machine of the store."""
+"""Milliseconds for which the store has been at work: the clock by which nodes tell who is alive. Unlike the time of day
+it never jumps, and it stands still while the store does."""
 
 _IDLE: Final = 60.0  # seconds without keep-alive messages after which the store ends
 _LINGER: Final = 3.0  # the same, once a run has ended
 _LOOK: Final = 0.25
 _TRY: Final = timedelta(seconds=10)  # a process that was just started has to import torch
 _SILENCE: Final = 10  # seconds after which a machine that does not answer counts as gone
-_SKEW: Final = 1.5  # seconds; a node that is silent for 3 s by the clocks of the others counts as dead
 _PROGRAM: Final = """\
 import os
 if os.fork():
@@ -55,9 +53,10 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
     while True:
         is_to_start = is_to_start and not _start(host, port)
         try:
-            # torch warns of each attempt that fails
-            socket.create_connection((host, port), timeout=min(_TRY, limit).total_seconds()).close()
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TRY)
+            attempt = min(_TRY, limit)
+            socket.create_connection((host, port), timeout=attempt.total_seconds()).close()  # torch warns of failures
+            store = connect_store(host, port, attempt)
+            store.set_timeout(_TRY)
         except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
             if time.monotonic() > end:
                 raise ProcessError(
@@ -66,28 +65,19 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
                     f"`echelon rendezvous --listen {host}:{port}` there, and let nodes reach that port."
                 ) from error
         else:
-            _hang_up_on_silence(port)
+            hang_up_on_silence(port)
             return store
         time.sleep(_LOOK)
 
 
-def check_clock(store: Any) -> None:
-    """Compare the clocks of this machine and of the store's.
-
-    Raises:
-        ConfigError: if they differ so much that nodes would count each other as dead.
-    """
-    end = time.monotonic() + _TRY.total_seconds()
-    while store.check([CLOCK]):  # otherwise it is another program's store
-        skew = time.time() - float(store.get(CLOCK))
-        if abs(skew) < _SKEW:
-            return
-        if time.monotonic() > end:
-            raise ConfigError(
-                f"The clock of this machine must agree with that of the rendezvous, got a difference of {skew:+.1f} s; "
-                "set the clocks by NTP: nodes tell by them who is alive."
-            )
-        time.sleep(_LOOK)  # a process that is short of processor time updates its clock late
+def hang_up_on_silence(port: int) -> None:
+    """Let the kernel end connections to a store that has vanished or stands still; its clients would wait for ever."""
+    for connection in connections_to(port):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _SILENCE, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
 
 
 def _start(address: str, port: int) -> bool:
@@ -121,29 +111,12 @@ def serve(address: str, port: int, file: int, *, is_kept: bool = False) -> None:
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
     if is_kept:
         store.set(KEPT, "")
-    life, last = 0, time.monotonic()
-    while is_kept or time.monotonic() - last < (_LINGER if store.check([CLOSED]) else _IDLE):
-        store.set(CLOCK, str(time.time()))
+    life, now = 0, time.monotonic()
+    last = now
+    while is_kept or now - last < (_LINGER if store.check([CLOSED]) else _IDLE):
+        before, now = now, time.monotonic()
+        store.add(CLOCK, 1 + round(1000 * min(now - before, 2 * _LOOK)))
         time.sleep(_LOOK)
-        before, life = life, store.add(LIFE, 0)
-        if life != before:
+        known, life = life, store.add(LIFE, 0)
+        if life != known:
             last = time.monotonic()
-
-
-def _hang_up_on_silence(port: int) -> None:
-    """Let the kernel close connections to a machine that has vanished; the store's client would wait forever."""
-    if sys.platform != "linux":
-        return
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listing is closed already
-            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    _hang_up(connection, port)
-
-
-def _hang_up(connection: socket.socket, port: int) -> None:
-    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.nested import map_tensors
 from ..errors import CheckpointError
+from .schema import NUMBER, TEXT, check, shown
+
+_SCHEMA: Final = {"state": {TEXT: dict}, "param_groups": [{"params": [TEXT]}]}
 
 
 def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -34,6 +40,7 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
     Raises:
         CheckpointError: if the state is of other parameters, of another number of groups, or of another optimizer.
     """
+    check(state, _SCHEMA, "The optimizer state")
     names = parameter_names(optimizer, module)
     saved_names = [name for group in state["param_groups"] for name in group["params"]]
     if set(saved_names) != set(names):
@@ -51,11 +58,13 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
             "configure the optimizer as it was saved."
         )
     _check_kind(optimizer, saved)
+    _check_settings(optimizer, saved)
+    _check_entries(state["state"], names)
     position = {name: index for index, name in enumerate(names)}
     return {
         # cloned, since tensors of a checkpoint may be views of its file
         "state": {position[name]: map_tensors(Tensor.clone, dict(value)) for name, value in state["state"].items()},
-        "param_groups": [{**old, "params": new["params"]} for old, new in zip(saved, here, strict=True)],
+        "param_groups": [{**new, **old, "params": new["params"]} for old, new in zip(saved, here, strict=True)],
     }
 
 
@@ -71,11 +80,68 @@ def _check_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> Non
             )
 
 
+def _check_settings(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse settings that are no numbers where this optimizer has numbers."""
+    for index, (group, here) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        for name in group.keys() & here.keys() - {"params"}:
+            _check_setting(group[name], here[name], f"{name} of group {index} in the optimizer state")
+
+
+def _check_setting(saved: Any, here: Any, place: str) -> None:
+    if isinstance(here, tuple):
+        check(saved, [(NUMBER, Tensor)], place)
+        if len(saved) != len(here):
+            raise CheckpointError(f"{place} must have {len(here)} numbers, got {len(saved)}; use another checkpoint.")
+    elif isinstance(here, int | float) and not isinstance(here, bool):
+        check(saved, (NUMBER, Tensor), place)
+
+
+def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse entries of parameters that are not here, and of another type than those of the other parameters."""
+    kinds: dict[str, bool] = {}
+    for parameter, entries in state.items():
+        if parameter not in names:
+            raise CheckpointError(
+                f"The optimizer state must be of {shown(names)}, got an entry of {shown(parameter)}; use another "
+                "checkpoint."
+            )
+        for name, value in entries.items():
+            is_tensor = isinstance(value, Tensor)
+            if kinds.setdefault(name, is_tensor) is not is_tensor and value is not None:
+                raise CheckpointError(
+                    f"{shown(name)} of {parameter} in the optimizer state must be a tensor as that of other parameters "
+                    f"is, or not be one as theirs is not, got {shown(value)}; use another checkpoint."
+                )
+
+
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Return the names in `module` of an optimizer's parameters, in the order of the optimizer."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return all that an optimizer is but its groups and state; `remake` makes another one of it.
+
+    The scheduler's wrapper of its step and its hooks are left out: they are for the user's object.
+    """
+    left_out = ("step", "state", "param_groups")
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in left_out and not name.startswith("_optimizer_")
+    }
+
+
+def remake(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of this class with these groups, without state.
+
+    It is made as unpickling makes one: a constructor may have other arguments than the defaults of the groups.
+    """
+    optimizer: Optimizer = object.__new__(kind)
+    optimizer.__setstate__({**attributes, "state": defaultdict(dict), "param_groups": groups})
+    return optimizer
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -90,5 +156,17 @@ class Sharded(dict[str, Any]):
     Every other rank has others, under other names, and none has all: ``{"state": Sharded(own), "param_groups": [...]}``
     on every rank, if need be with an empty one. A checkpoint holds the entries of all ranks, each written by its owner;
     they are loaded as one plain dict. What stands outside of it is equal on all ranks and written by rank 0. A DTensor
-    needs no such mark: it knows which shard of it is here.
+    needs no such mark: it knows which shard of it is here. Where several ranks have the same entries, with DTensors
+    inside, one of them is the owner.
     """
+
+    is_owner: bool = True
+    """Whether this rank writes what is no DTensor in them, and names them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """A tensor in the state of a module that other ranks hold and write, under the same name."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype

@@ -1,0 +1,131 @@
+"""DeviceMapStrategy: one process lays the parts of a module over several devices, for one that no single one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from .cluster.hardware import Hardware
+from .distributed.nested import map_tensors
+from .errors import ConfigError
+from .estimate.estimate import Estimate
+from .estimate.profile import Profile
+from .module.device_layout import check_device_map, deal_parts, device_of, match_device_map, room_on
+from .module.precision import Precision
+from .strategy import Strategy
+
+
+class DeviceMapStrategy(Strategy):
+    """Train in one process a module whose parts lie on several devices; what a part gets follows it to its device.
+
+    One device computes at a time: it trains what does not fit one device, and is not faster for it. What the module's
+    forward and its direct children return comes back to the first device, where the batch is.
+
+    Args:
+        device_map: the device of each submodule by name, such as ``{"embed": "cuda:0", "layers": "cpu", "": "cpu"}``;
+            the innermost name counts, ``""`` is all that is left. ``"auto"`` deals the repeated blocks and what is
+            beside them by bytes: evenly over several GPUs; with one GPU what it has room for, and the rest on the CPU.
+    """
+
+    name: ClassVar[str] = "device_map"
+    uses_many_devices: ClassVar[bool] = True
+
+    def __init__(self, device_map: Mapping[str, Any] | Literal["auto"] = "auto") -> None:
+        super().__init__()
+        if not isinstance(device_map, Mapping) and device_map != "auto":
+            raise ConfigError(
+                f"device_map must be 'auto' or a dict from names of submodules to devices, got {device_map!r:.80}; "
+                "give one of these."
+            )
+        self.device_map = device_map
+        self.layout: dict[str, torch.device] = {}
+        """The device of each part by its name; known after `setup_module`."""
+        self._handles: list[Any] = []
+
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        if hardware.num_nodes != 1:
+            raise ConfigError(
+                f"strategy='device_map' is one process on one machine, but num_nodes={hardware.num_nodes}; set "
+                "num_nodes=1, or use strategy='fsdp'."
+            )
+        super().validate(hardware, precision)
+        if isinstance(self.device_map, Mapping):
+            check_device_map(self.device_map)
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        raise ConfigError(
+            f"strategy={self.name!r} has no estimate: it deals {type(profile.module).__name__} to what is free on "
+            "devices when a run starts; run a step with callbacks=MemoryReport() instead."
+        )
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        super().connect(hardware, precision)
+        self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
+        if len(self._devices) == 1 and self.device.type != "cpu":
+            self._devices.append(torch.device("cpu"))
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        self.precision.convert_module(module)
+        self.module = module
+        if isinstance(self.device_map, Mapping):
+            self.layout = match_device_map(module, check_device_map(self.device_map))
+        else:
+            rest = {"": self._devices[0]}
+            self.layout = {**rest, **deal_parts(module, self._devices, room_on(self._devices, module))}
+        for submodule_name, submodule in module.named_modules():
+            self._move(submodule_name, submodule)
+        types = {device.type for device in self.layout.values()} - {self.device.type}
+        # a part on the CPU computes in the dtype of the others, too
+        other = next((device for device in self.layout.values() if device.type in types), None)
+        self._other_context = nullcontext() if other is None else self.precision.forward_context(other)
+        self._follow_parts()
+
+    def _move(self, name: str, submodule: nn.Module) -> None:
+        """Move the tensors that a submodule holds itself."""
+        device = device_of(f"{name}.tensor" if name else "tensor", self.layout)
+        assert device is not None
+        submodule._apply(lambda tensor: tensor.to(device), recurse=False)  # noqa: SLF001 - what `to` calls
+
+    def _follow_parts(self) -> None:
+        """Move what a part gets to its device, and what the module's children return to the first device."""
+        self.close()
+        if len(set(self.layout.values()) | {self.device}) == 1:
+            return
+        for name in filter(None, self.layout):
+            part = self.module.get_submodule(name)
+            hook = _Follow(self.layout[name])
+            self._handles.append(part.register_forward_pre_hook(hook.before, with_kwargs=True))
+        back = _Follow(self.device)
+        for child in (self.module, *self.module.children()):
+            self._handles.append(child.register_forward_hook(back.after))
+
+    def close(self) -> None:
+        """Let the module be called as any other; its parts stay on their devices."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        with self.forward_context, self._other_context:
+            return getattr(self.module, step_name)(*args)
+
+
+class _Follow:
+    """Hooks that move tensors to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self._moved(args), self._moved(kwargs)
+
+    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return self._moved(output)
+
+    def _moved(self, data: Any) -> Any:
+        # a copy to the CPU that does not block would be read before it is there
+        non_blocking = self._device.type != "cpu"
+        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=non_blocking), data)

@@ -1,0 +1,97 @@
+"""Fork server of multiprocessing from which workers start: what it has imported, they have at once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from types import ModuleType
+from typing import Any, Final
+
+from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, preloading
+
+# the first optimizer imports torch._dynamo, which takes a second
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "cloudpickle",
+    "echelon",
+    f"{__package__}.forkserver_preload",
+)
+
+_log = logging.getLogger(__name__)
+
+
+def preload(modules: Iterable[str], *, uses_cuda: bool = False) -> None:
+    """Start the fork server, unless it runs, and have it import the modules that each worker needs.
+
+    With `uses_cuda`, a module that asks for CUDA devices when it is imported, after which no worker could use one,
+    makes it start again without any of them.
+    """
+    server: Any = forkserver._forkserver  # noqa: SLF001 - there is no getter
+    # __main__, a default, is the user's program, which would run once more
+    users = [name for name in server._preload_modules if name not in (*PRELOADED, "__main__")]  # noqa: SLF001
+    own = [name for name in dict.fromkeys(modules) if name not in (*PRELOADED, *users)]
+    if not _start_fork_server(server, users, own, uses_cuda=uses_cuda) or not (uses_cuda and own):
+        return
+    if number := _in_a_child(_number_of_culprit, own):
+        _log.warning(
+            "%s asks for CUDA devices when it is imported, and no worker could use one then; the workers import their "
+            "modules themselves, which takes longer. Call torch.cuda.is_available() in functions only.",
+            own[number - 1],
+        )
+        server._stop()  # noqa: SLF001
+        _start_fork_server(server, (), (), uses_cuda=uses_cuda)
+
+
+def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *, uses_cuda: bool) -> bool:
+    """Return whether the fork server was not running yet."""
+    pid = server._forkserver_pid  # noqa: SLF001
+    multiprocessing.set_forkserver_preload([*PRELOADED, *users])
+    resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
+    try:
+        with preloading(["cuda" if uses_cuda else "", *own]):
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return bool(server._forkserver_pid != pid)  # noqa: SLF001
+
+
+def _in_a_child(function: Callable[[list[str]], None], names: list[str]) -> int:
+    """Return the exit code of a function in a child of the fork server."""
+    with blank_main():
+        process = multiprocessing.get_context("forkserver").Process(target=function, args=(names,))
+        process.start()
+    process.join()
+    return process.exitcode or 0
+
+
+def _number_of_culprit(names: list[str]) -> None:
+    """Exit with the place of the module that made CUDA unusable, from 1; with 0 if none did."""
+    os._exit(names.index(CULPRITS[0]) + 1 if CULPRITS else 0)
+
+
+_ONE_THREAD: Final = threading.Lock()
+
+
+@contextlib.contextmanager
+def blank_main() -> Iterator[None]:
+    """Hide the user's program from multiprocessing, which would make each child run it again to import it.
+
+    In one thread at a time: another would take the blank module for the program, and leave it there.
+    """
+    with _ONE_THREAD:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

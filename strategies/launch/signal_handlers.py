@@ -1,0 +1,107 @@
+"""Signal handlers of a run, undone at its end and in every process that is forked meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+RUN_SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""Signals by which users and schedulers end a run in order."""
+
+ECHO: Final = 1.0
+"""Seconds within which the same signal counts as the one before."""
+
+
+@contextmanager
+def handling(handle: Callable[[int], None]) -> Iterator[None]:
+    """Handle the signals of a run in the main thread; in other threads, Python leaves them to their handlers.
+
+    Ignored signals stay ignored: SIGINT under nohup, and in a worker, to which the caller passes on its signals. The
+    same signal within `ECHO` is not handled again: ``timeout`` sends it to the program and then to its process group,
+    and schedulers that signal every process also signal the one that passes it on to these.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _undo_in_forks()
+    handled_at: dict[int, float] = {}
+
+    def handle_once(number: int) -> None:
+        now = time.monotonic()
+        if now - handled_at.get(number, -math.inf) > ECHO:
+            handled_at[number] = now
+            handle(number)
+
+    handlers = [
+        _Handler(number, handle_once) for number in RUN_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.undo()
+
+
+@contextmanager
+def sheltering_forks() -> Iterator[None]:
+    """Keep Ctrl-C, which reaches all processes of a terminal, from those that are started inside the block.
+
+    The workers of a DataLoader need it: the run finishes its step when Ctrl-C comes. They inherit the blocked signal;
+    to this process it is delivered after the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Handler:
+    """Handler of one signal, and the one that it replaces."""
+
+    def __init__(self, number: int, handle: Callable[[int], None]) -> None:
+        self._number, self._handle, self._process = number, handle, os.getpid()
+        self._before: Any = signal.getsignal(number)
+        signal.signal(number, self)
+
+    def __call__(self, number: int, frame: object) -> None:
+        if os.getpid() == self._process:
+            self._handle(number)
+        else:  # just forked, and not yet undone
+            self.undo()
+            signal.raise_signal(number)
+
+    def undo(self) -> None:
+        """Bring back the handler before this one; the default in place of one that was not set by Python."""
+        signal.signal(self._number, self._before if self._before is not None else signal.SIG_DFL)
+
+
+@functools.cache
+def _undo_in_forks() -> None:
+    """Have forked processes undo the handlers: those of a Pool must end by SIGTERM. Once, as Python never forgets.
+
+    Around the fork the signals are blocked. One that comes to the new process at once, as that of Process.terminate()
+    may, then waits for the handlers that were there before; Python would forget it.
+    """
+    masks = threading.local()
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def undo() -> None:
+        for number in RUN_SIGNALS:
+            while isinstance(handler := signal.getsignal(number), _Handler):
+                handler.undo()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=undo)

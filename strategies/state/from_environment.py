@@ -1,0 +1,42 @@
+"""FromEnvironment: a text that came from an environment variable, whose interpolation is stored in its place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Self
+
+_INTERPOLATION: Final = re.compile(r"(?<!\\)(\\\\)*\$\{")
+"""One that is not escaped by a backslash."""
+
+
+class FromEnvironment(str):
+    """A text with the interpolation (``${oc.env:TOKEN}``) that gave it; files of a run hold only the latter."""
+
+    __slots__ = ("interpolation",)
+    interpolation: str
+
+    def __new__(cls, value: str, interpolation: str) -> Self:
+        text = super().__new__(cls, value)
+        text.interpolation = interpolation
+        return text
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.interpolation
+
+    def __repr__(self) -> str:
+        return repr(self.interpolation)
+
+    @classmethod
+    def mark(cls, value: Any, stored: Any) -> Any:
+        """Return a value of a config whose texts carry the interpolations that are `stored` in their place."""
+        if isinstance(value, dict):
+            return {key: cls.mark(item, _at(stored, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [cls.mark(item, _at(stored, index)) for index, item in enumerate(value)]
+        is_unresolved = isinstance(value, str) and isinstance(stored, str) and _INTERPOLATION.search(stored)
+        return cls(value, stored) if is_unresolved else value
+
+
+def _at(stored: Any, key: Any) -> Any:
+    """Return what is stored for an item; for the items of a whole that came from the environment, that."""
+    return stored if isinstance(stored, str) else stored[key]

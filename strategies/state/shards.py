@@ -1,0 +1,171 @@
+"""Shards of DTensors: which elements of the whole tensor this rank holds, and which other ranks hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from ..torch_internals import root_mesh
+
+Run = tuple[int, int]
+"""The first and the last index + 1 of elements that follow each other."""
+
+
+class Piece(NamedTuple):
+    """A rectangular block of a shard that is one of the whole tensor, too."""
+
+    here: tuple[slice, ...]
+    """Where it is in the shard."""
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+    shape: tuple[int, ...]
+
+
+class AxisCut(NamedTuple):
+    """One axis of a mesh that cuts a dimension of a tensor."""
+
+    axis: int
+    split_factor: int
+    """Into how many parts the dimension is split first, each of which is cut: 3 for packed q, k and v."""
+
+
+# torch's compute_local_shape_and_global_offset returns one block also where there are several, and a wrong one where
+# the shards of two axes are of different sizes; full_tensor() of fully_shard over packed shards is wrong (torch 2.14).
+
+
+def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
+    """Return how a dimension of a DTensor is cut, in that order.
+
+    ``fully_shard`` cuts what the axes to its right have left, and notes it as a ``_StridedShard`` whose split factor is
+    the number of their shards.
+    """
+    first: list[AxisCut] = []
+    last: list[AxisCut] = []
+    shards_to_the_right = 1
+    for axis in reversed(range(len(tensor.placements))):
+        placement = tensor.placements[axis]
+        if getattr(placement, "dim", None) != dim:
+            continue
+        factor = int(getattr(placement, "split_factor", 1))
+        if factor > 1 and factor == shards_to_the_right:
+            last.append(AxisCut(axis, 1))
+        else:
+            first.insert(0, AxisCut(axis, factor))
+        shards_to_the_right *= tensor.device_mesh.shape[axis]
+    return first + last
+
+
+def pieces_of(tensor: Any) -> list[Piece]:
+    """Return what a DTensor's shard on this rank is made of: one block, or several where parts are packed."""
+    places = []
+    for dim, size in enumerate(tensor.shape):
+        runs = [(0, size)]
+        for cut in cuts_of(tensor, dim):
+            runs = _cut(runs, tensor.device_mesh.shape[cut.axis], cut.split_factor, _coordinate(tensor)[cut.axis])
+        places.append(list(_with_places(_joined(runs))) or [(slice(0, 0), (size, size))])
+    return [
+        Piece(
+            tuple(place for place, _ in block),
+            tuple(start for _, (start, _) in block),
+            tuple(stop - start for _, (start, stop) in block),
+        )
+        for block in product(*places)
+    ]
+
+
+class Holders:
+    """Looks up which ranks of the run hold the same shard of a DTensor as this one, once a mesh and placement."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[int]] = {}
+
+    def of(self, tensor: Any) -> list[int]:
+        """Return these ranks in ascending order, this one included; none on a rank outside of the tensor's mesh."""
+        key = tensor.device_mesh, tensor.placements
+        if key not in self._known:
+            self._known[key] = _holders(*key)
+        return self._known[key]
+
+    @property
+    def all(self) -> set[int]:
+        """The ranks that hold a shard of any of these tensors."""
+        return {rank for ranks in self._known.values() for rank in ranks}
+
+
+def _holders(mesh: Any, placements: Sequence[Any]) -> list[int]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    along = zip(placements, coordinate, strict=True)
+    inside = mesh.mesh[tuple(slice(None) if placement.is_replicate() else at for placement, at in along)]
+    # a tensor that tensor parallelism does not cut lies on a part of the mesh; along the other axes it is repeated
+    root = root_mesh(mesh)
+    world = root.mesh
+    is_own, holds = torch.isin(world, mesh.mesh), torch.isin(world, inside)
+    for axis in range(world.dim()):
+        if (root.mesh_dim_names or ())[axis : axis + 1] == ("pp",):  # stages hold different tensors
+            continue
+        others = [other for other in range(world.dim()) if other != axis]
+        has_place = is_own.any(dim=others) if others else is_own
+        if int(has_place.sum()) == 1:
+            holds = holds | holds.any(dim=axis, keepdim=True)
+    ranks: list[int] = sorted(world[holds].tolist())
+    return ranks
+
+
+def shard_size(length: int, num_shards: int, split_factor: int, index: int) -> int:
+    """Return how long one of several shards of a dimension is."""
+    return sum(stop - start for start, stop in _cut([(0, length)], num_shards, split_factor, index))
+
+
+def _coordinate(tensor: Any) -> Sequence[int]:
+    coordinate: Sequence[int] | None = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds nothing of the tensor"
+    return coordinate
+
+
+def _cut(runs: list[Run], num_shards: int, split_factor: int, index: int) -> list[Run]:
+    """Return the runs of one of several shards of runs."""
+    length = sum(stop - start for start, stop in runs)
+    held: list[Run] = []
+    for part in range(split_factor):
+        start, stop = _chunk(length, split_factor, part)
+        first, last = _chunk(stop - start, num_shards, index)
+        held += _select(runs, start + first, start + last)
+    return held
+
+
+def _chunk(length: int, number: int, index: int) -> Run:
+    """Return the bounds of a chunk as ``torch.chunk`` cuts them; the last ones may be empty."""
+    width = -(-length // number)
+    return min(index * width, length), min((index + 1) * width, length)
+
+
+def _select(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
+    """Yield the runs of the elements from `start` to `stop`, counted along all runs."""
+    for first, last in runs:
+        begin, end = max(start, 0), min(stop, last - first)
+        if begin < end:
+            yield first + begin, first + end
+        start, stop = start - (last - first), stop - (last - first)
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Return runs with those joined that follow each other."""
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
+
+
+def _with_places(runs: Sequence[Run]) -> Iterator[tuple[slice, Run]]:
+    """Yield each run with its place in the shard."""
+    begin = 0
+    for start, stop in runs:
+        yield slice(begin, begin + stop - start), (start, stop)
+        begin += stop - start

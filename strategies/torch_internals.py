@@ -1,0 +1,397 @@
+"""Private names of torch: all that Echelon imports, each with the versions of torch in which it was seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from .errors import EchelonError
+
+__all__ = [
+    "BatchNorm",
+    "OpOverload",
+    "TorchDispatchMode",
+    "backward_for_inputs",
+    "backward_for_weights",
+    "compilation_callbacks",
+    "default_store",
+    "fake_mode",
+    "fake_mode_beside_real",
+    "function_modes",
+    "ignore_in_ddp",
+    "is_cuda_unusable",
+    "is_traceable_wrapper_subclass",
+    "is_without_memory",
+    "join_fake_group",
+    "join_rpc",
+    "kill_with_parent",
+    "overflows_of",
+    "pipeline_order",
+    "reduce_sharded_gradients",
+    "root_mesh",
+    "storage_on_cpu",
+    "strided_shard",
+    "tree_leaves",
+    "tree_map",
+    "unknown_values",
+    "with_transfers",
+    "without_dispatch_modes",
+]
+
+SEEN: Final = "2.11.0, 2.14.1 and 2.15.0"
+"""The versions of torch that have all these names; `make test-versions` runs the core of the tests on them."""
+
+
+def _gone(error: ImportError | AttributeError) -> EchelonError:
+    return EchelonError(
+        f"A private name of torch is gone in torch {torch.__version__} ({error}); Echelon was seen to work with torch "
+        f"{SEEN}: install one of them, or a newer Echelon."
+    )
+
+
+try:
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig as kill_with_parent  # type: ignore[attr-defined]
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    OpOverload = torch._ops.OpOverload  # noqa: SLF001
+except (ImportError, AttributeError) as _error:
+    raise _gone(_error) from _error
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Return the placement of a DTensor of which each of `split_factor` parts is cut."""
+    try:
+        from torch.distributed.tensor.placement_types import _StridedShard
+    except ImportError as error:
+        raise _gone(error) from error
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the DeviceMesh of which another one is a part."""
+    try:
+        return mesh._get_root_mesh()  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def without_dispatch_modes() -> Any:
+    """Return a context without the TorchDispatchModes around it, such as that of selective checkpointing."""
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError as error:
+        raise _gone(error) from error
+    return _disable_current_modes()
+
+
+def fake_mode() -> Any:
+    """Return a mode in which tensors have a shape and no memory; real ones are taken for such tensors."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise _gone(error) from error
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_beside_real() -> Any:
+    """Return such a mode that computes on real tensors alone as ever: on the ranks of a DeviceMesh, for example."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise _gone(error) from error
+
+    class BesideReal(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kinds = {type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            if kinds and kinds <= {torch.Tensor, torch.nn.Parameter}:
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return BesideReal(allow_non_fake_inputs=True)
+
+
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape and no memory, as those have that are made in a `fake_mode`."""
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Let this process be one rank of a process group whose other ranks are not there; collectives return at once."""
+    import torch.distributed as dist
+
+    try:
+        from torch.distributed import HashStore  # type: ignore[attr-defined]  # as its documentation has it
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
+    except ImportError as error:
+        raise _gone(error) from error
+    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
+
+
+def unknown_values() -> tuple[type[Exception], ...]:
+    """Return the errors that are raised where a tensor without memory is asked for its values."""
+    try:
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedFakeTensorException,
+            UnsupportedOperatorException,
+        )
+    except ImportError as error:
+        raise _gone(error) from error
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+
+
+def function_modes() -> list[Any]:
+    """Return the TorchFunctionModes around the caller, the outermost first."""
+    try:
+        from torch.overrides import _get_current_function_mode_stack
+    except ImportError as error:
+        raise _gone(error) from error
+    return list(_get_current_function_mode_stack())
+
+
+def compilation_callbacks() -> Any:
+    """Return where functions are registered that torch.compile calls before and after it compiles."""
+    try:
+        from torch._dynamo.callback import callback_handler
+    except ImportError as error:
+        raise _gone(error) from error
+    return callback_handler
+
+
+def default_store() -> Any:
+    """Return the store by which the processes of the default process group have met."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def overflows_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return, for each device, whether gradients that were unscaled there are not finite; to be changed in place."""
+    try:
+        return list(scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def storage_on_cpu(storage: Any) -> Any:
+    """Return what tensors pickle as their memory, as it is where that is the host's; otherwise a copy on the CPU."""
+    try:
+        memory = storage._untyped_storage  # noqa: SLF001 - to ask the storage itself is deprecated
+    except AttributeError as error:
+        raise _gone(error) from error
+    if memory.device.type in ("cpu", "meta"):
+        return storage
+    return torch.storage.TypedStorage(wrap_storage=memory.cpu(), dtype=storage.dtype, _internal=True)
+
+
+def is_cuda_unusable() -> bool:
+    """Return whether this process was forked from one that had asked for CUDA devices, and so cannot use any."""
+    try:
+        return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
+    """Have DistributedDataParallel leave parameters and buffers of a module alone, which it is yet to wrap."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    try:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) -> None:
+    """Do what ``torch.distributed.rpc.init_rpc`` does, over a store of the caller's.
+
+    torch's own prefixes its store with the number of times that this process has called it, which peers differ in.
+    """
+    from torch.distributed import autograd, rpc
+
+    try:
+        autograd._init(rank)  # type: ignore[attr-defined] # noqa: SLF001
+        rpc._init_rpc_backend(store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)  # noqa: SLF001
+    except (ImportError, AttributeError) as error:
+        raise _gone(error) from error
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+_PRECISION_OF: Final = (
+    ("generic", ("all",)),
+    ("cuda", ("all", "matmul", "conv", "rnn")),
+    ("mkldnn", ("all", "matmul", "conv", "rnn")),
+)
+_COMPILER: Final = ("torch._dynamo.config", "torch._inductor.config")
+
+
+def float32_precisions() -> dict[tuple[str, str], str]:
+    """Return the precision of float32 computation by backend and operation, where it can be set (torch >= 2.9)."""
+    return {(backend, op): _precision("get")(backend, op) for backend, ops in _PRECISION_OF for op in ops}
+
+
+def set_float32_precisions(precisions: dict[tuple[str, str], str]) -> None:
+    """Set the precisions that differ; those that do not are left to their defaults."""
+    for place, precision in precisions.items():
+        if _precision("get")(*place) != precision:
+            _precision("set")(*place, precision)
+
+
+def _precision(verb: str) -> Callable[..., str]:
+    try:
+        function: Callable[..., str] = getattr(torch._C, f"_{verb}_fp32_precision_{verb}ter")  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+    return function
+
+
+def compiler_settings() -> dict[tuple[str, str], Any]:
+    """Return the settings of torch.compile that the program has changed, by module and name; plain values only."""
+    changed = {}
+    for name in _COMPILER:
+        config: Any = sys.modules.get(name)  # importing it takes a second, and what is not imported is not changed
+        for key in _changed(config) if config is not None else ():
+            if _is_plain(value := getattr(config, key)):
+                changed[name, key] = value
+    return changed
+
+
+def _changed(config: Any) -> Iterable[str]:
+    try:
+        return [key for key in config._config if not config._is_default(key)]  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+class _OrderStage:
+    """What torch's schedules ask a stage for, to say in which order its rank works."""
+
+    submod = None
+    has_backward = True
+
+    def __init__(self, stage: int, num_stages: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages = stage, num_stages
+        self.group_size, self.group_rank = num_ranks, 0
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def pipeline_order(
+    schedule: str, num_ranks: int, stages_a_rank: int, num_micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return the order in which each rank computes under one of torch's schedules: kind, stage and micro-batch."""
+    try:
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        stages = [_OrderStage(stage, num_ranks * stages_a_rank, num_ranks) for stage in range(stages_a_rank)]
+        made: Any = get_schedule_class(schedule)(stages, num_micro_batches, loss_fn=_order_stage_loss)
+        orders = made.pipeline_order
+    except (ImportError, AttributeError) as error:
+        raise _gone(error) from error
+
+    def plain(action: Any) -> list[tuple[str, int, int]]:
+        if action is None:
+            return []
+        if action.sub_actions is not None:
+            return [each for part in action.sub_actions for each in plain(part)]
+        return [(action.computation_type.value, action.stage_index, action.microbatch_index)]
+
+    return [[each for action in orders[rank] for each in plain(action)] for rank in range(num_ranks)]
+
+
+def _order_stage_loss(*_: Any) -> None:
+    pass
+
+
+def with_transfers(
+    orders: Iterable[Iterable[tuple[str, int, int]]], rank_of: Callable[[int], int], num_stages: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return orders with the transfers between ranks, placed so that those of two ranks meet in one order."""
+    try:
+        from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+    except ImportError as error:
+        raise _gone(error) from error
+    actions = {
+        rank: [_Action(stage, _ComputationType(kind), index) for kind, stage, index in order]
+        for rank, order in enumerate(orders)
+    }
+    placed: dict[int, list[Any]] = _add_send_recv(actions, stage_to_rank=rank_of, num_stages=num_stages)
+    return [
+        [(action.computation_type.value, action.stage_index, action.microbatch_index) for action in placed[rank]]
+        for rank in sorted(placed)
+    ]
+
+
+def backward_for_inputs(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor] | None,
+    inputs: list[torch.Tensor],
+    weights: Iterable[torch.nn.Parameter],
+) -> Any:
+    """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to go on."""
+    try:
+        from torch.distributed.pipelining._backward import stage_backward_input
+    except ImportError as error:
+        raise _gone(error) from error
+    return stage_backward_input(outputs, gradients, inputs, iter(weights))[1]
+
+
+def backward_for_weights(weights: Iterable[torch.nn.Parameter], rest: Any) -> None:
+    """Add the gradients of weights that `backward_for_inputs` has left."""
+    try:
+        from torch.distributed.pipelining._backward import stage_backward_weight
+    except ImportError as error:
+        raise _gone(error) from error
+    stage_backward_weight(iter(weights), rest)
+
+
+def reduce_sharded_gradients(root: Any) -> None:
+    """Reduce the gradients that a root of ``fully_shard`` has collected over several backwards. Collective."""
+    from torch.distributed.fsdp import fully_shard
+
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    try:
+        state = fully_shard.state(root)  # type: ignore[attr-defined]
+        for each in state._state_ctx.all_states:  # noqa: SLF001
+            for group in _param_groups(each):
+                group.post_backward()
+        state._root_post_backward_final_callback()  # noqa: SLF001
+    except AttributeError as error:
+        raise _gone(error) from error
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a sharded module: torch before 2.13 has at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
