@@ -7,12 +7,17 @@ which). To add a callback to the package, add its file here and its line below; 
 from __future__ import annotations
 
 from .accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
+from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
 from .callback import Callback as Callback
 from .chaos_monkey import ChaosMonkey as ChaosMonkey
 from .device_stats import DeviceStatsMonitor as DeviceStatsMonitor
 from .early_stopping import EarlyStopping as EarlyStopping
+from .finders.rate_curve import LearningRateCurve as LearningRateCurve
+from .finetuning import BackboneFinetuning as BackboneFinetuning
+from .finetuning import BaseFinetuning as BaseFinetuning
 from .goodput_monitor import GoodputMonitor as GoodputMonitor
 from .lambda_callback import LambdaCallback as LambdaCallback
+from .learning_rate_finder import LearningRateFinder as LearningRateFinder
 from .learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
 from .loss_spike import LossSpikePolicy as LossSpikePolicy
 from .memory_report import MemoryReport as MemoryReport
@@ -21,14 +26,19 @@ from .model_summary import ModelSummary as ModelSummary
 from .model_summary import Summary as Summary
 from .model_summary import summarize as summarize
 from .nan_guard import NaNGuard as NaNGuard
+from .on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
 from .prediction_writer import BasePredictionWriter as BasePredictionWriter
 from .progress import TQDMProgressBar as TQDMProgressBar
+from .progress_display import ProgressDisplay as ProgressDisplay
+from .rich_progress import RichProgressBar as RichProgressBar
+from .rich_progress import RichProgressBarTheme as RichProgressBarTheme
 from .run import Logger as Logger
 from .run import Run as Run
 from .sample_ledger import SampleLedger as SampleLedger
 from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from .straggler_monitor import StragglerMonitor as StragglerMonitor
 from .throughput import ThroughputMonitor as ThroughputMonitor
+from .timeline import Timeline as Timeline
 from .timer import Timer as Timer
 from .weight_averaging import EMAWeightAveraging as EMAWeightAveraging
 from .weight_averaging import WeightAveraging as WeightAveraging

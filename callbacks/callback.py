@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..strategies import Strategy
 from ..strategies.errors import RunError
 from .run import Run
 
@@ -72,6 +73,17 @@ class Callback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, before `on_fit_start` of a resumed run or after a launched `fit`."""
+
+    def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
+        """Raise a `ConfigError` if this callback cannot be part of a fit with a strategy or on so many devices.
+
+        Called in the user's process before `fit` starts others, and again in each of them.
+
+        Args:
+            strategy: the strategy, not yet connected at the first call.
+            world_size: the number of processes.
+            num_devices: the number of devices on which each of them computes.
+        """
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a value as `TrainModule.log` does, from `setup` to `teardown`.

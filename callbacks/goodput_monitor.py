@@ -292,8 +292,11 @@ class GoodputMonitor(Callback):
         """Log the fractions of all time up to the line that was just written."""
         if self._file is None:
             return
-        if not self._totals:
-            self._totals = account(read_ledger(self._path)).micros
+        try:
+            self._totals = self._totals or account(read_ledger(self._path)).micros
+        except OSError as error:  # what was written cannot be read: the run is over, and its ledger stays
+            warnings.warn(f"GoodputMonitor cannot read its ledger ({error}); nothing of it is logged.", stacklevel=2)
+            return
         total = max(1, sum(self._totals.values()))
         shares = {f"goodput/{category}": part / total for category, part in self._totals.items()}
         trainer.log_metrics({"goodput/goodput": goodput_of(self._totals), **shares})

@@ -36,7 +36,7 @@ class LearningRateMonitor(Callback):
         last_weight_decay_values: the newest weight decay by ``<name>-weight_decay``; None before the first.
 
     Raises:
-        ConfigError: for an unknown interval, or for two parameter groups with one name.
+        ConfigError: for an unknown interval, for two parameter groups with one name, or where there is no logger.
     """
 
     def __init__(
@@ -69,6 +69,11 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Find all parameter groups and name them."""
+        if not trainer.loggers:
+            raise ConfigError(
+                "LearningRateMonitor needs a logger, got a Trainer with logger=False; drop the callback, or pass a "
+                "logger."
+            )
         groups = _groups_of(trainer)
         for name, count in Counter(group.name for group in groups).items():
             if count > 1:

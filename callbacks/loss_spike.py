@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..strategies import Strategy
 from ..strategies.errors import ConfigError
+from ..strategies.state.dtensor import is_dtensor, local_shard
+from ..strategies.state.shards import Holders
 from .callback import Callback
 from .run import Recoverable, Run
 
@@ -145,10 +148,15 @@ class LossSpikePolicy(Callback):
         device = trainer.strategy.device
         loss = torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=device)
         self._losses.clear()
-        norm = nn.utils.get_total_norm(gradients) if gradients else loss.new_zeros(())
-        numbers_here = [loss.double(), norm.to(loss.device).double(), loss.new_tensor(has_any).double()]
-        *numbers, share = trainer.strategy.all_reduce(torch.stack(numbers_here), "mean").tolist()
-        return numbers if share else None
+        whole = [gradient for gradient in gradients if not is_dtensor(gradient)]
+        norm = nn.utils.get_total_norm(whole) if whole else loss.new_zeros(())
+        shards = square_of_shards([gradient for gradient in gradients if is_dtensor(gradient)], trainer.strategy)
+        numbers_here = [loss, norm, loss.new_tensor(has_any), shards]
+        reduced = torch.stack([number.to(loss.device, torch.float64) for number in numbers_here])
+        mean_loss, mean_norm, share, square = trainer.strategy.collectives.all_reduce(reduced, "mean").tolist()
+        if not share:
+            return None
+        return [mean_loss, mean_norm if square == 0 else math.sqrt(mean_norm**2 + square)]
 
     def _decide(self, trainer: Run, values: Mapping[str, float], worst: float) -> None:
         self._num_consecutive += 1
@@ -167,6 +175,20 @@ class LossSpikePolicy(Callback):
         if stops:
             trainer.should_stop = True
         self._rolls_back = self._action == "rollback" and not stops
+
+
+def square_of_shards(gradients: Sequence[Tensor], strategy: Strategy) -> Tensor:
+    """Return what this rank adds to the square of the norm of sharded gradients, so that the ranks' mean is the square.
+
+    A shard that several ranks hold counts once.
+    """
+    holders, total = Holders(), torch.zeros((), dtype=torch.float64, device=strategy.device)
+    for gradient in gradients:
+        copies = len(holders.of(gradient))
+        shard = local_shard(gradient)
+        norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
+        total += norm.to(strategy.device, torch.float64, non_blocking=True).square() * (strategy.world_size / copies)
+    return total
 
 
 class _Running:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,13 +14,18 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from ..strategies import Strategy
 from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.state.schema import check
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
-from .helpers.kept_checkpoints import KeptCheckpoints, own_names
+from .helpers.folder_lock import FolderLock
+from .helpers.kept_checkpoints import STATE, KeptCheckpoints, is_own_checkpoint, own_names
 from .helpers.local_path import local_path
+from .helpers.loggers import tell
 from .helpers.monitored import Mode, MonitoredMetric, check_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule
+from .on_exception_checkpoint import refuse_several
 from .run import Run
 
 _log = logging.getLogger(__name__)
@@ -51,8 +57,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: save every n optimizer steps.
         train_time_interval: save when this time has passed on rank 0.
         every_n_epochs: save every n epochs; the default, with 1. If none of these three is given, and only the newest
-            checkpoint is kept, epochs that end within a second of the last save leave theirs to the next epoch or to
-            the end of training: a kill costs that second, and short epochs do not wait for the disk.
+            checkpoint is kept, epochs that end within a second of the last save leave theirs to a later one.
         save_on_train_epoch_end: True: save when the epoch ends; False: after each validation; None: after each
             validation if the run has any, else when the epoch ends.
 
@@ -117,13 +122,12 @@ class ModelCheckpoint(Callback):
         self._saved_best = ""
         self._assigned_best = ""
         self._replaced: list[str] = []
-        self._loaded_from = ""
-        self._was_pending = False
-        self._is_due = False
+        self._was_pending = self._is_due = False
         self._is_training = self._has_epoch_ended = self._has_saved = self._is_postponed = False
         self.saved_at = -1
         """The `global_step` of the newest save."""
         self._unconfirmed = ("", KeptCheckpoints())
+        self._lock = FolderLock()
 
     # --- what was saved ----------------------------------------------------------------------------------------------
 
@@ -213,12 +217,17 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what is kept; after a launched fit, as the first rank kept it."""
+        check(state_dict, STATE, "The saved state of ModelCheckpoint")
         if not (self._is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
         self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"])
-        self._loaded_from = state_dict["dirpath"]
         self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
         self._was_pending, self._replaced = state_dict["is_pending"], own_names(state_dict["replaced"])
+
+    def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
+        """Refuse `save_on_exception` on several processes."""
+        if self.save_on_exception:
+            refuse_several("save_on_exception=True", world_size)
 
     # --- when --------------------------------------------------------------------------------------------------------
 
@@ -226,31 +235,22 @@ class ModelCheckpoint(Callback):
         """Choose the folder of a fit, that of rank 0. Collective: every rank calls it."""
         if stage != "fit":
             return
-        if self.save_on_exception and trainer.strategy.world_size > 1:
-            raise ConfigError(
-                f"save_on_exception=True needs world_size=1, got {trainer.strategy.world_size}: after an error on one "
-                "rank the others cannot save with it; set every_n_train_steps, or use an ElasticStrategy."
-            )
         self._was_pending = False
         if not self._is_dirpath_given:
             self._saved_best = self.best_model_path
-            self.dirpath = trainer.strategy.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
+            self.dirpath = trainer.strategy.collectives.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
             self._is_dirpath_chosen = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Drop what is not in rank 0's folder, or of another folder. Collective: every rank calls it."""
-        named, folder = trainer.named_checkpoint, Path(self.dirpath).resolve()
-        if named is not None and folder not in named.resolve().parents and self._loaded_from != self.dirpath:
-            self._kept, self._replaced = KeptCheckpoints(), []  # names of another run may be in this folder, too
-        on_disk = [name for name in self._kept.names if Path(self._path(name)).is_dir()]
-        scores = {name: score for name, score in self._kept.scores.items() if name in on_disk}
-        newest = self._kept.newest if self._kept.newest in on_disk else ""
+        """Lock rank 0's folder, and drop what is not in it, or is of another run. Collective: every rank calls it."""
+        if self.save_top_k != 0 or self.save_last or self.save_on_exception:
+            trainer.strategy.collectives.on_first_rank(lambda: self._lock.take(Path(self.dirpath), run=id(trainer)))
         best = self._saved_best if Path(self._saved_best).is_dir() else ""
-        scores, newest, self._saved_best = trainer.strategy.broadcast((scores, newest, best))
-        self._kept = KeptCheckpoints(scores, newest)
+        kept = self._kept.of_this_run(trainer, self.dirpath)
+        self._kept, self._saved_best = trainer.strategy.collectives.broadcast((kept, best))
         # a kill may have come between a save and the link, or what it was to replace
-        if self.save_last and newest:
-            trainer.point_to_checkpoint(self._path(self._last), self._path(newest))
+        if self.save_last and self._kept.newest:
+            trainer.point_to_checkpoint(self._path(self._last), self._path(self._kept.newest))
         self._remove_replaced(trainer)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
@@ -316,16 +316,16 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
         """Save what the completed steps have learned, with ``save_on_exception``."""
-        is_worth_it = self._is_training and not isinstance(exception, CheckpointError)
-        if self.save_on_exception and is_worth_it:
+        if self.save_on_exception and self._is_training and not isinstance(exception, CheckpointError):
             self._save(trainer, top_k=False, force=True, wait=True)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Drop the last save if writing it has failed; ranks other than 0 learn that at the next `fit`."""
         name, before = self._unconfirmed
-        if name and trainer.is_global_zero and not Path(self._path(name)).is_dir():
+        if name and trainer.is_global_zero and not os.path.isdir(self._path(name)):  # a disk that fails is no, too
             self._kept = before
         self._unconfirmed = ("", KeptCheckpoints())
+        self._lock.release()
         self._is_dirpath_chosen = self._is_training = False
 
     # --- what --------------------------------------------------------------------------------------------------------
@@ -343,9 +343,7 @@ class ModelCheckpoint(Callback):
         """Save if this step is one of the top k, or if the last is to be saved; each step is saved once."""
         if trainer.global_step == self.saved_at:
             return
-        score: float | None = None
-        if top_k and self.save_top_k != 0:
-            score = self._score(trainer)
+        score = self._score(trainer) if top_k and self.save_top_k != 0 else None
         scores = self._kept.scores_with_room(score, self.save_top_k, self._metric)
         is_in_top_k = scores is not None
         if score is not None and not is_in_top_k and self.verbose and trainer.is_global_zero:
@@ -383,6 +381,7 @@ class ModelCheckpoint(Callback):
         self._unconfirmed = (name, before)
         if self.save_last:
             trainer.point_to_checkpoint(self._path(self._last), self._path(kept.newest))
+        tell(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)
         self._remove_replaced(trainer)
         self.saved_at = trainer.global_step
         self._has_saved, self._is_postponed = True, False
@@ -396,5 +395,6 @@ class ModelCheckpoint(Callback):
         named = trainer.named_checkpoint
         for name in self._replaced:
             path = Path(self._path(name))
-            if name not in self._kept.names and path.is_dir() and (named is None or path.resolve() != named.resolve()):
+            is_named = named is not None and path.resolve() == named.resolve()
+            if name not in self._kept.names and not is_named and is_own_checkpoint(trainer, self.dirpath, name):
                 trainer.remove_checkpoint(path)

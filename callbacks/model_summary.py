@@ -15,8 +15,10 @@ from torch.nn.parameter import is_lazy
 from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
 from ..strategies.errors import ConfigError
+from ..strategies.module.memory_estimate import shared_bytes
 from .callback import Callback
 from .helpers.console import say
+from .helpers.flop_count import counted_flops
 from .helpers.table import boxed
 from .run import Run
 
@@ -46,8 +48,10 @@ class ModelSummary(Callback):
         strategy = trainer.strategy
         with strategy.forward_context:
             summary = summarize(module, self._max_depth, precision=strategy.precision)
-        if strategy.memory_share.parameters < 1:
-            summary = replace(summary, bytes_on_a_rank=summary.parameter_bytes * strategy.memory_share.parameters)
+        parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
+        on_a_rank = shared_bytes(parameters, strategy.memory_share.parameters)
+        if on_a_rank < summary.parameter_bytes:
+            summary = replace(summary, bytes_on_a_rank=on_a_rank)
         if trainer.is_global_zero:
             say(str(summary))
 
@@ -252,8 +256,6 @@ def _try_forward(
     module: nn.Module, parts: Mapping[str, nn.Module], example_input: Any
 ) -> tuple[dict[str, tuple[Any, Any]], int | None]:
     """Return the sizes that go into and come out of each submodule, and the FLOPs of the module."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     sizes: dict[str, tuple[Any, Any]] = {}
 
     def note(name: str) -> Any:
@@ -267,9 +269,8 @@ def _try_forward(
         for name, part in parts.items()
         if not isinstance(part, torch.jit.ScriptModule)  # takes no hooks
     ]
-    counter = FlopCounterMode(display=False)
     try:
-        with _evaluating(module) as device, counter:
+        with _evaluating(module) as device, counted_flops() as counter:
             example = to_device(example_input, device)
             if isinstance(example, Mapping):
                 module(**example)
@@ -287,7 +288,7 @@ def _try_forward(
     finally:
         for handle in handles:
             handle.remove()
-    return sizes, counter.get_total_flops()
+    return sizes, int(counter.get_total_flops())
 
 
 @contextmanager

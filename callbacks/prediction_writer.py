@@ -18,8 +18,9 @@ class BasePredictionWriter(Callback):
     """Override `write_on_batch_end`, `write_on_epoch_end` or both to write predictions.
 
     `write_on_batch_end` is called on every rank with the batches of that rank: write each batch or each rank to a file
-    of its own. `write_on_epoch_end` is called on rank 0 with the predictions of all ranks, in the order of the dataset
-    (in Lightning, on every rank with its own). Neither communicates.
+    of its own. Of ranks that hold parts of one replica only the first is called. `write_on_epoch_end` is called on rank
+    0 with the predictions of all ranks, in the order of the dataset (in Lightning, on every rank with its own). Neither
+    communicates.
 
     Args:
         write_interval: write after each ``batch``, at the end of the ``epoch``, or both: ``batch_and_epoch``.
@@ -76,7 +77,8 @@ class BasePredictionWriter(Callback):
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write this batch, unless all are written at the end."""
-        if self.interval != "epoch":
+        is_first = trainer.strategy.data_collectives.ranks[0] == 0  # of those that have made this prediction
+        if self.interval != "epoch" and is_first:
             self.write_on_batch_end(trainer, module, outputs, trainer.batch_indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:

@@ -24,9 +24,12 @@ class Logger(Protocol):
     - ``open()``: take the folder of the run, before the hooks of a `fit`; from here on `log_dir` is final.
     - ``log_text(tag, text)``: write a text (Markdown), such as the resolved configuration.
     - ``log_graph(module, example_input)``: write the graph of the module's ``forward``.
+    - ``log_image(key, images, step)``: write pictures, given as paths of PNG files.
     - ``save()``: write everything to the disk, at every checkpoint and at the end.
+    - ``after_save_checkpoint(checkpoint_callback)``: a ModelCheckpoint begins to write one; those before are on disk.
     - ``finalize(status)``: end the run with ``success``, ``interrupted`` or ``failed``.
     - ``continue_run(checkpoint)``: before ``open``, continue in the folder of the run that wrote a checkpoint.
+    - ``continue_saved(version)``: before ``open``, continue the version that a checkpoint names, as it does for this.
     - ``continue_as(version)``: continue in the folder that another process has opened.
     - ``resume_at(step)``: forget what was logged after a step, before a run that continues there logs anything.
     - ``silence()``: write nothing from here on; called on every rank but 0.
@@ -242,6 +245,9 @@ class Run(Protocol):
         in writing is raised after a later step.
         """
 
+    def wrote_checkpoint(self, path: str | Path) -> bool:
+        """Return whether this run, or one that it goes on from, has written the checkpoint folder at `path`."""
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint folder that this run wrote, on rank 0; leave anything else alone."""
 
@@ -274,3 +280,51 @@ class Recoverable(Protocol):
 
         Call it in ``on_train_step_end`` only. Collective: every rank calls it.
         """
+
+
+class Tunable(Protocol):
+    """A trainer whose steps can be tried before they count, as the callbacks that look for a setting see it.
+
+    The trainer satisfies this beside `Run`; a hook takes it as ``cast(Tunable, trainer)``.
+    """
+
+    def try_steps(
+        self,
+        callback: object,
+        num_steps: int,
+        *,
+        micro_batch_size: int | None = None,
+        num_micro_batches: int | None = None,
+    ) -> None:
+        """Train `num_steps` optimizer steps, with no other callback than this, then put everything back as it was.
+
+        Schedulers are not stepped; nothing is validated, logged or saved. With a `micro_batch_size` the steps are cut
+        into such, or have `num_micro_batches` of these at most. Call it in a fit, between two steps. Collective: every
+        rank calls it.
+        """
+
+    def configure_again(self) -> None:
+        """Give optimizers and schedulers the settings that ``configure_optimizers`` returns now.
+
+        Call it before the first step.
+        """
+
+    def find_attribute(self, *names: str) -> str | None:
+        """Return the first of these names that the module, the data module, or the ``hparams`` of one has."""
+
+    def set_attribute(self, name: str, value: float, *, is_saved: bool = True) -> None:
+        """Set an attribute of the module, the data module, or their ``hparams``; in the caller's objects, too.
+
+        With `is_saved` checkpoints have it among the hyper-parameters.
+        """
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """The samples of an optimizer step in the current fit; None where its data does not tell."""
+
+    def set_micro_batch_size(self, size: int) -> None:
+        """Cut the steps of this fit into micro-batches of a size; the steps stay the same."""
+
+    @property
+    def fast_dev_run(self) -> int | bool:
+        """Whether this is a development run, for which nothing is looked for."""

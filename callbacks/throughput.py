@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
+from .helpers.flop_count import counted_flops
 from .helpers.peak_flops import peak_flops
 from .run import Run
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 
 class ThroughputMonitor(Callback):
@@ -65,7 +64,8 @@ class ThroughputMonitor(Callback):
         self._flops_per_batch = flops_per_batch
         self._available_flops = available_flops
         self._peak: float | None = None
-        self._counter: FlopCounterMode | None = None
+        self._counter: Any = None
+        self._count = ExitStack()
         self._batches = 0
         self._counted = {"samples": 0, "tokens": 0}
         self._counted_here = {"samples": 0, "tokens": 0}
@@ -86,10 +86,8 @@ class ThroughputMonitor(Callback):
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         """Count the FLOPs of the first micro-batch, if MFU needs them."""
         if self._flops_per_batch is None and self._peak is not None and self._counter is None:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
+            self._count = ExitStack()
+            self._counter = self._count.enter_context(counted_flops())
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the micro-batch."""
@@ -127,14 +125,13 @@ class ThroughputMonitor(Callback):
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
         """Stop the clock and the count of FLOPs."""
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self._counter = None
+        self._count.close()
+        self._counter = None
         self.on_train_end(trainer, module)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the count of FLOPs, which belongs to this process."""
-        return {**self.__dict__, "_counter": None}
+        return {**self.__dict__, "_counter": None, "_count": ExitStack()}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -199,7 +196,7 @@ class ThroughputMonitor(Callback):
     def _end_counting(self, trainer: Run) -> None:
         """Take the count of FLOPs, and start a new window: counting has slowed this micro-batch."""
         assert self._counter is not None
-        self._counter.__exit__(None, None, None)
+        self._count.close()
         self._flops_per_batch = float(self._counter.get_total_flops())
         self._counter = None
         self._window = deque([self._read(trainer)])

@@ -7,11 +7,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .helpers.averaged_weights import AveragedWeights, AverageMany, AverageOne
+from .helpers.averaged_weights import AveragedWeights, AverageMany, AverageOne, ExponentialAverage
 from .run import Run
 
 _WEIGHTS: Final = "state_dict"
@@ -85,6 +84,8 @@ class WeightAveraging(Callback):
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Save the average as the model, as it was validated, and the module's own weights beside it."""
         if self._average is not None and self._average.count:
+            if trainer.strategy.has_stages:  # rank 0 writes all buffers, also those of stages of other ranks
+                self._average.sync_buffers(trainer.strategy)
             checkpoint[_WEIGHTS], trained = self._average.exchange_in(checkpoint[_WEIGHTS])
             if _CALLBACKS in checkpoint:
                 checkpoint[_TRAINED] = trained
@@ -197,7 +198,7 @@ class EMAWeightAveraging(WeightAveraging):
             raise ConfigError(f"decay must be from 0 to 1, got {decay}; change it, such as to 0.999.")
         if update_every_n_steps < 1:
             raise ConfigError(f"update_every_n_steps must be 1 or more, got {update_every_n_steps}; change it.")
-        super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        super().__init__(device, use_buffers, multi_avg_fn=ExponentialAverage(decay))
         self._every_n_steps = update_every_n_steps
         self._from_step = update_starting_at_step or 0
         self._from_epoch = update_starting_at_epoch

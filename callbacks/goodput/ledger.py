@@ -204,6 +204,8 @@ def parse(line: bytes) -> LedgerRecord | None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    if path.exists() and not path.is_file():  # a named pipe would wait for a writer, and /dev/zero has no end
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
         while line := file.readline(_LONGEST_LINE):
             if line != b"\n":

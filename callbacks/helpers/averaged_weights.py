@@ -12,9 +12,29 @@ from torch.optim.swa_utils import AveragedModel
 from ...strategies import Strategy
 from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import local_shard, shard_like, with_local_shard
+from ...strategies.state.optimizer_state import Elsewhere
 
 AverageOne = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 AverageMany = Callable[..., None]
+
+
+class ExponentialAverage:
+    """Moves averages towards weights by a fixed fraction, however many were averaged before."""
+
+    def __init__(self, decay: float) -> None:
+        self._fraction = 1 - decay
+
+    @torch.no_grad()
+    def __call__(self, averages: list[Tensor], weights: list[Tensor], count: object = None) -> None:
+        """Update the averages in place."""
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for average, weight in zip(averages, weights, strict=True):
+            group = groups.setdefault((average.device, average.dtype), ([], []))
+            group[0].append(average)
+            group[1].append(weight)
+        for (device, dtype), (group_averages, group_weights) in groups.items():
+            moved = [weight.detach().to(device, dtype, non_blocking=True) for weight in group_weights]
+            torch._foreach_lerp_(group_averages, moved, self._fraction)
 
 
 class AveragedWeights:
@@ -35,16 +55,27 @@ class AveragedWeights:
         self._live = _Live(module, use_buffers)
         holder = _Holder(self._live)
         if device is not None:
-            holder.to(device)
+            holder.move(device)
         # use_buffers=False: the holder's parameters are averaged, and its buffers are copied
+        self._exponential = multi_avg_fn if isinstance(multi_avg_fn, ExponentialAverage) else None
         self._model = AveragedModel(holder, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn, use_buffers=False)
         self.count = 0
         """The number of updates that were averaged."""
 
     def update(self) -> None:
         """Add the module's current tensors to the average."""
-        self._model.update_parameters(self._live)
+        if self._exponential is not None and self.count:
+            self._update_exponentially(self._exponential)
+        else:
+            self._model.update_parameters(self._live)
         self.count += 1
+
+    @torch.no_grad()
+    def _update_exponentially(self, move: ExponentialAverage) -> None:
+        """Do as torch does, without telling the device each time how many weights were averaged, which would wait."""
+        move(list(self._model.module.parameters()), list(self._live.parameters()))
+        for average, current in zip(self._model.module.buffers(), self._live.buffers(), strict=True):
+            average.copy_(current, non_blocking=True)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -55,19 +86,21 @@ class AveragedWeights:
             average.copy_(before)
 
     def sync_buffers(self, strategy: Strategy) -> None:
-        """Take rank 0's average of the buffers, which differ as each rank has its own batches. Collective."""
+        """Make the averages of buffers equal, which differ as each rank has its own batches. Collective."""
         parameters = list(self._model.module.parameters())
-        buffers = parameters[self._live.num_parameters :]
-        with torch.no_grad():
-            for own, first in zip(buffers, strategy.broadcast([b.detach() for b in buffers]), strict=True):
-                own.copy_(first)
+        buffers = zip(self._live.names, parameters, strict=True)
+        strategy.sync_buffers(dict(list(buffers)[self._live.num_parameters :]))
 
     def exchange_in(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a state of the module with the averages, and the tensors that they replace; nothing is copied."""
+        """Return a state of the module with the averages, and the tensors that they replace; nothing is copied.
+
+        Of what other ranks write there is no average here.
+        """
         averages = dict(zip(self._live.names, self._model.module.parameters(), strict=True))
         replaced = {name: first for name, first in self._live.first_names().items() if name in state}
+        own = {name: first for name, first in replaced.items() if not isinstance(state[name], Elsewhere)}
         return (
-            {**state, **{name: self._live.whole(first, averages[first].detach()) for name, first in replaced.items()}},
+            {**state, **{name: self._live.whole(first, averages[first].detach()) for name, first in own.items()}},
             {name: state[name] for name in replaced},
         )
 
@@ -143,3 +176,7 @@ class _Holder(nn.Module):
         )
         for index, buffer in enumerate(live.buffers()):
             self.register_buffer(f"copied_{index}", buffer.detach().clone())
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the tensors; those of other ranks of a pipeline stay without memory."""
+        self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]

@@ -145,17 +145,6 @@ class LineBar:
         self._printed_at = monotonic()
 
 
-def open_bar(
-    console: Console, make: Callable[[], Any], *, line: int, leave: bool, seconds_between_lines: float
-) -> Bar | None:
-    """Return the display that suits the console; None for a second one below the first where the cursor cannot move."""
-    if console == "file":
-        return LineBar(seconds_between_lines) if line == 0 else None
-    if console == "plain_notebook" and line > 0:
-        return None
-    return TqdmBar(make, leave)
-
-
 def new_tqdm(console: Console, description: str, *, line: int) -> Any:
     """Return a bar of tqdm at the given line below the cursor.
 

@@ -76,11 +76,18 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
     values |= {name: float(metrics[name]) for name in template.fields if name in metrics and name not in values}
     name = filled = template.fill(values)
     version = 0
-    while str(Path(folder) / name) in taken or (trainer.is_global_zero and (Path(folder) / name).exists()):
+    while str(Path(folder) / name) in taken or (trainer.is_global_zero and _exists(Path(folder) / name)):
         version += 1
         name = numbered(filled, version)
-    free: str = trainer.strategy.broadcast(name)
+    free: str = trainer.strategy.collectives.broadcast(name)
     return free
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the disk refuses to say so; a save that it refuses, too, is an error on all ranks
+        return False
 
 
 def numbered(name: str, version: int) -> str:

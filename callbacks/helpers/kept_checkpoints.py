@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Self
+from pathlib import Path, PurePath
+from typing import Final, Self
 
+from ...strategies.state.schema import NUMBER, TEXT
+from ..run import Run
 from .checkpoint_name import EXTENSION
 from .monitored import MonitoredMetric
+
+STATE: Final = {
+    "dirpath": TEXT,
+    "scores": {TEXT: (NUMBER, None)},
+    "newest": TEXT,
+    "best": TEXT,
+    "is_pending": bool,
+    "replaced": [TEXT],
+}
+"""The schema of what ModelCheckpoint saves."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,12 @@ class KeptCheckpoints:
         own = {name: scores[name] for name in own_names(scores)}
         finite = {name: float("nan") if score is None else float(score) for name, score in own.items()}
         return cls(finite, newest if own_names([newest]) else "")
+
+    def of_this_run(self, trainer: Run, folder: str) -> Self:
+        """Return those that are in the folder, and that this run or one that it goes on from has written there."""
+        is_own = {name: is_own_checkpoint(trainer, folder, name) for name in self.names}
+        scores = {name: score for name, score in self.scores.items() if is_own[name]}
+        return type(self)(scores, self.newest if is_own.get(self.newest) else "")
 
     @property
     def names(self) -> list[str]:
@@ -46,6 +64,16 @@ class KeptCheckpoints:
         if not metric.is_better(score, self.scores[worst]):
             return None
         return {name: kept for name, kept in self.scores.items() if name != worst}
+
+
+def is_own_checkpoint(trainer: Run, folder: str, name: str) -> bool:
+    """Return whether the run has written the checkpoint of this name, and no link leads it out of the folder."""
+    path = Path(folder) / name
+    try:
+        inside, root = path.parent.resolve(), Path(folder).resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        return False
+    return root in (inside, *inside.parents) and trainer.wrote_checkpoint(path)
 
 
 def own_names(names: Iterable[str]) -> list[str]:

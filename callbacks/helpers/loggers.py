@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -10,10 +12,21 @@ from ...strategies.errors import ConfigError
 from ..run import Logger
 
 OptionalMethod = Literal[
-    "open", "continue_run", "continue_as", "resume_at", "silence", "log_text", "log_graph", "save", "finalize"
+    "open",
+    "continue_run",
+    "continue_saved",
+    "continue_as",
+    "resume_at",
+    "silence",
+    "log_text",
+    "log_graph",
+    "log_image",
+    "save",
+    "after_save_checkpoint",
+    "finalize",
 ]
 
-
+_WHERE_A_RUN_BEGINS: Final = ("open", "continue_run", "continue_saved", "continue_as", "resume_at")
 _REQUIRED: Final = ("name", "version", "log_metrics", "log_hyperparams")
 
 
@@ -35,11 +48,25 @@ def refuse_incomplete(logger: object) -> None:
 
 
 def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: Any) -> None:
-    """Call a method of every logger that has it."""
+    """Call a method of every logger that has it; a disk error is raised only while a run begins."""
     for logger in loggers:
         call = getattr(logger, method, None)
         if call is not None:
-            call(*args)
+            with nullcontext() if method in _WHERE_A_RUN_BEGINS else outlives_disk_errors(logger):
+                call(*args)
+
+
+@contextmanager
+def outlives_disk_errors(logger: Logger) -> Iterator[None]:
+    """Make a warning of an error of the system, of which Python shows each once: training and checkpoints go on."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{type(logger).__name__} cannot write ({error}); training goes on. Make room, or mend the folder or the "
+            "connection: what Echelon's loggers hold back is written at the next checkpoint, or when the run ends.",
+            stacklevel=3,
+        )
 
 
 def run_folder(logger: Logger, root_dir: str | Path) -> Path:

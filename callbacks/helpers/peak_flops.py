@@ -76,6 +76,4 @@ def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> flo
 
 def _uses_tf32() -> bool:
     """Return whether float32 matrix products run in TF32, by either of torch's two settings."""
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return True
-    return torch.backends.cuda.matmul.fp32_precision == "none" and torch.get_float32_matmul_precision() != "highest"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -14,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...strategies.errors import DataError
+from ...strategies.state.schema import shown
 
 FORMAT: Final = "echelon samples 1"
 FOLDER: Final = "samples"
@@ -161,9 +163,17 @@ def read_header(path: Path) -> Header:
     Raises:
         DataError: if it is not a file of samples.
     """
-    with path.open("rb") as file:
-        line = file.readline(1 << 20)
-    return _header(path, line)
+    return _header(path, _content(path, first_line=True))
+
+
+def _content(path: Path, *, first_line: bool = False) -> bytes:
+    try:
+        if not path.is_file():  # a named pipe would wait for a writer
+            raise FileNotFoundError(errno.ENOENT, "not a regular file")
+        with path.open("rb") as file:
+            return file.readline(1 << 20) if first_line else file.read()
+    except OSError as error:
+        raise DataError(f"{path} must be a file of samples, got {error.strerror}; take it out of the folder.") from None
 
 
 def _header(path: Path, line: bytes) -> Header:
@@ -173,9 +183,10 @@ def _header(path: Path, line: bytes) -> Header:
             raise ValueError(line[:40])
         values["history"] = [CountedTurns(*turns) for turns in values["history"]]
         return Header(**{item.name: values[item.name] for item in fields(Header)})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is not a file of samples: it begins with {line[:40]!r} ({error}); take it out of the folder."
+            f"{path} is not a file of samples: it begins with {line[:40]!r} ({shown(str(error))}); take it out of the "
+            "folder."
         ) from None
 
 
@@ -185,7 +196,7 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
     Raises:
         DataError: if it is not a file of samples, or its numbers are invalid.
     """
-    data = path.read_bytes()
+    data = _content(path)
     start = data.find(b"\n") + 1
     _header(path, data[:start])
     numbers = memoryview(data[start : start + (len(data) - start) // 8 * 8]).cast("q")

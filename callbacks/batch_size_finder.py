@@ -1,0 +1,284 @@
+"""BatchSizeFinder: find the largest micro-batch that fits into memory, and cut the same optimizer steps into such."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any, ClassVar, Final, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from ..strategies import Strategy
+from ..strategies.errors import ConfigError, ModuleError, RunError
+from ..strategies.module.out_of_memory import is_out_of_memory, let_go_of
+from ..strategies.state.schema import COUNT, NUMBER, check
+from .callback import Callback
+from .finders.trials import new_axes, refuse_trials
+from .helpers.console import say
+from .run import Run, Tunable
+
+Mode = Literal["power", "binsearch"]
+
+_DEFAULT_NAME: Final = "batch_size"
+_AT_A_TIME: Final = 2
+"""Micro-batches of a step that is tried: with the second there are gradients of another one."""
+_STATE: Final = {"batch_size": COUNT, "trials": [{"size": COUNT, "fits": bool, "samples_per_second": NUMBER}]}
+
+_log = logging.getLogger(__name__)
+
+
+class BatchSizeFinder(Callback):
+    """Try larger and larger micro-batches when `fit` begins, until memory runs out, and train with the largest.
+
+    The steps stay the same: what is found is how many samples go through the module at once, and the accumulation
+    follows. A step has ``Trainer(global_batch_size=)`` samples, by default the loader's ``batch_size`` times
+    ``accumulate_grad_batches``, and no micro-batch is larger. The steps that are tried are taken back. Layers that
+    compute over the micro-batch, such as BatchNorm, see another one.
+
+    It searches in one process, for data of one DataLoader; a run that is resumed has the size of its checkpoint.
+
+    Args:
+        mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then looks between the last two.
+        steps_per_trial: optimizer steps with each size, after a first one that makes the optimizer's state.
+        init_val: the first size; if it does not fit, its halves are tried.
+        max_trials: how many sizes are tried at most.
+        batch_arg_name: the attribute of module, data module or their ``hparams`` that gets the size, if there is one;
+            with another name than the default there must be one. A loader that is made with it for another `fit` makes
+            larger steps, unless ``global_batch_size`` is given.
+        margin: with ``"binsearch"``, the fraction of the found size that is left free.
+        max_val: the largest size.
+
+    Raises:
+        ConfigError: for arguments that cannot be.
+    """
+
+    SUPPORTED_MODES: ClassVar[tuple[str, ...]] = get_args(Mode)
+
+    def __init__(
+        self,
+        mode: Mode = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = _DEFAULT_NAME,
+        *,
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        if mode not in self.SUPPORTED_MODES:
+            raise ConfigError(
+                f"BatchSizeFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}; give one."
+            )
+        counts = {
+            "steps_per_trial": steps_per_trial,
+            "init_val": init_val,
+            "max_trials": max_trials,
+            "max_val": max_val,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"BatchSizeFinder: {name} must be 1 or more, got {value}; give a larger number.")
+        if not 0 <= margin < 1:
+            raise ConfigError(f"BatchSizeFinder: margin must be from 0 to below 1, got {margin}; give 0.05, say.")
+        self._mode, self._steps_per_trial, self._init_val = mode, steps_per_trial, init_val
+        self._max_trials, self._batch_arg_name = max_trials, batch_arg_name
+        self._margin, self._max_val = margin, max_val
+        self._is_fit = False
+        self.optimal_batch_size: int | None = None
+        """The size that was found; None before."""
+        self.trials: list[dict[str, Any]] = []
+        """The sizes that were tried, in order: ``size``, ``fits`` and ``samples_per_second`` (0 if it does not)."""
+
+    # --- the search --------------------------------------------------------------------------------------------------
+
+    def scale_batch_size(self, trainer: Run, module: nn.Module) -> None:
+        """Search now, between two optimizer steps, and cut the steps anew.
+
+        Raises:
+            ConfigError: for data that is not cut by samples, and as `validate`.
+            ModuleError: as `validate`.
+        """
+        tunable = cast(Tunable, trainer)
+        if tunable.fast_dev_run:
+            _log.info("BatchSizeFinder tries nothing in a development run (fast_dev_run=%s).", tunable.fast_dev_run)
+            return
+        self.validate(module, trainer.strategy, tunable.find_attribute)
+        whole = tunable.samples_per_step
+        most = self._max_val if whole is None else min(self._max_val, whole)
+        self.trials = []
+        say(f"BatchSizeFinder tries micro-batches of up to {most} samples.")
+        size = self._search(tunable, most)
+        tunable.set_micro_batch_size(size)
+        self.optimal_batch_size = size
+        if tunable.find_attribute(self._batch_arg_name):
+            tunable.set_attribute(self._batch_arg_name, size, is_saved=False)
+        parts = trainer.accumulate_grad_batches
+        say(f"BatchSizeFinder sets micro-batches of {size} samples, {parts} a step, which has {whole} as before.")
+
+    def validate(self, module: nn.Module, strategy: Strategy, find_attribute: Callable[..., str | None]) -> None:
+        """Raise what is wrong with a search in this run; also called in the user's process, before others start.
+
+        Args:
+            module: what is trained.
+            strategy: how.
+            find_attribute: returns the first of some names that the module, the data module or their ``hparams`` have.
+
+        Raises:
+            ConfigError: with several processes, a strategy that cannot take steps back, or manual optimization.
+            ModuleError: if there is no attribute of the name that was given.
+        """
+        num_processes = strategy.environment.world_size
+        if num_processes > 1:
+            raise ConfigError(
+                f"BatchSizeFinder needs one process, got {num_processes}: the others would wait for the one whose "
+                "memory runs out; run it with devices=1 and give that batch_size, or ask `echelon plan` what fits."
+            )
+        refuse_trials("BatchSizeFinder", module, strategy)
+        name = self._batch_arg_name
+        if name != _DEFAULT_NAME and find_attribute(name) is None:
+            raise ModuleError(
+                f"BatchSizeFinder(batch_arg_name={name!r}) needs such an attribute of {type(module).__name__}, its "
+                "data module or the hparams of one, and found none; name one of theirs, or leave batch_arg_name out."
+            )
+
+    def _search(self, tunable: Tunable, most: int) -> int:
+        """Return the largest size that fits, as far as the trials go."""
+        size, best, too_large = min(self._init_val, most), 0, 0
+        while self._may_try():
+            if self._fits(tunable, size):
+                best = size
+                if too_large or size == most:
+                    break
+                size = min(2 * size, most)
+            else:
+                too_large = size
+                if best:
+                    break
+                size = max(1, size // 2)
+        while self._mode == "binsearch" and best and too_large - best > 1 and self._may_try():
+            middle = (best + too_large) // 2
+            best, too_large = (middle, too_large) if self._fits(tunable, middle) else (best, middle)
+        if self._mode == "binsearch" and best and too_large:
+            best = max(1, int(best * (1 - self._margin)))
+        # in many micro-batches the allocator's gaps grow
+        while best and not self._fits(tunable, best, in_whole_steps=True):
+            best = best // 2 if self._mode == "power" else int(best * 0.9)
+        if not best:
+            raise RunError(
+                f"BatchSizeFinder found no size that fits, got too little memory for {size} samples after "
+                f"{len(self.trials)} trials; set a larger max_trials, or a smaller init_val."
+            )
+        return best
+
+    def _may_try(self) -> bool:
+        return len(self.trials) < self._max_trials
+
+    def _fits(self, tunable: Tunable, size: int, *, in_whole_steps: bool = False) -> bool:
+        probe = _Probe()
+        num_micro_batches = None if in_whole_steps else _AT_A_TIME
+        try:
+            tunable.try_steps(
+                probe, self._steps_per_trial + 1, micro_batch_size=size, num_micro_batches=num_micro_batches
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if size == 1:
+                error.add_note(
+                    "BatchSizeFinder: a micro-batch of 1 sample does not fit into memory; take a smaller model."
+                )
+                raise
+            let_go_of(error)
+            probe.samples_per_second = 0.0
+        fits = probe.samples_per_second > 0
+        self.trials.append({"size": size, "fits": fits, "samples_per_second": probe.samples_per_second})
+        _log.info("Micro-batches of %d samples %s memory.", size, "fit into" if fits else "do not fit into")
+        return fits
+
+    def plot(self, show: bool = False, ax: Any = None) -> Any:
+        """Draw the samples per second over the sizes that fit, with those that do not, and return the figure.
+
+        Args:
+            show: open a window with it.
+            ax: the axes of Matplotlib to draw on; by default those of a new figure.
+
+        Raises:
+            MissingDependencyError: if Matplotlib is not installed.
+            RunError: if no size was tried.
+        """
+        if not self.trials:
+            raise RunError("BatchSizeFinder.plot needs sizes that were tried, found none; call fit with it first.")
+        if ax is None:
+            ax = new_axes()
+        speeds: dict[int, float] = {}
+        for one in self.trials:
+            if one["fits"]:
+                speeds[one["size"]] = max(one["samples_per_second"], speeds.get(one["size"], 0.0))
+        sizes = sorted(speeds)
+        ax.plot(sizes, [speeds[size] for size in sizes], "o-")
+        for one in self.trials:
+            if not one["fits"]:
+                ax.axvline(one["size"], color="red", linestyle=":", label=f"{one['size']}: out of memory")
+        if self.optimal_batch_size is not None:
+            ax.axvline(self.optimal_batch_size, color="green", label=f"{self.optimal_batch_size}: taken")
+        ax.set_xscale("log", base=2)
+        ax.set_ylim(0)
+        ax.set_xlabel("samples of a micro-batch")
+        ax.set_ylabel("samples per second")
+        ax.legend(frameon=False)
+        if show:
+            from matplotlib import pyplot
+
+            pyplot.show()
+        return ax.figure
+
+    # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Note whether this is a fit: it is not searched in others."""
+        self._is_fit = stage == "fit"
+
+    def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Cut the steps of a resumed run as those of its checkpoint, before its position is loaded."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if self._is_fit and state:
+            check(state, _STATE, "The saved state of BatchSizeFinder")
+            cast(Tunable, trainer).set_micro_batch_size(state["batch_size"])
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Search, unless a resumed run has the size."""
+        if self.optimal_batch_size is None or trainer.global_step == 0:
+            self.scale_batch_size(trainer, module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size that was found, and the trials."""
+        return {} if self.optimal_batch_size is None else {"batch_size": self.optimal_batch_size, "trials": self.trials}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore them."""
+        check(state_dict, _STATE, "The saved state of BatchSizeFinder")
+        self.optimal_batch_size, self.trials = state_dict["batch_size"], [dict(one) for one in state_dict["trials"]]
+
+
+class _Probe(Callback):
+    """Measures the samples per second of the steps after the first."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._num_samples = 0
+        self.samples_per_second = 0.0
+
+    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._began is not None:
+            self._num_samples += cast(Any, module).batch_size_of(batch)
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        if trainer.strategy.device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.device)
+        now = perf_counter()
+        if self._began is None:
+            self._began = now
+        else:
+            self.samples_per_second = self._num_samples / max(now - self._began, 1e-9)

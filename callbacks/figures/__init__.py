@@ -1,0 +1,1 @@
+"""Figures drawn with matplotlib, and the files that they become. Imports strategies only."""

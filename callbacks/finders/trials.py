@@ -1,0 +1,44 @@
+"""Trials of finders: where steps cannot be tried, and the axes on which their results are drawn."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from ...strategies import Strategy
+from ...strategies.errors import ConfigError
+from ..figures.figure_file import need_matplotlib
+
+
+def refuse_trials(owner: str, module: nn.Module, strategy: Strategy) -> None:
+    """Raise a `ConfigError` if a module is not trained in steps that can be tried and taken back.
+
+    Args:
+        owner: the name of the callback that asks.
+        module: what is trained.
+        strategy: how.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        raise ConfigError(
+            f"{owner} needs automatic optimization, got {type(module).__name__} with automatic_optimization=False, "
+            "whose steps are its own; make short runs with several settings (max_steps)."
+        )
+    if not strategy.can_try_steps:
+        raise ConfigError(
+            f"{owner} needs steps that can be taken back, got strategy={strategy.name!r}, which keeps some of what "
+            "they change in other places; search with strategy='ddp' or on one process, whose steps are the same, and "
+            "give what is found."
+        )
+
+
+def new_axes() -> Any:
+    """Return the axes of a new figure.
+
+    Raises:
+        MissingDependencyError: if Matplotlib is not installed.
+    """
+    need_matplotlib()
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    return pyplot.subplots()[1]

@@ -1,0 +1,122 @@
+"""Lock of a folder of checkpoints, into which one run at a time saves; the system frees it when its process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from ...strategies.errors import CheckpointError
+from ...strategies.launch.proc_status import host_id, look_at, started_at
+from ...strategies.state.schema import COUNT, TEXT, check, parse_json, shown
+
+LOCK: Final = ".lock"
+"""The name of the file, which says who holds the lock."""
+
+_PATIENCE: Final = 5.0
+"""Seconds to wait for a run that is about to end, such as one whose job has been started again."""
+_PAUSE: Final = 0.05
+_LONGEST: Final = 4096
+_SCHEMA: Final = {"host": TEXT, "pid": COUNT, "start": COUNT, "run": COUNT}
+
+
+class FolderLock:
+    """A lock that a run holds on a folder; where the file system knows no locks, nothing is locked.
+
+    It is the system's (``flock``), and ends with the process however that ends. Children inherit it, and may outlive
+    their parent: a holder of this machine that has died is known by its process id and its start, and holds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._path = Path()
+        self._descriptor = -1
+        self._own: dict[str, Any] = {}
+
+    def take(self, folder: Path, *, run: int, patience: float = _PATIENCE) -> None:
+        """Take the lock of a folder, for all callbacks of a run.
+
+        Args:
+            folder: is made if it is absent.
+            run: the number of the run in this process.
+            patience: how many seconds to wait for another process that holds the lock.
+
+        Raises:
+            CheckpointError: if another run holds it.
+        """
+        self.release()
+        self._path = folder / LOCK
+        self._own = {"host": host_id(), "pid": os.getpid(), "start": started_at(os.getpid()), "run": run}
+        deadline = time.monotonic() + patience
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while not self._take():
+                holder = self._holder()
+                if holder == self._own:
+                    return  # another callback of this run holds it, as long as this one needs it
+                is_ours = holder is not None and holder["host"] == self._own["host"]
+                if holder is not None and is_ours and not _is_alive(holder):
+                    self._path.unlink(missing_ok=True)  # what has outlived it keeps the lock of a file without a name
+                elif time.monotonic() > deadline or (holder is not None and is_ours and holder["pid"] == os.getpid()):
+                    raise _taken(folder, holder)
+                else:
+                    time.sleep(_PAUSE)
+        except OSError:  # a folder that cannot be written: a save says so; or no locks here
+            self.release()
+
+    def release(self) -> None:
+        """Give the lock back, and remove its file, and a folder into which nothing was saved."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+                self._path.parent.rmdir()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the lock with this process."""
+        return {**self.__dict__, "_descriptor": -1}
+
+    def _take(self) -> bool:
+        """Try to take the lock; return whether that is done."""
+        import fcntl  # not on Windows, where there are no such locks
+
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "removed by the run that held it")
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(self._own).encode())
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.ENOENT):
+                return False
+            raise
+        self._descriptor = descriptor
+        return True
+
+    def _holder(self) -> dict[str, Any] | None:
+        """Return what the file says; None while its holder is about to write it."""
+        try:
+            with self._path.open("rb") as file:
+                holder: dict[str, Any] = parse_json(file.read(_LONGEST), str(self._path))
+            check(holder, _SCHEMA, str(self._path))
+        except (FileNotFoundError, CheckpointError):
+            return None
+        return holder
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    return look_at(holder["pid"]).state != "ended" and started_at(holder["pid"]) == holder["start"]
+
+
+def _taken(folder: Path, holder: dict[str, Any] | None) -> CheckpointError:
+    who = "another process" if holder is None else f"process {holder['pid']} on {shown(holder['host'])}"
+    return CheckpointError(
+        f"The folder {folder} must be that of one run, but {who} saves into it; give ModelCheckpoint another dirpath, "
+        "or wait until that run has ended."
+    )

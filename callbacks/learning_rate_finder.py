@@ -1,0 +1,232 @@
+"""LearningRateFinder: try growing learning rates before training, and train with the one that they suggest."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategies import Strategy
+from ..strategies.errors import ConfigError, ModuleError
+from .callback import Callback
+from .finders.rate_curve import LearningRateCurve, Mode
+from .finders.trials import refuse_trials
+from .helpers.console import say
+from .run import Run, Tunable
+
+_NAMES: Final = ("lr", "learning_rate")
+
+_log = logging.getLogger(__name__)
+
+
+class LearningRateFinder(Callback):
+    """Train a few steps at growing learning rates when `fit` begins, take them back, and train with the best rate.
+
+    Afterwards model, optimizer, random numbers, the order of the samples, counters and loggers are as they were: the
+    fit equals one whose module was given the rate. The rates of further groups keep their ratio to that of the first.
+    `optimal_lr` has the losses, `LearningRateCurve.suggestion` and `LearningRateCurve.plot`. All ranks take part, and
+    go by rank 0. A run that is resumed from a checkpoint with the results does not search again.
+
+    Call `lr_find` in another hook to search at another time, such as ``on_train_epoch_start``.
+
+    Args:
+        min_lr: the first rate.
+        max_lr: the last rate.
+        num_training_steps: how many rates are tried, each in one optimizer step.
+        mode: ``"exponential"``: each rate is a multiple of the one before; ``"linear"``: by equal differences.
+        early_stop_threshold: end the search at a loss that is this many times the smallest; None: never.
+        update_attr: train with the suggested rate, which the module's attribute gets.
+        attr_name: the attribute of the module, or of its ``hparams``; by default ``lr`` or ``learning_rate``.
+
+    Raises:
+        ConfigError: for arguments that cannot be.
+    """
+
+    SUPPORTED_MODES: ClassVar[tuple[str, ...]] = get_args(Mode)
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training_steps: int = 100,
+        mode: Literal["exponential", "linear"] = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        *,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        if not 0 < min_lr < max_lr < math.inf:
+            raise ConfigError(
+                f"LearningRateFinder: min_lr must be above 0 and below max_lr, got min_lr={min_lr} and "
+                f"max_lr={max_lr}; give both, such as 1e-6 and 1."
+            )
+        if num_training_steps < 2:
+            raise ConfigError(
+                f"LearningRateFinder: num_training_steps must be 2 or more, got {num_training_steps}; give 100, say."
+            )
+        if mode not in self.SUPPORTED_MODES:
+            raise ConfigError(
+                f"LearningRateFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}; give one."
+            )
+        if early_stop_threshold is not None and early_stop_threshold <= 1:
+            raise ConfigError(
+                f"LearningRateFinder: early_stop_threshold must be above 1, got {early_stop_threshold}; give a "
+                "multiple of the smallest loss, or None."
+            )
+        self._min_lr, self._max_lr, self._mode = min_lr, max_lr, mode
+        self._num_training_steps, self._early_stop_threshold = num_training_steps, early_stop_threshold
+        self._update_attr, self._attr_name = update_attr, attr_name
+        self.optimal_lr: LearningRateCurve | None = None
+        """What the last search has measured; None before one."""
+
+    # --- the search --------------------------------------------------------------------------------------------------
+
+    def lr_find(self, trainer: Run, module: nn.Module) -> None:
+        """Search now, between two optimizer steps, and set the rate. Collective: every rank calls it.
+
+        Raises:
+            ConfigError: with more than one optimizer, and as `validate`.
+            ModuleError: as `validate`.
+        """
+        tunable = cast(Tunable, trainer)
+        if tunable.fast_dev_run:
+            _log.info("LearningRateFinder tries nothing in a development run (fast_dev_run=%s).", tunable.fast_dev_run)
+            return
+        self.validate(module, trainer.strategy, tunable.find_attribute)
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"LearningRateFinder needs one optimizer, got {len(trainer.optimizers)} from "
+                f"{type(module).__name__}.configure_optimizers: one loss says nothing about several rates; return one "
+                "with groups, or try rates in short runs."
+            )
+        curve = LearningRateCurve(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
+        if trainer.is_global_zero:
+            say(f"LearningRateFinder tries {curve.num_training} rates from {self._min_lr:g} to {self._max_lr:g}.")
+        tunable.try_steps(_Sweep(curve, self._early_stop_threshold), curve.num_training)
+        self.optimal_lr = curve
+        rate = curve.suggestion() if self._update_attr else None
+        if rate is not None:
+            self._train_with(rate, trainer)
+
+    def validate(self, module: nn.Module, strategy: Strategy, find_attribute: Callable[..., str | None]) -> None:
+        """Raise what is wrong with a search in this run; also called in the user's process, before others start.
+
+        Args:
+            module: what is trained.
+            strategy: how.
+            find_attribute: returns the first of some names that the module, the data module or their ``hparams`` have.
+
+        Raises:
+            ConfigError: with a strategy that cannot take steps back, or manual optimization.
+            ModuleError: if there is no attribute for the rate.
+        """
+        refuse_trials("LearningRateFinder", module, strategy)
+        if self._update_attr and find_attribute(*self._names) is None:
+            raise ModuleError(
+                f"LearningRateFinder sets the rate as {' or '.join(self._names)} of {type(module).__name__} or of its "
+                "hparams, which has none; set it in __init__ and use it in configure_optimizers, name another by "
+                "attr_name=..., or set update_attr=False."
+            )
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self._attr_name,) if self._attr_name else _NAMES
+
+    def _train_with(self, rate: float, trainer: Run) -> None:
+        tunable, (optimizer,) = cast(Tunable, trainer), trainer.optimizers
+        name = tunable.find_attribute(*self._names)
+        assert name is not None
+        tunable.set_attribute(name, rate)
+        before = _rates(optimizer)
+        if trainer.global_step == 0:
+            tunable.configure_again()
+        if _rates(optimizer) == before:  # later, or in a module that does not use the attribute
+            _scale(trainer, rate / before[0] if before[0] else 1.0)
+        if trainer.is_global_zero:
+            assert self.optimal_lr is not None
+            tried = len(self.optimal_lr.results["lr"])
+            say(f"LearningRateFinder sets {name} = {rate:.3g}, after {tried} of {self.optimal_lr.num_training} rates.")
+
+    # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
+        """Search, unless a resumed run has the results."""
+        if self.optimal_lr is None or trainer.global_step == 0:
+            self.lr_find(trainer, module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the results."""
+        return {} if self.optimal_lr is None else {"curve": self.optimal_lr.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the results."""
+        self.optimal_lr = LearningRateCurve.from_state(state_dict["curve"])
+
+
+class _Sweep(Callback):
+    """Sets the next rate before each step, and takes the loss of all ranks after it."""
+
+    def __init__(self, curve: LearningRateCurve, threshold: float | None) -> None:
+        self._curve, self._threshold = curve, threshold
+        self._ratios: list[float] = []
+        self._total = self._num_samples = 0.0
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        first, *_ = rates = _rates(trainer.optimizers[0])
+        self._ratios = [rate / first if first else 1.0 for rate in rates]
+        self._set_rate(trainer.optimizers[0])
+
+    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs is not None:
+            size = cast(Any, module).batch_size_of(batch)
+            self._total += float(outputs["loss"]) * size
+            self._num_samples += size
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        strategy = trainer.strategy
+        total, num_samples = strategy.loss_collectives.all_reduce([self._total, self._num_samples], "sum")
+        # ranks with parts of one replica may differ in the last bit
+        loss = strategy.collectives.broadcast(float(total / num_samples) if num_samples else math.nan)
+        self._total = self._num_samples = 0.0
+        if len(self._curve.results["loss"]) == self._curve.num_training:
+            return
+        self._curve.add(loss)
+        has_diverged = self._threshold is not None and self._curve.has_diverged(self._threshold)
+        if has_diverged or len(self._curve.results["loss"]) == self._curve.num_training:
+            trainer.should_stop = True
+        else:
+            self._set_rate(trainer.optimizers[0])
+
+    def _set_rate(self, optimizer: Optimizer) -> None:
+        rate = self._curve.rate(len(self._curve.results["lr"]))
+        for group, ratio in zip(optimizer.param_groups, self._ratios, strict=True):
+            _set(group, "lr", rate * ratio)
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    """Return the rate of each group, before what a scheduler has made of it."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+
+def _set(group: dict[str, Any], name: str, value: float) -> None:
+    if isinstance(group[name], Tensor):
+        with torch.no_grad():
+            group[name].fill_(value)  # which a compiled or captured step holds
+    else:
+        group[name] = value
+
+
+def _scale(trainer: Run, factor: float) -> None:
+    """Multiply the rates of an optimizer, and those from which its schedulers work out theirs."""
+    for group in trainer.optimizers[0].param_groups:
+        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if name in group:
+                _set(group, name, float(group[name]) * factor)
+    for config in trainer.lr_scheduler_configs:
+        if hasattr(config.scheduler, "base_lrs"):
+            config.scheduler.base_lrs = [base * factor for base in config.scheduler.base_lrs]

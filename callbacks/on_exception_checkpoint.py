@@ -1,0 +1,69 @@
+"""OnExceptionCheckpoint: save a checkpoint when training raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from torch import nn
+
+from ..strategies import Strategy
+from ..strategies.errors import CheckpointError, ConfigError
+from .callback import Callback
+from .helpers.local_path import local_path
+from .run import Run
+
+
+class OnExceptionCheckpoint(Callback):
+    """Save ``<dirpath>/<filename>.ckpt`` when training raises, in a run of one process.
+
+    A run that resumes there leaves the data of the failed step out. The next error replaces the checkpoint.
+    `ModelCheckpoint` with ``save_on_exception=True`` keeps it beside its others.
+
+    Raises:
+        ConfigError: for an empty `filename`, and in a run of several processes.
+    """
+
+    FILE_EXTENSION: ClassVar[str] = ".ckpt"
+
+    def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
+        if not filename:
+            raise ConfigError(f"filename must be a name, got {filename!r}; give one without an extension.")
+        self.dirpath, self.filename = str(local_path("dirpath", dirpath)), filename
+        self._is_training = False
+
+    @property
+    def ckpt_path(self) -> str:
+        """The path of the checkpoint."""
+        return str(Path(self.dirpath) / (self.filename + self.FILE_EXTENSION))
+
+    def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
+        """Refuse several processes."""
+        refuse_several("OnExceptionCheckpoint", world_size)
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Note that there is something to save."""
+        self._is_training = True
+
+    def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
+        """Save what the completed steps have learned."""
+        if self._is_training and not isinstance(exception, CheckpointError):
+            trainer.save_checkpoint(self.ckpt_path)
+        self._is_training = False
+
+    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+        """Note that training is over: an error in what follows changes nothing that is saved."""
+        self._is_training = False
+
+
+def refuse_several(name: str, world_size: int) -> None:
+    """Refuse to save on an exception where there are several processes.
+
+    Raises:
+        ConfigError: if there are.
+    """
+    if world_size > 1:
+        raise ConfigError(
+            f"{name} needs world_size=1, got {world_size}: after an error on one rank the others cannot save with it; "
+            "give ModelCheckpoint(every_n_train_steps=...), or use an ElasticStrategy."
+        )

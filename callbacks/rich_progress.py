@@ -1,0 +1,241 @@
+"""RichProgressBar: the progress bar in the looks of rich."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any, Final
+
+from ..strategies.errors import MissingDependencyError
+from .helpers.bars import Bar, LineBar, Postfix
+from .helpers.console import Console
+from .progress_display import Kind, ProgressDisplay
+
+_WIDTH_FOR_TIME: Final = 72
+_WIDTH_FOR_RATE: Final = 48
+"""Columns of a console below which there are none for the time, and for the speed."""
+
+
+@dataclass(frozen=True)
+class RichProgressBarTheme:
+    """Styles of a `RichProgressBar`, as rich names them: ``"bold green"``, ``"#6206E0"``, or a ``rich.style.Style``."""
+
+    description: Any = ""
+    """Of the epoch, and of what is done."""
+    progress_bar: Any = "#6206E0"
+    progress_bar_finished: Any = "#6206E0"
+    progress_bar_pulse: Any = "#6206E0"
+    """Of a bar whose end is not known."""
+    batch_progress: Any = ""
+    """Of the batches done."""
+    time: Any = "dim"
+    """Of the time that has passed, and that is left."""
+    processing_speed: Any = "dim underline"
+    metrics: Any = "italic"
+    metrics_text_delimiter: str = " "
+    """What stands between two metrics."""
+    metrics_format: str = ".3f"
+    """The format of their values."""
+
+
+class RichProgressBar(ProgressDisplay):
+    """Show what `TQDMProgressBar` shows, in colours and aligned columns; needs rich (``pip install echelon[rich]``).
+
+    In a terminal that is too narrow the metrics are cut off. Where output is piped, and in a notebook without
+    ipywidgets, each epoch prints a line.
+
+    Args:
+        refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
+        leave: leave the bar of every epoch, not only that of the last one.
+        theme: the styles.
+        console_kwargs: arguments of ``rich.console.Console``, such as ``width``.
+        seconds_between_lines: the time between two lines where output is piped.
+
+    Raises:
+        ConfigError: for a negative argument.
+        MissingDependencyError: if rich is not installed.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: Mapping[str, Any] | None = None,
+        *,
+        seconds_between_lines: float = 30.0,
+    ) -> None:
+        try:
+            importlib.import_module("rich")
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"RichProgressBar needs rich, which is not installed ({error}); run: pip install rich, or use "
+                "TQDMProgressBar()."
+            ) from error
+        super().__init__(refresh_rate, leave, seconds_between_lines=seconds_between_lines)
+        self.theme = theme or RichProgressBarTheme()
+        self._console_kwargs = dict(console_kwargs or {})
+        self._screen: RichScreen | None = None
+
+    def _make_bar(self, console: Console, kind: Kind) -> Bar:
+        if console == "plain_notebook":
+            return LineBar(self._seconds_between_lines)
+        if self._screen is None:
+            self._screen = RichScreen(asdict(self.theme), self._console_kwargs)
+        return RichBar(self._screen, self._leave and kind == "train")
+
+    def _text(self, metrics: Mapping[str, float | str]) -> str:
+        theme = self.theme
+        parts = [
+            f"{name}: {value if isinstance(value, str | int) else format(value, theme.metrics_format)}"
+            for name, value in metrics.items()
+        ]
+        return theme.metrics_text_delimiter.join(parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the screen behind: it belongs to this process."""
+        return {**super().__getstate__(), "_screen": None}
+
+
+class RichScreen:
+    """The live display of up to two bars; there while at least one is open.
+
+    Args:
+        columns: styles by the name of the column: ``description``, ``progress_bar``, ``progress_bar_finished``,
+            ``progress_bar_pulse``, ``batch_progress``, ``time``, ``processing_speed`` and ``metrics``.
+        console_kwargs: arguments of ``rich.console.Console``.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], console_kwargs: Mapping[str, Any]) -> None:
+        self._columns, self._console_kwargs = columns, console_kwargs
+        self._progress: Any = None
+
+    def add(self) -> Any:
+        """Return a new bar's place, below those that are open."""
+        if self._progress is None:
+            self._progress = self._open()
+            self._progress.start()
+        return self._progress.add_task("", total=None, count="", time="", rate="", metrics="")
+
+    def update(self, task: Any, **fields: Any) -> None:
+        """Show what has changed of a bar."""
+        self._progress.update(task, **fields)
+        self._progress.refresh()
+
+    def remove(self, task: Any, *, keep: bool) -> None:
+        """Take a bar away; the last one stays as lines on the screen if `keep`."""
+        if keep:
+            self._close(is_transient=False)
+            return
+        self._progress.remove_task(task)
+        if not self._progress.tasks:
+            self._close(is_transient=True)
+
+    def _close(self, *, is_transient: bool) -> None:
+        self._progress.live.transient = is_transient
+        self._progress.stop()
+        self._progress = None
+
+    def _open(self) -> Any:
+        progress: Any = importlib.import_module("rich.progress")
+        table: Any = importlib.import_module("rich.table")
+        text: Any = importlib.import_module("rich.text")
+        console: Any = importlib.import_module("rich.console").Console(**{"file": sys.stdout, **self._console_kwargs})
+        styles = self._columns
+
+        def column(field: str, style: str) -> Any:
+            place = table.Column(no_wrap=True)
+            return progress.TextColumn(field, style=styles[style], markup=False, table_column=place)
+
+        def render_metrics(_: Any, task: Any) -> Any:
+            return text.Text(task.fields["metrics"], style=styles["metrics"], no_wrap=True, overflow="ellipsis")
+
+        bar = progress.BarColumn(
+            bar_width=None,
+            complete_style=styles["progress_bar"],
+            finished_style=styles["progress_bar_finished"],
+            pulse_style=styles["progress_bar_pulse"],
+            table_column=table.Column(ratio=1, min_width=4),
+        )
+        columns = [column("{task.description}", "description"), bar, column("{task.fields[count]}", "batch_progress")]
+        if console.width >= _WIDTH_FOR_TIME:
+            columns.append(column("{task.fields[time]}", "time"))
+        if console.width >= _WIDTH_FOR_RATE:
+            columns.append(column("{task.fields[rate]}", "processing_speed"))
+        # of all columns this one gives way; its text is cut off, not wrapped
+        metrics = type("MetricsColumn", (progress.ProgressColumn,), {"render": render_metrics})
+        columns.append(metrics(table_column=table.Column(no_wrap=False)))
+        # drawn when the loop says so: no thread reads what training writes
+        return progress.Progress(*columns, console=console, auto_refresh=False, expand=True)
+
+
+class RichBar:
+    """A bar on a `RichScreen`, whose place is made when a count begins."""
+
+    interval: float = 0.2
+
+    def __init__(self, screen: RichScreen, leave: bool) -> None:
+        self._screen, self._leave = screen, leave
+        self._task: Any = None
+        self._total = math.inf
+        self._initial = 0
+        self._started = self._paused = 0.0
+
+    def begin(self, description: str, total: float, done: int) -> None:
+        if self._task is None:
+            self._task = self._screen.add()
+        self._total, self._initial = total, done
+        self._started = self._paused = monotonic()
+        self._show(done, description=description, metrics="")
+
+    def show(self, done: int, postfix: Postfix) -> None:
+        self._show(done, **({} if postfix is None else {"metrics": postfix()}))
+
+    def pause(self, done: int, postfix: Postfix) -> None:
+        self.show(done, postfix)
+        self._paused = monotonic()
+
+    def resume(self) -> None:
+        self._started += monotonic() - self._paused
+
+    def end(self, done: int, postfix: Postfix) -> None:
+        self.show(done, postfix)
+        if self._leave:
+            self._remove(keep=True)
+
+    def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
+        if self._task is None:
+            return
+        if keep:
+            self.show(done, postfix)
+        self._remove(keep=keep)
+
+    def _remove(self, *, keep: bool) -> None:
+        self._screen.remove(self._task, keep=keep)
+        self._task = None
+
+    def _show(self, done: int, **fields: Any) -> None:
+        elapsed = monotonic() - self._started
+        rate = (done - self._initial) / elapsed if elapsed > 0 else 0.0
+        total = None if math.isinf(self._total) else int(self._total)
+        remaining = (total - done) / rate if total is not None and rate else None
+        self._screen.update(
+            self._task,
+            completed=done,
+            total=total,
+            count=f"{done}/{'--' if total is None else total}",
+            time=f"{_clock(elapsed)} • {_clock(remaining)}",
+            rate=f"{rate:.2f}it/s",
+            **fields,
+        )
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

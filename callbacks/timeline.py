@@ -1,0 +1,127 @@
+"""Timeline: draw what each stage of a pipeline did in one optimizer step, and how long it was idle."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..strategies import Strategy
+from ..strategies.errors import ConfigError, RunError
+from ..strategies.pipeline.timeline import WindowRecorder, WindowTimeline
+from .callback import Callback
+from .figures.figure_file import need_matplotlib
+from .figures.timeline_figure import draw_timeline
+from .helpers.console import say
+from .helpers.local_path import local_path
+from .helpers.loggers import tell
+from .run import Run
+
+
+class Timeline(Callback):
+    """Record forward, backward, transfers and idle time of all stages in one optimizer step, and draw them.
+
+    The picture has a row for each rank of a pipeline (of several pipelines rank 0's), and the measured share of idle
+    time beside that of ideal stages. It goes to `path` and, as ``timeline``, to the loggers that take pictures:
+    `TensorBoardLogger` and `WandbLogger`. The recorded step begins when all ranks of a pipeline are there, and on a GPU
+    waits for the device after each forward and backward; other steps are as without the callback.
+
+    The hooks run on every rank; `on_train_step_end` communicates after the recorded step.
+
+    Args:
+        path: the PNG file; by default ``timeline.png`` in the folder of the run.
+        step: which optimizer step of the fit, from 1. The first one allocates, and runs in another order.
+
+    Raises:
+        ConfigError: for a step below 1, and by `fit` for a strategy without stages.
+        MissingDependencyError: without matplotlib.
+    """
+
+    def __init__(self, path: str | Path | None = None, *, step: int = 5) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise ConfigError(f"step must be an optimizer step from 1, got {step!r}; change it.")
+        need_matplotlib()
+        self._path = None if path is None else local_path("path", path)
+        self._step = step
+        self._steps_left = 0
+        self._recorder: WindowRecorder | None = None
+        self.window: WindowTimeline | None = None
+        """What was recorded, on every rank of the run; in a process that has started them see `idle_share`."""
+        self.idle_share: float | None = None
+        """Which share of the step the ranks neither computed nor received, on the mean; None before it."""
+        self.expected_idle_share: float | None = None
+        """The share under ideal stages, all of which take as long, with transfers that take none."""
+        self.file: str | None = None
+        """The picture; None before there is one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shares and the name of the file."""
+        names = ("idle_share", "expected_idle_share", "file")
+        return {} if self.idle_share is None else {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore them."""
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+    def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
+        """Refuse a strategy without stages."""
+        if not strategy.has_stages:
+            raise ConfigError(
+                f"Timeline draws the stages of a pipeline, which strategy={strategy.name!r} does not have here; use "
+                "strategy='pp' or ParallelStrategy(pp=...) on several devices, or leave Timeline out."
+            )
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Count steps from here on."""
+        self._steps_left, self._recorder, self.window = self._step, None, None
+        self._begin_if_next(trainer)
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Draw after the recorded step. Collective then: every rank calls it."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        self._begin_if_next(trainer)
+        if not self._steps_left:
+            self._end(trainer)
+
+    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+        """Say that training has ended before the step."""
+        if self._steps_left and trainer.is_global_zero:
+            done = self._step - self._steps_left
+            warnings.warn(
+                f"Timeline has drawn nothing: its step is {self._step}, and training ended after {done}; give a "
+                "smaller step.",
+                stacklevel=2,
+            )
+        self._steps_left, self._recorder = 0, None
+
+    def _begin_if_next(self, trainer: Run) -> None:
+        if self._steps_left == 1:
+            self._recorder = trainer.strategy.record_window()
+
+    def _end(self, trainer: Run) -> None:
+        assert self._recorder is not None
+        if not self._recorder.num_micro_batches:  # a hook has left the step out
+            self._steps_left = 1
+            return
+        self.window, self._recorder = self._recorder.gather(), None
+        self.idle_share, self.expected_idle_share = self.window.idle_share, self.window.expected_idle_share
+        if trainer.is_global_zero:
+            self._draw(trainer, self.window)
+
+    def _draw(self, trainer: Run, window: WindowTimeline) -> None:
+        path = self._path or Path(trainer.log_dir, "timeline.png")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw_timeline(window, path)
+        except (OSError, RunError) as error:
+            warnings.warn(f"Timeline cannot be drawn ({error}); training goes on.", stacklevel=2)
+            return
+        self.file = str(path)
+        tell(trainer.loggers, "log_image", "timeline", [str(path)], trainer.global_step)
+        say(f"Timeline of step {trainer.global_step}: {path}")
