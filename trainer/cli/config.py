@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -14,6 +14,7 @@ from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Run
 from ...strategies import ActivationCheckpointing, Strategy
 from ...strategies.errors import ConfigError, did_you_mean
+from ...strategies.state.from_environment import FromEnvironment
 from ..data.seed import seed_everything
 from ..loggers.base import replace_text
 from ..module.data_module import DataModule
@@ -22,6 +23,8 @@ from ..session.profiler import Profiler
 from ..session.setting_types import describe, fits
 from ..session.settings import Settings
 from ..trainer import Trainer
+from .choices.chosen_classes import check_chosen
+from .choices.configured_optimizer import ConfiguredOptimizer, check_optimizer
 from .config_file import Config, check_keys
 from .instantiate import TARGET, build, check, is_target, targets
 from .manifests.deploy import read_deploy
@@ -64,31 +67,37 @@ def check_config(config: Config) -> None:
                 f"{key}={values[key]!r} has the wrong type {type(values[key]).__name__}; it must be {describe(hint)}."
             )
     _check_trainer(values.get("trainer"))
+    check_chosen(config.chosen, config.named)
+    check_optimizer(values)
     check(values["module"], "module", TrainModule)
     check(values.get("data"), "data", DataModule)
     read_deploy(values.get("deploy"))
 
 
-def build_config(config: Config) -> Experiment:
+def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment:
     """Check a config, then seed, and build the trainer, the module and the data, in this order.
+
+    The trainer gets the `further` callbacks as well.
 
     Raises:
         ConfigError: as `check_config` does, before anything is built.
     """
     check_config(config)
-    values = config.values
+    values = FromEnvironment.mark(config.values, config.stored)
     if values.get("seed") is not None:
         seed_everything(values["seed"])
     settings: dict[str, Any] = build(values.get("trainer") or {}, "trainer")
     callbacks = settings.pop("callbacks", None) or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     try:
-        trainer = Trainer(**settings, callbacks=[*callbacks, _SaveConfig(config.text)])
+        trainer = Trainer(**settings, callbacks=[*callbacks, *further, _SaveConfig(config.text)])
     except ConfigError as error:
         error.add_note("This is about the keys below trainer.")
         raise
     module = build(values["module"], "module")
-    return Experiment(trainer, module, build(values.get("data"), "data"), values.get("ckpt_path"))
+    if values.get("optimizer") is not None:
+        module.configure_optimizers = ConfiguredOptimizer(module, values["optimizer"], values.get("lr_scheduler"))
+    return Experiment(trainer, module, build(values.get("data"), "data"), config.values.get("ckpt_path"))
 
 
 class _SaveConfig(Callback):
@@ -102,12 +111,15 @@ class _SaveConfig(Callback):
             return
         tell(trainer.loggers, "log_text", "config", f"```yaml\n{self._text}```")
         folder = Path(trainer.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         path, number = folder / "config.yaml", 1
-        while path.exists() and path.read_text(encoding="utf-8") != self._text:
-            number += 1
-            path = folder / f"config.{number}.yaml"  # a resumed run with other settings keeps the old ones beside
-        replace_text(path, self._text)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while path.exists() and not (path.is_file() and path.read_bytes() == self._text.encode()):
+                number += 1
+                path = folder / f"config.{number}.yaml"  # a resumed run with other settings keeps the old ones beside
+            replace_text(path, self._text)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error}); give another default_root_dir.") from error
 
 
 def _check_trainer(given: object) -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...strategies.errors import ConfigError, did_you_mean
+from ..module.unresolved import unresolved
 from ..session.settings import Settings
-from .instantiate import targets
+from .choices.chosen_classes import chosen
+from .choices.class_help import with_defaults
+from .instantiate import TARGET, targets
+from .yaml_bounds import LONGEST, SIXTIES, check_yaml
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_KEYS: Final = ("seed", "trainer", "module", "data", "ckpt_path", "deploy")
+KEYS: Final = ("seed", "trainer", "module", "data", "optimizer", "lr_scheduler", "ckpt_path", "deploy")
+"""Of a config."""
 _LONGEST_SHOWN: Final = 200
-_RESOLVER: Final = re.compile(r"\$\{[^{}]*:")
-_SIXTIES: Final = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Config:
     values: Mapping[str, Any]
     stored: Mapping[str, Any]
     """The same, except that what was read from the environment, such as ``${oc.env:TOKEN}``, is not resolved."""
+    named: Collection[object] = ()
+    """The classes that the file names."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """Those that overrides have brought in, by key."""
 
     @property
     def text(self) -> str:
@@ -40,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: for a file that cannot be read, a malformed override, an interpolation that leads nowhere, and a
-            class that only an override names: whatever is imported must stand in the file.
+            class that only an override names, and that is not of torch, echelon or a package that the file names.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -52,28 +59,33 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         raw = OmegaConf.to_container(config, resolve=False)
-        # a plain reference copies the value that it refers to: what holds a secret is found by its text
-        stored = _unresolved(raw, values, {"${", *_results_of_resolvers(raw, values)})
+        stored = unresolved(raw, values)
         _yaml(stored)  # fails now, not when the run has begun, for a number that is too long
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path} cannot be resolved: {_reason(error)}; correct it there.") from None
     assert isinstance(values, dict)
+    brought = chosen(raw, named, str(path))
     for key, target in targets(values):
-        if target not in named:
+        if target not in named and brought.get(key) != target:
             raise ConfigError(
-                f"{key}={target!r} is not named in {path}; name the class in the file itself: neither an override nor "
-                "an interpolation can bring in a class."
+                f"{key}={target!r} is not named in {path}; name the class in the file itself: an interpolation cannot "
+                "bring in a class."
             )
-    return Config({str(key): value for key, value in values.items()}, stored)
+    return Config({str(key): value for key, value in values.items()}, stored, named, brought)
 
 
-def with_trainer_defaults(config: Config) -> str:
-    """Return the config as YAML, with the default of each setting of the trainer that it does not give."""
-    given = config.stored.get("trainer") or {}
+def with_all_defaults(config: Config) -> str:
+    """Return the config as YAML, with the defaults of the trainer and of the classes that it does not give.
+
+    Raises:
+        ConfigError: for a class that is not there.
+    """
+    stored = {key: with_defaults(value) for key, value in config.stored.items()}
+    given = stored.get("trainer") or {}
     defaults = {setting.name: setting.default for setting in fields(Settings)}
-    return _yaml({**config.stored, "trainer": {**defaults, **given} if isinstance(given, Mapping) else given})
+    return _yaml({**stored, "trainer": {**defaults, **given} if isinstance(given, Mapping) else given})
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -95,62 +107,30 @@ def _yaml(values: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
-def _unresolved(raw: Any, value: Any, kept: Set[str]) -> Any:
-    """Return a resolved value with those interpolations left in it whose result holds one of the texts in `kept`."""
-    if isinstance(raw, dict):
-        return {str(key): _unresolved(item, value[key], kept) for key, item in raw.items()}
-    if isinstance(raw, list):
-        return [_unresolved(*items, kept) for items in zip(raw, value, strict=True)]
-    if not isinstance(raw, str) or "${" not in raw:
-        return value
-    return raw if any(text in leaf for leaf in _texts(value) for text in kept) else value
-
-
-def _results_of_resolvers(raw: Any, value: Any) -> Iterator[str]:
-    """Yield the texts inside a resolved value that come from resolvers, such as ``${oc.env:TOKEN}``."""
-    if isinstance(raw, dict):
-        for key, item in raw.items():
-            yield from _results_of_resolvers(item, value[key])
-    elif isinstance(raw, list):
-        for items in zip(raw, value, strict=True):
-            yield from _results_of_resolvers(*items)
-    elif isinstance(raw, str) and _RESOLVER.search(raw):
-        yield from filter(None, _texts(value))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    if items is None:
-        yield str(value)
-    for item in items or ():
-        yield from _texts(item)
-
-
 def check_keys(values: Mapping[Any, Any]) -> None:
     """Raise a `ConfigError` for an unknown key of a config."""
     for key in values:
-        if key not in _KEYS:
-            raise ConfigError(f"{key}={values[key]!r} is not a key of a config.{did_you_mean(str(key), _KEYS)}")
+        if key not in KEYS:
+            raise ConfigError(f"{key}={values[key]!r} is not a key of a config.{did_you_mean(str(key), KEYS)}")
 
 
 def _read(path: Path) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     try:
-        config = OmegaConf.load(path)
-        _refuse_sixties(path)
+        text = _read_text(path)
+        check_yaml(text, str(path))
+        config = OmegaConf.create(text) if text.strip() else OmegaConf.create()
     except OSError as error:
         raise ConfigError(
             f"The config {str(path)!r} cannot be read: {error.strerror}; give the path of a YAML file."
         ) from None
     except ConfigError:
         raise
-    except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - a damaged file can make the reader raise anything
         raise ConfigError(f"The config {str(path)!r} is not YAML: {_reason(error)}; correct it there.") from None
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"The config {str(path)!r} holds {config!r}; write keys and values: {', '.join(_KEYS)}.")
+        raise ConfigError(f"The config {str(path)!r} holds {config!r}; write keys and values: {', '.join(KEYS)}.")
     return config
 
 
@@ -167,11 +147,15 @@ def _apply(config: DictConfig, override: str) -> None:
     if not equals or not re.fullmatch(r"[^.\s\[\]]+(\.[^.\s\[\]]+)*", key):
         raise ConfigError(f"{override!r} is not an override; write key=value, such as trainer.max_epochs=3.")
     try:
-        if _SIXTIES.fullmatch(text):
+        if SIXTIES.fullmatch(text):
             text = f'"{text}"'
+        check_yaml(text, override[:_LONGEST_SHOWN])
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
+        _forget_arguments(config, key, parsed["value"])
         OmegaConf.update(config, key, parsed["value"], merge=True)
+    except ConfigError:
+        raise
     except YAMLError:
         raise ConfigError(f"The value of {override!r} is not YAML; quote it, such as '{key}=\"{text}\"'.") from None
     except (OmegaConfBaseException, IndexError, TypeError, ValueError, RecursionError) as error:
@@ -180,11 +164,22 @@ def _apply(config: DictConfig, override: str) -> None:
         raise ConfigError(f"{shown!r} cannot be applied: {reason}; see the keys with --print-config.") from None
 
 
-def _refuse_sixties(path: Path) -> None:
-    """Refuse what YAML 1.1 alone takes for a number of base 60: ``nodes: 1:4`` would be 64 nodes."""
-    import yaml
+def _forget_arguments(config: DictConfig, key: str, value: object) -> None:
+    """Drop the arguments of a class in whose place an override puts another."""
+    from omegaconf import OmegaConf
 
-    for token in yaml.scan(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
-        if isinstance(token, yaml.ScalarToken) and token.plain and _SIXTIES.fullmatch(token.value):
-            line = token.start_mark.line + 1
-            raise ConfigError(f'{path}, line {line}: YAML reads {token.value} as a number; write "{token.value}".')
+    section, _, last = key.rpartition(".")
+    if last != TARGET:
+        section, value = key, value.get(TARGET) if isinstance(value, dict) else None
+    before = OmegaConf.select(config, section) if section else None
+    target = OmegaConf.to_container(before, resolve=False) if OmegaConf.is_dict(before) else {}
+    if value is not None and isinstance(target, dict) and target.get(TARGET, value) != value:
+        OmegaConf.update(config, section, {TARGET: value}, merge=False)
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        raw = file.read(LONGEST + 1) if path.is_file() else b""
+    if len(raw) > LONGEST or not path.is_file():
+        raise ConfigError(f"The config {str(path)!r} must be a file of at most {LONGEST} bytes; give another one.")
+    return raw.decode("utf-8")

@@ -6,8 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from .choices.class_help import help_of
+from .choices.prediction_file import PredictionFile
 from .config import build_config
-from .config_file import load_config, with_trainer_defaults
+from .config_file import load_config, with_all_defaults
 
 _EPILOG = """\
 exit codes:
@@ -24,20 +26,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print the config with its overrides and every setting of the trainer, and run nothing",
+        help="print the config with its overrides and every default of the trainer and of all classes; run nothing",
     )
+    parser.add_argument(
+        "--help-for",
+        metavar="CLASS|KEY",
+        help="print the arguments of a class, or of that under a key of the config, such as module; run nothing",
+    )
+    if parser.prog.endswith(" predict"):
+        parser.add_argument(
+            "--output",
+            metavar="FILE",
+            help="write the predictions: .jsonl, .csv or .safetensors chooses the format",
+        )
     parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
 
 
 def run(options: argparse.Namespace) -> int:
     """Build the experiment and run it; return 0."""
     config = load_config(options.config, options.overrides)
-    if options.print_config:
-        print(with_trainer_defaults(config), end="")
-        return 0
     # as `python script.py` finds modules beside the script, and `python -m` those of the working directory
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
-    built = build_config(config)
+    if options.help_for is not None:
+        print(help_of(options.help_for, config.values), end="")
+        return 0
+    if options.print_config:
+        print(with_all_defaults(config), end="")
+        return 0
+    output = getattr(options, "output", None)
+    built = build_config(config, () if output is None else (PredictionFile(output),))
     trainer, module, data, ckpt_path = built.trainer, built.module, built.data, built.ckpt_path
     if options.command == "fit":
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)

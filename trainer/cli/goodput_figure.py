@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ...callbacks.figures.figure_file import figure_file
 from ...callbacks.goodput.ledger import CATEGORIES, Category
 from ...callbacks.goodput.spans import Goodput, Span, clock, goodput_of
-from ...strategies.errors import MissingDependencyError, RunError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,25 +37,15 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
         MissingDependencyError: without matplotlib.
         RunError: if the file cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            f"Drawing needs matplotlib, which {sys.executable} cannot import; run: pip install matplotlib."
-        )
-    from matplotlib.figure import Figure
-
     rows = len(goodput.rounds)
     height = min(12.0, 2.6 + 0.3 * rows)
-    figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
-    ratios = [0.5, max(1.0, height - 2.4)]
-    summary, timeline = figure.subplots(2, 1, gridspec_kw={"height_ratios": ratios})
-    share, total = goodput_of(goodput.micros), clock(goodput.total, tenths=goodput.total < 60_000_000)
-    figure.suptitle(f"{title}\ngoodput {share:.1%} of {total}", fontsize=11)
-    _draw_summary(summary, goodput)
-    _draw_timeline(timeline, goodput)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}; give --png another file.") from error
+    with figure_file(path, 10, height, argument="--png") as figure:
+        ratios = [0.5, max(1.0, height - 2.4)]
+        summary, timeline = figure.subplots(2, 1, gridspec_kw={"height_ratios": ratios})
+        share, total = goodput_of(goodput.micros), clock(goodput.total, tenths=goodput.total < 60_000_000)
+        figure.suptitle(f"{title}\ngoodput {share:.1%} of {total}", fontsize=11)
+        _draw_summary(summary, goodput)
+        _draw_timeline(timeline, goodput)
 
 
 def cells(spans: Sequence[Span], begin: int, width: float) -> dict[int, dict[Category, float]]:

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from ...strategies.errors import ConfigError, did_you_mean
@@ -35,8 +35,10 @@ def targets(value: object, key: str = "") -> Iterator[tuple[str, object]]:
             yield from targets(item, f"{key}.{index}".lstrip("."))
 
 
-def check(value: object, key: str, base: type = object) -> None:
+def check(value: object, key: str, base: type = object, *, provided: Collection[str] = ()) -> None:
     """Import every class named inside a value and check the arguments against its constructor; build nothing.
+
+    The arguments in `provided` come from elsewhere.
 
     Raises:
         ConfigError: for a path that names no class, a class not derived from `base`, and an argument that is unknown,
@@ -53,13 +55,16 @@ def check(value: object, key: str, base: type = object) -> None:
             raise ConfigError(
                 f"{key}.{TARGET}={value[TARGET]!r} is not derived from {base.__name__}; name a class that is."
             )
-        _check_arguments(cls, value, key)
+        _check_arguments(cls, value, key, provided)
     for name, item in value.items():
         check(item, f"{key}.{name}")
 
 
-def build(value: Any, key: str) -> Any:
-    """Return a value with every target in it replaced by the object that it describes, the innermost first."""
+def build(value: Any, key: str, **provided: Any) -> Any:
+    """Return a value with every target in it replaced by the object that it describes, the innermost first.
+
+    The outermost gets the arguments in `provided` as well.
+    """
     if isinstance(value, list):
         return [build(item, f"{key}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -68,7 +73,7 @@ def build(value: Any, key: str) -> Any:
     if not is_target(value):
         return built
     try:
-        return find_class(value[TARGET], f"{key}.{TARGET}")(**built)
+        return find_class(value[TARGET], f"{key}.{TARGET}")(**provided, **built)
     except Exception as error:
         error.add_note(f"This happened while building {key} ({value[TARGET]}).")
         raise
@@ -112,7 +117,7 @@ def _refuse_library(path: str, module: str, key: str) -> None:
         )
 
 
-def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str) -> None:
+def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str, provided: Collection[str]) -> None:
     path = given[TARGET]
     try:
         parameters = inspect.signature(cls).parameters.values()
@@ -133,7 +138,7 @@ def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str) -> None
                 f"{key}.{name}={value!r} has the wrong type {type(value).__name__}; it must be {describe(hint)}."
             )
     for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in given:
+        if parameter.default is parameter.empty and parameter.name not in {*given, *provided}:
             raise ConfigError(f"{key}={dict(given)!r} lacks an argument of {path}; add {key}.{parameter.name}.")
 
 

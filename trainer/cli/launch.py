@@ -15,6 +15,7 @@ from ...strategies.cluster.environment import DEFAULT_PORT, LOOPBACK, Environmen
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.elastic import parse_nodes
 from ...strategies.errors import ConfigError
+from ...strategies.launch.node_folder import NodeFolder
 from .launch_elastic import START_TIMEOUT, Program, run_elastic
 
 if TYPE_CHECKING:
@@ -87,8 +88,10 @@ def run(options: argparse.Namespace) -> int:
     if options.nnodes == (1, 1):
         set_defaults(loopback_variables())
     # torchrun does not remove the folder of its error files: give it one that is removed here
-    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
-        return _run_torchrun([f"--log-dir={folder}", *_torchrun_options(options), options.program], options.arguments)
+    with NodeFolder.create(Path(tempfile.gettempdir())) as folder:
+        return _run_torchrun(
+            [f"--log-dir={folder.path}", *_torchrun_options(options), options.program], options.arguments
+        )
 
 
 def _nproc(text: str) -> str:

@@ -23,7 +23,7 @@ class Command:
     help: str
     """One sentence."""
     module: str
-    """The file beside this one that has the functions of `CommandModule`; imported only if the command is given."""
+    """The file below this folder that has the functions of `CommandModule`; imported only if the command is given."""
     error_code: int = 1
     """The exit code of an error, except for a `ConfigError`, whose code is 2."""
 
@@ -44,17 +44,26 @@ class CommandModule(Protocol):
 
 
 COMMANDS: Final = {
+    "demo": Command("Train a small network on handwritten digits, here and now.", "starting.demo"),
     "fit": Command("Train the module, and validate as the config says.", "experiment"),
     "validate": Command("Evaluate on the validation data.", "experiment"),
     "test": Command("Evaluate on the test data.", "experiment"),
-    "predict": Command("Compute predictions; a BasePredictionWriter callback stores them.", "experiment"),
+    "predict": Command("Compute predictions, and write them to a file.", "experiment"),
+    "plan": Command("Show which layouts of a config fit which devices, and draw them.", "planning.plan"),
+    "rehearse": Command("Run one rank of a run of any size here, without memory or other ranks.", "planning.rehearse"),
     "launch": Command("Start several processes of a program on this node; they train as one run.", "launch"),
     "rendezvous": Command(
         "Keep the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.", "rendezvous"
     ),
     "render": Command("Print the script or the manifests that a scheduler needs to run a config.", "render"),
+    "port": Command("Rewrite a Lightning program for Echelon, and say what departs.", "starting.port", error_code=2),
     "ckpt": Command("List, show, verify, compare and export checkpoints.", "ckpt", error_code=2),
     "samples": Command("Show whether every sample of every epoch was used exactly once.", "samples", error_code=2),
+    "verify": Command("Hold each strategy against one process, on the module and data of a config.", "checks.verify"),
+    "doctor": Command("Look for what would break a run on this machine, or between nodes.", "checks.doctor"),
+    "completion": Command(
+        "Print a script that lets a shell complete commands, options and keys.", "choices.completion"
+    ),
     "goodput": Command("Show what the time of a run went into, and draw it as goodput.png.", "goodput"),
 }
 
@@ -70,10 +79,14 @@ a config:
   ckpt_path: null
 
 examples:
+  echelon demo
   echelon fit config.yaml
   echelon fit config.yaml trainer.max_epochs=3 module.lr=1e-2 trainer.callbacks.0.patience=5
+  echelon fit config.yaml optimizer._target_=torch.optim.SGD optimizer.lr=0.1
   echelon fit config.yaml ckpt_path=last
   echelon test config.yaml ckpt_path=echelon_logs/version_0/checkpoints/last.ckpt
+  echelon plan config.yaml --devices 8 --memory 80GB
+  echelon rehearse config.yaml --nodes 128 --nproc 8 --rank 517
   echelon launch --nproc 2 train.py
   echelon render --target slurm config.yaml
   echelon ckpt ls echelon_logs/version_0/checkpoints
@@ -110,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
             print(printable(f"echelon: error: {error}{notes}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else command.error_code
-    except KeyboardInterrupt:
-        print("echelon: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        where = f": {interruption}" if str(interruption) else ""
+        print(printable(f"echelon: interrupted{where}"), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe: discard what Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -92,8 +92,12 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
         given = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
+    try:
+        text = OmegaConf.to_yaml(config)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be written as YAML ({error}); correct it there.") from None
     kept = [override for override in overrides if not override.startswith("deploy.")]
-    return _TARGETS[target].render(DeployedRun(read_deploy(given), OmegaConf.to_yaml(config), path, kept))
+    return _TARGETS[target].render(DeployedRun(read_deploy(given), text, path, kept))
 
 
 def _target(text: str) -> str:

@@ -1,0 +1,1 @@
+"""Commands that look before a run is paid for. Imports everything."""

@@ -1,0 +1,164 @@
+"""The command ``echelon doctor``: what would break a run on this machine, or between the nodes of a launch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from ....callbacks.helpers.console import say
+from ....callbacks.helpers.table import boxed
+from ....strategies.cluster.environment import DEFAULT_PORT, Environment
+from ....strategies.cluster.launchers import detect_environment
+from ....strategies.doctor.examine import Patient, examine
+from ....strategies.doctor.finding import Finding
+from ....strategies.doctor.machine import NestedTimeouts
+from ....strategies.doctor.peers import NodeReport, Way, meet
+from ..printable import printable
+
+_EPILOG: Final = f"""\
+on one machine:
+  echelon doctor
+  echelon doctor --nproc 4 --folder /shared/runs
+
+on a node, before a launch whose nodes meet at 10.0.0.1, port {DEFAULT_PORT}:
+  echelon doctor --rdzv 10.0.0.1
+
+on every node, with a table of latency and bandwidth between them:
+  echelon launch --nproc 1 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 -m echelon doctor      on the first
+  echelon launch --nproc 1 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 -m echelon doctor      on the second
+
+Nobody is asked but this machine, the host of --rdzv, and the nodes of the launch.
+
+exit codes:
+  0 nothing would stop a run   1 something would   2 wrong command
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the run is to be like."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes will meet, as for echelon launch")
+    parser.add_argument("--port", type=_port, metavar="N", help="a port of this machine that the run will take")
+    parser.add_argument("--nproc", type=_number, default=1, metavar="N", help="processes of this node (1)")
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where the run will write (.)")
+    for name, default, what in (
+        ("start-timeout", 300.0, "how long processes wait for each other at the start"),
+        ("timeout", 1800.0, "how long a collective may take"),
+        ("hang-timeout", None, "how long a step may take"),
+    ):
+        shown = f" ({default:g})" if default is not None else ""
+        parser.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=what + shown)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is wrong; return 1 if anything would stop a run, else 0."""
+    environment = detect_environment()
+    host, port = _endpoint(options)
+    is_launched = environment.is_external and environment.num_nodes > 1
+    if environment.is_external and environment.local_rank:
+        return 0  # the first process of each node speaks for it
+    patient = Patient(
+        options.folder.absolute(),
+        environment.local_world_size if environment.is_external else options.nproc,
+        environment.main_address if is_launched else host,
+        None if is_launched else port,
+        NestedTimeouts(options.start_timeout, options.timeout, options.hang_timeout),
+    )
+    found = examine(patient)
+    if is_launched:
+        return _tell_all(environment, meet(environment, found, patient.run_folder), as_json=options.json)
+    if options.json:
+        say(json.dumps({"is_sound": not found, "findings": [asdict(one) for one in found]}))
+    else:
+        say(printable("\n".join([*(one.describe() for one in found), _verdict(found)])))
+    return int(any(one.stops for one in found))
+
+
+def _tell_all(environment: Environment, reports: Sequence[NodeReport], *, as_json: bool) -> int:
+    """Print the reports of all nodes on the first one; return the same exit code on each."""
+    found = [one for report in reports for one in report.findings]
+    if environment.node_rank == 0:
+        say(json.dumps(_as_values(reports)) if as_json else printable(describe(reports)))
+    return int(any(one.stops for one in found))
+
+
+def describe(reports: Sequence[NodeReport]) -> str:
+    """Return the findings of each node, and the ways between them as a table."""
+    lines = []
+    for report in reports:
+        if report.findings:
+            lines.append(f"node {report.node} ({report.name}, {report.address}):")
+            lines += [one.describe() for one in report.findings]
+    head = ["From \\ to", *(f"node {report.node}" for report in reports)]
+    rows = [
+        [f"node {report.node} ({report.address})", *("-" if to == report.node else _cell(way) for to, way in ways)]
+        for report in reports
+        for ways in [list(enumerate(report.ways))]
+    ]
+    lines += ["There and back, and bandwidth:", boxed(head, rows, "<" + ">" * len(reports))]
+    return "\n".join([*lines, _verdict([one for report in reports for one in report.findings])])
+
+
+def _cell(way: Way) -> str:
+    if way.latency is None:
+        return "unreachable"
+    speed = "nothing large arrives" if way.bandwidth is None else f"{way.bandwidth / 1e6:.0f} MB/s"
+    return f"{way.latency * 1000:.2f} ms, {speed}"
+
+
+def _as_values(reports: Sequence[NodeReport]) -> dict[str, Any]:
+    return {"is_sound": not any(report.findings for report in reports), "nodes": [asdict(one) for one in reports]}
+
+
+def _verdict(found: Sequence[Finding]) -> str:
+    stopping = sum(one.stops for one in found)
+    if not found:
+        return "Nothing is wrong."
+    return f"{stopping} error(s), which would stop a run, and {len(found) - stopping} warning(s)."
+
+
+def _endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
+    """Return the host and the port that the user names.
+
+    Raises:
+        ArgumentError: for what is no endpoint.
+    """
+    if options.rdzv is None:
+        return None, options.port
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    if options.port is not None:
+        raise argparse.ArgumentError(None, f"--port {options.port} stands beside --rdzv; write --rdzv HOST:PORT")
+    try:
+        host, port = parse_rendezvous_endpoint(options.rdzv, DEFAULT_PORT)
+    except ValueError as error:
+        reason = f"--rdzv {options.rdzv} must be an address ({error}); give HOST or HOST:PORT"
+        raise argparse.ArgumentError(None, reason) from None
+    return host, port
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a number from 1, got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text!r}")
+    return seconds

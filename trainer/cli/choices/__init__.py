@@ -1,0 +1,1 @@
+"""Choices of the command line: classes, optimizers, help, predictions. Imports the rest of cli."""

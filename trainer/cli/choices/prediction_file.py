@@ -1,0 +1,125 @@
+"""PredictionFile: the predictions of a run in one file, a row for each sample, in a format that its name chooses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ....callbacks.prediction_writer import BasePredictionWriter
+from ....callbacks.run import Run
+from ....strategies.distributed.nested import named_leaves
+from ....strategies.errors import ConfigError, ModuleError
+from ....strategies.state.lazy_tensor import Block
+from ...checkpoint.safetensors_file import write_tensors
+
+_WHOLE: Final = "prediction"
+"""The name of a prediction that is one tensor."""
+
+
+class PredictionFile(BasePredictionWriter):
+    """Write the predictions of all ranks, in the order of the data set.
+
+    Args:
+        path: ``.jsonl`` has an object for each sample, ``.csv`` a line; ``.safetensors`` has one tensor for each
+            name that ``predict_step`` returns (``prediction`` where it returns a tensor).
+
+    Raises:
+        ConfigError: for another ending, and a folder that is not there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__("epoch")
+        self.path = Path(path)
+        if self.path.suffix not in _WRITERS:
+            raise ConfigError(
+                f"--output={str(path)!r} must end with one of {', '.join(_WRITERS)}, got {self.path.suffix!r}; it "
+                "chooses the format."
+            )
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"--output={str(path)!r} lies in a folder that is not there; make {self.path.parent}.")
+
+    def write_on_epoch_end(
+        self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        several = len(batch_indices) > 1
+        batches = list(chain.from_iterable(predictions)) if several else list(predictions)
+        # a file that is there is whole
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            _WRITERS[self.path.suffix](partial, _columns(batches))
+            partial.replace(self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"--output={str(self.path)!r} cannot be written ({error.strerror}); give another."
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _columns(batches: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the tensors in all batches by name, each with a row for each sample.
+
+    Raises:
+        ModuleError: for predictions that have no rows, or not the same names in all batches.
+    """
+    rows: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        found = {_named(name): value for name, value in named_leaves(batch)}
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                raise ModuleError(
+                    f"predict_step must return tensors with a row for each sample to be written by --output, got "
+                    f"{value!r:.60} as {name!r}; write others with a BasePredictionWriter."
+                )
+            rows.setdefault(name, []).append(value)
+        if found.keys() != rows.keys():
+            raise ModuleError(
+                f"predict_step must return the same names for each batch, got {sorted(found)} after {sorted(rows)}; "
+                "write others with a BasePredictionWriter."
+            )
+    return {name: torch.cat(parts) for name, parts in rows.items()}
+
+
+def _named(name: str) -> str:
+    """Return a name such as ``logits`` or ``scores.0`` for ``['logits']`` or ``['scores'][0]``."""
+    return name.replace("']['", ".").replace("'][", ".").strip("[]'").replace("][", ".") or _WHOLE
+
+
+def _rows(columns: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+    return map(list, zip(*(column.tolist() for column in columns.values()), strict=True))
+
+
+def _write_jsonl(path: Path, columns: Mapping[str, Tensor]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in _rows(columns):
+            print(json.dumps(dict(zip(columns, row, strict=True))), file=file)
+
+
+def _write_csv(path: Path, columns: Mapping[str, Tensor]) -> None:
+    flat = {
+        name if column.dim() == 1 else f"{name}.{place}": values
+        for name, column in columns.items()
+        for place, values in enumerate(column.reshape(len(column), -1).unbind(1))
+    }
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(flat)
+        writer.writerows(_rows(flat))
+
+
+def _write_safetensors(path: Path, columns: Mapping[str, Tensor]) -> None:
+    write_tensors(path, {name: Block.whole(column.contiguous()) for name, column in columns.items()})
+
+
+_WRITERS: Final[Mapping[str, Callable[[Path, Mapping[str, Tensor]], None]]] = {
+    ".jsonl": _write_jsonl,
+    ".csv": _write_csv,
+    ".safetensors": _write_safetensors,
+}

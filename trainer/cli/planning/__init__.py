@@ -1,0 +1,1 @@
+"""Commands that answer before a run what it would need, and their figures. Imports everything but other commands."""

@@ -1,0 +1,92 @@
+"""Figure of a plan: a bar for each layout, stacked by what a device holds, against the device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ....callbacks.figures.figure_file import figure_file
+from ....strategies.estimate.estimate import Estimate
+from ...planning.machine import in_units
+from ...planning.plan import MARGIN, Plan, PlannedLayout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS: Final = {
+    "parameters": "#1f78b4",
+    "gradients": "#a6cee3",
+    "optimizer": "#6a3d9a",
+    "activations": "#33a02c",
+    "gathered": "#fdbf6f",
+    "communication": "#ff7f00",
+    "workspace": "#bdbdbd",
+}
+_MOST: Final = 24
+"""Bars that are drawn."""
+
+
+def draw(plan: Plan, path: Path, title: str) -> None:
+    """Draw a plan into a PNG file.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+        RunError: if the file cannot be written.
+    """
+    shown = plan.layouts[:_MOST]
+    with figure_file(path, 11, 1.9 + 0.34 * len(shown), argument="--png") as figure:
+        figure.suptitle(f"{title}\n{plan.machine}, {plan.global_batch_size:,} samples a step", fontsize=11)
+        draw_bars(figure.subplots(), plan, shown)
+
+
+def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
+    """Draw layouts from the top to the bottom, with the memory that a device has and what of it a plan uses."""
+    limit = plan.machine.memory
+    largest = max(*(planned.estimate.total for planned in shown), limit)
+    unit, name = (1e9, "GB") if limit >= 1e9 else (1e6, "MB")
+    # a bar far beyond the memory would leave no room for the others
+    end = min(largest, 2.5 * limit) * 1.02 / unit
+    for row, planned in enumerate(shown):
+        left = 0.0
+        for kind, size in _shown_sizes(planned.estimate).items():
+            label = kind if row == 0 else None
+            axes.barh(row, size / unit, left=left, height=0.72, color=_COLOURS[kind], label=label)
+            left += size / unit
+        total = in_units(planned.estimate.total)
+        text = total if planned.fits else f"{total}: does not fit"
+        is_beyond = left > 0.8 * end
+        axes.annotate(
+            text,
+            (min(left, end), row),
+            xytext=(-4 if is_beyond else 4, 0),
+            textcoords="offset points",
+            va="center",
+            ha="right" if is_beyond else "left",
+            fontsize=8,
+            color="#b2182b" if not planned.fits else "black",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
+        )
+    axes.axvline(limit / unit, color="#b2182b", linewidth=1.5)
+    axes.axvline(limit * (1 - MARGIN) / unit, color="#b2182b", linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(shown)), [_label(planned) for planned in shown], fontsize=8)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlim(0, end)
+    axes.set_xlabel(f"{name} on a device; the line is its memory, the dotted one what a plan uses of it")
+    axes.legend(ncols=len(_COLOURS), loc="lower center", bbox_to_anchor=(0.42, 1.0), frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _shown_sizes(estimate: Estimate) -> dict[str, float]:
+    """Return the sizes of the kinds, which add up to the total: what is never there at once is taken off."""
+    sizes, overlap = estimate.by_kind, estimate.overlap
+    for kind in ("activations", "workspace", "gradients"):
+        taken = min(overlap, sizes[kind])
+        sizes[kind] -= taken
+        overlap -= taken
+    return sizes
+
+
+def _label(planned: PlannedLayout) -> str:
+    again = ", recomputing" if planned.recomputes else ""
+    return f"{planned.layout.name}{again}, {planned.num_samples} x {planned.num_micro_batches}"

@@ -1,0 +1,254 @@
+"""``echelon rehearse``: one rank of a run of any size, on this machine, without memory and without the other ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ....callbacks.helpers.console import say
+from ....callbacks.helpers.table import boxed
+from ....strategies.errors import ConfigError
+from ....strategies.launch.launcher import launch_all
+from ....strategies.placement import BY_NAME, is_auto
+from ....strategies.registry import find_strategy
+from ....strategies.torch_internals import unknown_values
+from ...data.seed import seed_everything
+from ...planning.machine import in_units
+from ...planning.profiling import needs_values
+from ...planning.rehearsal import RehearsedStrategy, as_rank
+from ...planning.rehearsed_rank import RehearsedRank, TakeNotes
+from ...trainer import Trainer
+from ..config import check_config
+from ..config_file import load_config
+from ..instantiate import build
+from ..printable import printable
+
+_KEPT: Final = (
+    *("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs"),
+    *("accumulate_grad_batches", "global_batch_size", "use_distributed_sampler", "activation_checkpointing"),
+)
+"""The settings of a config's trainer that a rehearsal takes."""
+
+_SECONDS: Final = 3600.0
+"""After which a rehearsal is given up."""
+
+_EPILOG: Final = """\
+The rank sets up, runs two steps on tensors without memory, and works out its files of a checkpoint. torch's fake
+process group stands for all others. docs/plan.md says what this finds, and what only a real run shows.
+
+examples:
+  echelon rehearse config.yaml --nodes 128 --nproc 8
+  echelon rehearse config.yaml --nodes 128 --nproc 8 --rank 0 --rank 517 --rank 1023
+  echelon rehearse config.yaml --nodes 4 --nproc 8 --json trainer.strategy=hsdp
+
+exit codes:
+  0 every rank asked would run   1 one would fail   2 wrong command or config
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the config with its overrides, the run, and the ranks to rehearse."""
+    parser.epilog = _EPILOG
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
+    parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes (as the config says)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes of a node (as the config says)")
+    parser.add_argument("--rank", type=int, action="append", metavar="N", help="may be given several times (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what each rank would be and do; return 0 if all of them would run."""
+    config = load_config(options.config, options.overrides)
+    sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
+    check_config(config)
+    trainer = dict(config.values.get("trainer") or {})
+    nodes = _number("--nodes", options.nodes, trainer.get("num_nodes", 1))
+    nproc = _number("--nproc", options.nproc, trainer.get("devices"))
+    ranks = options.rank or [0]
+    wrong = [rank for rank in ranks if not 0 <= rank < nodes * nproc]
+    if wrong:
+        raise ConfigError(f"--rank must be from 0 to {nodes * nproc - 1}, got {wrong[0]}; there are no other ranks.")
+    # torch keeps much of a rank's mesh for as long as a process lives
+    noted = [
+        launch_all(
+            partial(_rehearsed, config.values, trainer, rank, nodes, nproc, shows=options.traceback),
+            num_processes=1,
+            timeout=_SECONDS,
+        )[0]
+        for rank in ranks
+    ]
+    if options.json:
+        say(json.dumps(as_json(noted)))
+    else:
+        say(printable("\n\n".join(render(one, nproc) for one in noted)))
+    return 1 if any(one.problems for one in noted) else 0
+
+
+def _number(argument: str, given: int | None, of_config: Any) -> int:
+    number = of_config if given is None else given
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"{argument} must be >= 1, got {number!r}; give the number of the run to rehearse.")
+    return number
+
+
+def _rehearsed(
+    values: Mapping[str, Any], trainer: Mapping[str, Any], rank: int, nodes: int, nproc: int, *, shows: bool
+) -> RehearsedRank:
+    """Run one rank; what would end it is noted as a problem."""
+    noted = RehearsedRank(rank, nodes * nproc)
+    began = time.perf_counter()
+    strategy: RehearsedStrategy | None = None
+    doing = "build"
+    try:
+        # what the user's code prints is no part of the answer
+        with redirect_stdout(sys.stderr), as_rank(rank, nodes * nproc, nproc) as mode:
+            given = build(trainer.get("strategy", "auto"), "trainer.strategy")
+            inner = find_strategy("ddp" if is_auto(given) else given, BY_NAME)()
+            noted.strategy = given if isinstance(given, str) else type(inner).__name__
+            strategy = RehearsedStrategy(inner, mode)
+            doing = ""
+            _fit(values, trainer, strategy, noted, (nodes, nproc))
+    # whatever a step raises would end the run
+    except Exception as error:  # noqa: BLE001
+        if shows:
+            traceback.print_exc()
+        noted.problems.append(_in_words(error, doing or (strategy.doing if strategy else "build"), values))
+    noted.process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if strategy is not None:
+        noted.seconds = {**strategy.seconds, **noted.seconds}
+    noted.seconds["all"], noted.seconds["cpu"] = time.perf_counter() - began, time.process_time()
+    return noted
+
+
+def _fit(
+    values: Mapping[str, Any],
+    given: Mapping[str, Any],
+    strategy: RehearsedStrategy,
+    noted: RehearsedRank,
+    size: tuple[int, int],
+) -> None:
+    nodes, nproc = size
+    began = time.perf_counter()
+    kept: dict[str, Any] = build({name: given[name] for name in _KEPT if name in given}, "trainer")
+    notes = TakeNotes(noted, strategy, kept, _seeded(values))
+    quiet: dict[str, Any] = {"accelerator": "cpu", "devices": nproc, "num_nodes": nodes, "barebones": True}
+    trainer = Trainer(**quiet, **kept, limit_val_batches=0, strategy=strategy, callbacks=[notes])
+    with strategy.mode:
+        module = build(values["module"], "module")
+    data = build(values.get("data"), "data")
+    noted.seconds["build"] = time.perf_counter() - began
+    trainer.fit(module, datamodule=data)
+
+
+def _seeded(values: Mapping[str, Any]) -> int:
+    if values.get("seed") is not None:
+        seed_everything(values["seed"], verbose=False)
+    return torch.initial_seed()
+
+
+def _in_words(error: Exception, doing: str, values: Mapping[str, Any]) -> str:
+    """Return what an error says, with its notes, and where it came."""
+    if isinstance(error, unknown_values()):
+        error = needs_values(str(values["module"].get("_target_")), error)
+    text = str(error) or "no message"
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return "\n".join([f"In {doing}: {kind}{text}", *getattr(error, "__notes__", ())])
+
+
+def as_json(noted: Sequence[RehearsedRank]) -> dict[str, Any]:
+    """Return what was found as JSON values; sizes are in bytes, times in seconds."""
+    ranks = []
+    for one in noted:
+        values = asdict(one)
+        values["axes"] = {
+            axis.name: {"degree": axis.degree, "place": axis.place, "ranks": list(axis.ranks)} for axis in one.axes
+        }
+        values["sent"] = [{"ranks": list(ranks), "calls": calls, "bytes": sent} for ranks, calls, sent in one.sent]
+        if one.shares is not None:
+            del values["shares"]["first"]
+            values["shares"]["here"] = one.shares.by_rank[one.data_rank]
+        ranks.append(values)
+    return {"runs": not any(one.problems for one in noted), "ranks": ranks}
+
+
+def render(noted: RehearsedRank, nproc: int) -> str:
+    """Return what was found of a rank as text."""
+    lines = [f"Rank {noted.rank} of {noted.world_size:,}, strategy {noted.strategy}"]
+    lines[0] += f": {noted.rank % nproc} on node {noted.node_rank}" if noted.axes or noted.groups else ""
+    rows = [*_of_layout(noted), *_of_samples(noted), *_of_module(noted), *_of_step(noted), *_of_files(noted)]
+    lines += [boxed(["", ""], rows, "<<")] if rows else []
+    lines += [f"Note: {warning}" for warning in noted.warnings]
+    lines += [f"It would fail. {problem}" for problem in noted.problems]
+    if not noted.problems:
+        lines.append(f"It would run. Rehearsed in {noted.seconds['all']:.1f} s.")
+    return "\n".join(lines)
+
+
+def _of_layout(noted: RehearsedRank) -> list[list[str]]:
+    return [
+        [f"{axis.name} {axis.degree}", f"place {axis.place}, with ranks {ranks_in_words(axis.ranks)}"]
+        for axis in noted.axes
+    ]
+
+
+def _of_samples(noted: RehearsedRank) -> list[list[str]]:
+    shares = noted.shares
+    if shares is None:
+        return []
+    rest = f", the last of {shares.last_batch:,}" if shares.last_batch else ""
+    first = ", ".join(map(str, noted.first_samples[:4])) + (", ..." if noted.first_samples[4:] else "")
+    return [
+        ["samples", f"{shares.by_rank[noted.data_rank]:,} of {shares.num_entries:,} an epoch; the first are {first}"],
+        ["global batches", f"of {shares.global_batch_size:,}{rest}, dealt to {noted.data_size:,} ranks"],
+    ]
+
+
+def _of_module(noted: RehearsedRank) -> list[list[str]]:
+    rows = []
+    if noted.num_elements:
+        rows.append(["parameters", f"{noted.num_elements_here:,} of {noted.num_elements:,} elements here"])
+    for group in noted.groups:
+        settings = ", ".join(f"{name}={value:g}" for name, value in group.settings.items())
+        text = f"{group.num_parameters} parameters, {group.num_elements:,} elements here, {settings}"
+        rows.append([group.optimizer, text])
+    return rows
+
+
+def _of_step(noted: RehearsedRank) -> list[list[str]]:
+    rows = [
+        [f"sent to {len(ranks)} ranks", f"{in_units(sent)} a step in {calls} calls, {ranks_in_words(ranks)}"]
+        for ranks, calls, sent in noted.sent
+        if sent
+    ]
+    if noted.memory:
+        state = ", ".join(f"{in_units(size)} {kind}" for kind, size in noted.memory.items() if kind != "peak")
+        rows.append(["held", f"{state}; at most {in_units(noted.memory['peak'])}"])
+    return rows
+
+
+def _of_files(noted: RehearsedRank) -> list[list[str]]:
+    return [[name, in_units(size)] for name, size in noted.files.items()]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return some ranks as people write them: 8 to 15, or 5, 13, ..., 1021."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) > 3 and steps == {1}:
+        return f"{ranks[0]} to {ranks[-1]}"
+    shown = [str(rank) for rank in ranks] if len(ranks) <= 4 else [str(ranks[0]), str(ranks[1]), "...", str(ranks[-1])]
+    return ", ".join(shown)

@@ -1,0 +1,64 @@
+"""The command ``echelon demo``: the digits example, which is installed with the package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from ....callbacks.helpers.console import say
+from ....strategies.errors import MissingDependencyError
+
+_EXAMPLE: Final = "examples.digits"
+_NEEDED: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "torchvision": "torchvision"}
+"""What the example imports beside torch, and what pip calls it."""
+_EPILOG: Final = """\
+It trains a small CNN on the 1797 handwritten digits that come with scikit-learn, on this machine's GPUs or its CPU, and
+writes logs, checkpoints and curves into the working directory. Nothing is downloaded.
+
+examples:
+  echelon demo
+  echelon demo --strategy ddp --devices 2 --epochs 5
+
+exit codes:
+  0 done   1 the run failed, or a package is not installed   2 wrong option   130 interrupted (Ctrl-C)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the example can be run with."""
+    parser.add_argument("--strategy", default="auto", metavar="NAME", help="how to use several devices (auto)")
+    parser.add_argument("--devices", default="auto", metavar="N", help="how many, by default those that there are")
+    parser.add_argument("--epochs", type=_at_least_one, default=20, metavar="N", help="passes over the data (20)")
+    parser.epilog = _EPILOG
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, test, draw the curves, and say where to look.
+
+    Raises:
+        MissingDependencyError: if a package that the example needs is not installed.
+    """
+    missing = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"echelon demo needs {', '.join(missing)}, which {sys.executable} cannot import; run: {sys.executable} -m "
+            f"pip install {' '.join(missing)}."
+        )
+    assert __package__ is not None
+    # by its full name, the processes of a run import it as well
+    example: Any = importlib.import_module(f"{__package__.partition('.')[0]}.{_EXAMPLE}")
+    trainer = example.train(options.epochs, strategy=options.strategy, devices=options.devices)
+    if trainer.is_global_zero:
+        say(f"The program:  {Path(example.__file__)}")
+    return 0
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number

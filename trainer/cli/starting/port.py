@@ -1,0 +1,106 @@
+"""The command ``echelon port``: a Lightning program with Echelon's imports and names."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import tokenize
+from io import BytesIO
+from pathlib import Path
+from typing import Final
+
+from ....lightning.port import Ported, port
+from ....strategies.errors import ConfigError
+from ..printable import printable
+
+_EPILOG: Final = """\
+Each line that behaves otherwise with Echelon is named, and so is each name without a counterpart; docs/lightning.md has
+the reasons. A name without a counterpart is imported from echelon.lightning, where it says what to use when it is
+called.
+
+examples:
+  echelon port train.py                show what would change, and what departs
+  echelon port --write train.py data.py
+
+exit codes:
+  0 done   2 a file that cannot be ported: nothing has been written
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the files, and whether they are written."""
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a Python file that imports Lightning")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--diff", action="store_true", help="print the changes (the default)")
+    how.add_argument("--write", action="store_true", help="change the files")
+    parser.epilog = _EPILOG
+
+
+def run(options: argparse.Namespace) -> int:
+    """Port all files, or none.
+
+    Raises:
+        ConfigError: for a file that cannot be read or ported.
+    """
+    sources = {file: _read(file) for file in options.files}
+    ported = {file: port(source, str(file)) for file, (source, _) in sources.items()}
+    for file, result in ported.items():
+        source, encoding = sources[file]
+        if options.write:
+            _write(file, result.source, encoding)
+        else:
+            print(printable("".join(_diff(source, result.source, str(file)))), end="")
+        _print_notes(file, result)
+    return 0
+
+
+def _print_notes(file: Path, result: Ported) -> None:
+    for note in result.notes:
+        print(printable(f"{file}:{note.line}: {note.kind}: {note.text}"))
+    departing = sum(note.kind == "departs" for note in result.notes)
+    missing = len(result.notes) - departing
+    print(
+        printable(
+            f"{file}: {result.num_changes} places changed, {departing} notes on what departs, {missing} on what has no "
+            "counterpart"
+        ),
+        file=sys.stderr,
+    )
+
+
+def _read(file: Path) -> tuple[str, str]:
+    """Return the text of a program, its line ends as they are, and its encoding."""
+    if file.is_dir():
+        raise ConfigError(f"FILE must be a Python file, got the folder {str(file)!r}; give its files: {file}/*.py.")
+    if file.suffix == ".ipynb":
+        raise ConfigError(
+            f"FILE must be a Python file, got the notebook {str(file)!r}; convert it first: jupyter nbconvert --to "
+            f"script {file}."
+        )
+    try:
+        content = file.read_bytes()
+        encoding, _ = tokenize.detect_encoding(BytesIO(content).readline)
+        return content.decode(encoding), encoding
+    except OSError as error:
+        raise ConfigError(
+            f"FILE must be a Python file, got {str(file)!r} ({error.strerror}); check the path."
+        ) from None
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"FILE must be a Python file, got {str(file)!r}, which is no text ({error}); check its encoding."
+        ) from None
+
+
+def _write(file: Path, source: str, encoding: str) -> None:
+    try:
+        file.write_bytes(source.encode(encoding))
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r} must be writable, found {error.strerror}; check its permissions.") from None
+
+
+def _diff(before: str, after: str, name: str) -> list[str]:
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"{name} (Lightning)", f"{name} (Echelon)"
+    )
+    return [line if line.endswith("\n") else f"{line}\n" for line in lines]

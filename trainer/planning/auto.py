@@ -1,0 +1,194 @@
+"""Choice of ``strategy="auto"``: the first rung of a ladder of layouts on which a step fits the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from ...callbacks.callback import Callback
+from ...strategies import ActivationCheckpointing, DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy, ZeroStrategy
+from ...strategies.errors import ConfigError, EchelonError
+from ...strategies.estimate.profile import Profile
+from ...strategies.launch.launcher import launch_all
+from ..module.train_module import TrainModule
+from ..session.settings import Settings
+from .layouts import RunLayout
+from .machine import Machine, in_units
+from .plan import MARGIN, PlannedLayout, Profiles, choose_micro_batch
+from .profiles import FitOnce, take_profiles
+from .profiling import ProfilingStrategy
+
+_SECONDS: Final = 600.0
+"""After which a profile is given up."""
+_LITTLE: Final = 0.02
+"""The fraction of a device's memory below which it does not matter who holds the training state."""
+_STATE_BYTES: Final = 16
+"""Of a parameter in float32 with its gradient and the two moments of Adam."""
+_FAILURES: Final = (
+    *(EchelonError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError),
+    *(NotImplementedError, ArithmeticError, ImportError, OSError),
+)
+"""What a step may raise; the run itself raises it again, with all that it says."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``strategy="auto"`` stands for in a run."""
+
+    layout: RunLayout
+    recomputes: bool
+    num_micro_batches: int
+    """Of a step, on each rank that reads samples, for each that the settings ask for."""
+    reason: str
+    """One line for the start of the run."""
+
+    def applied_to(self, settings: Settings) -> Settings:
+        """Return the settings with what the choice changes beside the strategy; the global batch stays."""
+        changed: dict[str, Any] = {}
+        if self.recomputes and settings.activation_checkpointing is None:
+            changed["activation_checkpointing"] = "full"
+        if settings.global_batch_size is None:
+            changed["accumulate_grad_batches"] = settings.accumulate_grad_batches * self.num_micro_batches
+        return replace(settings, **changed)
+
+
+def choose(
+    make_trainer: Callable[..., Any],
+    settings: Settings,
+    machine: Machine,
+    module: TrainModule,
+    loaders: Any,
+    datamodule: Any,
+) -> Choice | None:
+    """Return the first layout that fits; None where a profile is not possible, or would change nothing.
+
+    The profile is taken in a process of its own, so that neither the module nor its data is touched in this one.
+
+    Raises:
+        ConfigError: if nothing fits, with the nearest layout and the smallest change that fits.
+    """
+    held = _STATE_BYTES * sum(parameter.numel() for parameter in module.parameters())
+    if 0 < held < _LITTLE * machine.memory:
+        return None
+    climb = partial(_climb, make_trainer, _kept(settings), machine, module, loaders, datamodule)
+    answer: Choice | str | None = launch_all(climb, num_processes=1, timeout=_SECONDS)[0]
+    if isinstance(answer, str):
+        raise ConfigError(
+            f"strategy='auto' finds no layout for {machine}, of which {MARGIN:.0%} stay free: {answer}. Take more "
+            "devices, or a smaller batch in the DataLoader."
+        )
+    return answer
+
+
+def _kept(settings: Settings) -> dict[str, Any]:
+    names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
+    return {
+        **{name: getattr(settings, name) for name in names},
+        "activation_checkpointing": settings.activation_checkpointing,
+    }
+
+
+def _climb(
+    make_trainer: Callable[..., Any],
+    kept: Mapping[str, Any],
+    machine: Machine,
+    module: TrainModule,
+    loaders: Any,
+    datamodule: Any,
+) -> Choice | str | None:
+    """Return the choice, or a text that says why there is none; None if the module cannot be profiled."""
+    given = ActivationCheckpointing.of(kept["activation_checkpointing"])
+    others = {name: value for name, value in kept.items() if name != "activation_checkpointing"}
+
+    def fit(strategy: ProfilingStrategy, callback: Callback, setting: ActivationCheckpointing | None) -> None:
+        quiet = {"accelerator": "cpu", "devices": 1, "barebones": True, "limit_val_batches": 0}
+        trainer = make_trainer(
+            **quiet, **others, strategy=strategy, callbacks=[callback], activation_checkpointing=setting
+        )
+        trainer.fit(module, train_dataloaders=loaders, datamodule=datamodule)
+
+    try:
+        return climb(fit, module, machine, given=given)
+    except _FAILURES:
+        return None
+
+
+def climb(
+    fit: FitOnce, module: TrainModule, machine: Machine, *, given: ActivationCheckpointing | None = None
+) -> Choice | str:
+    """Return the first rung that fits, or a text that says what is nearest and what would fit."""
+    profiles = take_profiles(fit, module, given=given)
+    if given is not None:  # the run recomputes anyway
+        profiles = replace(profiles, whole={True: profiles.whole[True]}, halved=_only(profiles.halved))
+    batch = profiles.sizes[0]
+    tried: list[PlannedLayout] = []
+    for layout, recomputes in _ladder(machine, can_recompute=True in profiles.whole, must=given is not None):
+        fixed = Profiles(whole=profiles.whole, halved={})  # the user's micro-batch
+        try:
+            planned = choose_micro_batch(fixed, machine, layout, batch * machine.num_devices, recomputes=recomputes)
+        except EchelonError:
+            continue  # a module that cannot be cut so
+        tried.append(planned)
+    at = next((index for index, planned in enumerate(tried) if planned.fits), None)
+    if at is None:
+        return _nothing_fits(tried, profiles, machine)
+    planned = tried[at]
+    return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _reason(tried, at, machine))
+
+
+def _only(profiles: Mapping[bool, Profile]) -> dict[bool, Profile]:
+    return {recomputes: profile for recomputes, profile in profiles.items() if recomputes}
+
+
+def _ladder(machine: Machine, *, can_recompute: bool, must: bool) -> list[tuple[RunLayout, bool]]:
+    """Return the rungs, from the one that is simplest to the one that needs the least memory."""
+    number = machine.num_devices
+    plain: list[tuple[str, Callable[[], Strategy]]] = [
+        ("ddp", DDPStrategy),
+        ("zero", ZeroStrategy),
+        ("fsdp", FSDPStrategy),
+    ]
+    rungs = [(RunLayout(name, make, name, number), must) for name, make in plain]
+    if can_recompute and not must:
+        rungs.append((rungs[-1][0], True))
+    tp = next((degree for degree in range(2, number + 1) if number % degree == 0), number)
+    while tp <= number:
+        make = partial(ParallelStrategy, tp=tp)
+        config = {"_target_": "echelon.strategies.ParallelStrategy", "tp": tp}
+        rungs.append((RunLayout(f"tp={tp} with fsdp", make, config, number // tp), can_recompute))
+        tp *= 2
+    return [rung for rung in rungs if number % rung[0].num_readers == 0]
+
+
+def _reason(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
+    planned = tried[at]
+    text = (
+        f"strategy='auto' takes {_name(planned)}: {in_units(planned.estimate.total)} of "
+        f"{in_units(machine.memory)} on each of {machine.num_devices} devices"
+    )
+    if at:
+        text += f", where {_name(tried[at - 1])} needs {in_units(tried[at - 1].estimate.total)}"
+    if at + 1 < len(tried):
+        text += f"; {_name(tried[at + 1])} would take {in_units(tried[at + 1].estimate.total)}"
+    return text
+
+
+def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machine) -> str:
+    nearest = min(tried, key=lambda planned: planned.missing)
+    text = (
+        f"the nearest, {_name(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
+    )
+    batch = profiles.sizes[0] * machine.num_devices
+    smaller = choose_micro_batch(profiles, machine, nearest.layout, batch, recomputes=nearest.recomputes)
+    if not smaller.fits:
+        return text
+    return (
+        f"{text}; with batch_size={smaller.num_samples} in the DataLoader and accumulate_grad_batches="
+        f"{smaller.num_micro_batches}, for the same steps, it needs {in_units(smaller.estimate.total)}"
+    )
+
+
+def _name(planned: PlannedLayout) -> str:
+    return planned.layout.name + (" with activation checkpointing" if planned.recomputes else "")

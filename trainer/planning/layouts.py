@@ -1,0 +1,97 @@
+"""Layouts: the ways to spread a run over devices, each with the strategy that trains so and what a config says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    ZeroStrategy,
+)
+from ...strategies.estimate.profile import Profile
+from .machine import Machine
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """One way to spread a run over the devices of a machine."""
+
+    name: str
+    make: Callable[[], Strategy]
+    config: str | dict[str, Any]
+    """The value of ``strategy`` in a config."""
+    num_readers: int
+    """How many ranks read samples of their own."""
+
+    @property
+    def as_python(self) -> str:
+        """The argument of a Trainer."""
+        if isinstance(self.config, str):
+            return f'strategy="{self.config}"'
+        given = {key: value for key, value in self.config.items() if key != "_target_"}
+        arguments = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        return f"strategy={self.config['_target_'].rpartition('.')[2]}({arguments})"
+
+
+def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
+    """Yield the layouts that are possible for the devices, simple ones first; whether the module can is asked later."""
+    number, nodes = machine.num_devices, machine.num_nodes
+    if number == 1:
+        yield RunLayout("single", SingleDeviceStrategy, "single", 1)
+        return
+    yield RunLayout("ddp", DDPStrategy, "ddp", number)
+    yield RunLayout("zero", ZeroStrategy, "zero", number)
+    yield RunLayout("fsdp", FSDPStrategy, "fsdp", number)
+    yield _class("fsdp summing each micro-batch", FSDPStrategy, number, sync_each_micro_batch=True)
+    if nodes > 1:
+        yield _class(f"hsdp of {nodes} replicas", FSDPStrategy, number, replicate=nodes)
+    elif number > 2 and number % 2 == 0:
+        yield _class("hsdp of 2 replicas", FSDPStrategy, number, replicate=2)
+    if not machine.is_cpu:
+        yield _class("fsdp offloaded", FSDPStrategy, number, cpu_offload=True)
+    yield from _products(machine, has_sequences=profile.attention_bytes > 0)
+
+
+def _products(machine: Machine, *, has_sequences: bool) -> Iterator[RunLayout]:
+    """Yield layouts that cut layers, inside a node, or sequences, or that deal blocks to stages."""
+    number, degree = machine.num_devices, 2
+    while machine.devices_of_node % degree == 0:
+        yield _parallel(number, tp=degree)
+        yield _parallel(number, tp=degree, sequence_parallel=True)
+        if machine.num_nodes > 1 and number // degree > machine.num_nodes:
+            yield _parallel(number, dp_replicate=machine.num_nodes, tp=degree)
+        if has_sequences and number % (2 * degree) == 0:
+            yield _parallel(number, cp=2, tp=degree)
+        degree *= 2
+    for stages in (2, 4, 8):
+        if number % stages == 0:
+            yield _parallel(number, pp=stages)
+        if machine.devices_of_node % 8 == 0 and number % (8 * stages) == 0:
+            yield _parallel(number, pp=stages, tp=8)
+    degree = 2
+    while has_sequences and machine.devices_of_node % degree == 0:
+        yield _parallel(number, cp=degree)
+        degree *= 2
+
+
+def _parallel(number: int, **degrees: Any) -> RunLayout:
+    cut = degrees.get("pp", 1) * degrees.get("tp", 1) * degrees.get("cp", 1)
+    shards = number // cut // degrees.get("dp_replicate", 1)
+    named = {"dp_replicate": degrees.get("dp_replicate", 1), "fsdp": shards, **degrees}
+    name = " x ".join(
+        f"{axis} {named[axis]}" for axis in ("pp", "dp_replicate", "fsdp", "cp", "tp") if named.get(axis, 1) > 1
+    )
+    name += " with sequences" if degrees.get("sequence_parallel") else ""
+    return _class(name, ParallelStrategy, number // cut, **degrees)
+
+
+def _class(name: str, kind: type[Strategy], num_readers: int, **arguments: Any) -> RunLayout:
+    config = {"_target_": f"echelon.strategies.{kind.__name__}", **arguments}
+    return RunLayout(name, partial(kind, **arguments), config, num_readers)

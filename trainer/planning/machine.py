@@ -1,0 +1,138 @@
+"""Machine: the devices that a run is planned for, which need not be there, and what they have."""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ...strategies import Hardware
+from ...strategies.cluster.launchers import detect_environment
+from ...strategies.errors import ConfigError
+
+_UNITS: Final = {
+    **{f"{prefix}B": 1000.0**power for power, prefix in enumerate(("", "k", "M", "G", "T"))},
+    **{f"{prefix}iB": 1024.0**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)},
+}
+_OF_A_PROCESS: Final = 300e6
+"""Bytes that a process on the CPU takes beside tensors, once it trains with others: threads, and gaps of malloc."""
+_OF_A_NODE: Final = 8
+"""How many devices a node is taken to have where nothing is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run is planned for."""
+
+    num_devices: int
+    """In all."""
+    num_nodes: int = 1
+    memory: float
+    """Bytes of each device."""
+    is_cpu: bool = False
+    peak_flops: float | None = None
+    """FLOP/s of each device in the dtype that computes; None where they are not known."""
+    bandwidth: float | None = None
+    """Bytes per second that a device sends to others of its node."""
+    node_bandwidth: float | None = None
+    """Bytes per second that a device sends to those of other nodes; None for `bandwidth`."""
+
+    @property
+    def devices_of_node(self) -> int:
+        """The number of devices on each node."""
+        return self.num_devices // self.num_nodes
+
+    def hardware(self, *, uses_processes: bool) -> Hardware:
+        """Return the hardware of a strategy that runs one process for each device, or one for all."""
+        # without NCCL in this build of torch, what can be checked of GPUs is what can be checked of CPUs
+        kind = "cuda" if not self.is_cpu and dist.is_nccl_available() else "cpu"
+        devices = tuple(range(self.devices_of_node))
+        environment = detect_environment({})
+        if not uses_processes:
+            return Hardware(kind, devices, self.num_nodes, environment)
+        environment = replace(
+            environment, world_size=self.num_devices, local_world_size=len(devices), num_nodes=self.num_nodes
+        )
+        return Hardware(kind, devices, self.num_nodes, environment)
+
+    def __str__(self) -> str:
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        plural = "s" if self.num_devices > 1 else ""
+        return f"{self.num_devices} device{plural} of {in_units(self.memory)}{nodes}"
+
+
+def parse_bytes(text: str, argument: str) -> float:
+    """Return a number of bytes, given with its unit: GB are 10^9 bytes, GiB 2^30.
+
+    Raises:
+        ConfigError: for a text without a unit, or of another form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if match is None or match[2].lower() not in units or not float(match[1]):
+        raise ConfigError(f"{argument} must be a number with a unit, got {text!r}; write 80GB or 75GiB, for example.")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def in_units(num_bytes: float) -> str:
+    """Return bytes as people write them, with three digits."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * size:
+            number = num_bytes / size
+            return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def nodes_for(num_devices: int, num_nodes: int | None) -> int:
+    """Return the number of nodes of some devices: by default 8 devices a node.
+
+    Raises:
+        ConfigError: for numbers of which one does not divide the other.
+    """
+    if num_devices < 1:
+        raise ConfigError(f"--devices must be >= 1, got {num_devices}; give the number of all devices.")
+    number = num_nodes if num_nodes is not None else max(1, -(-num_devices // _OF_A_NODE))
+    if number < 1 or num_devices % number:
+        divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+        raise ConfigError(
+            f"--nodes must divide --devices {num_devices}, got {number}; give --nodes one of {divisors[:8]}, or "
+            "another number of devices."
+        )
+    return number
+
+
+def this_machine(hardware: Hardware) -> Machine:
+    """Return the machine that this process runs on, as far as a run would use it."""
+    if hardware.device_type == "cuda":
+        properties = torch.cuda.get_device_properties(hardware.devices[0])
+        return Machine(num_devices=len(hardware.devices), memory=float(properties.total_memory))
+    number = len(hardware.devices)
+    memory = min(memory_of_host() / number, memory_of_process()) - _OF_A_PROCESS
+    return Machine(num_devices=number, memory=max(1.0, memory), is_cpu=True)
+
+
+def memory_of_process() -> float:
+    """Return the bytes that a process like this one may still take, by its limits; infinity without any."""
+    taken = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    room = math.inf
+    for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            room = min(room, max(0.0, most - float(taken[field].split()[0]) * 1024))
+    return room
+
+
+def memory_of_host() -> float:
+    """Return the bytes that processes of this machine can have: those of the machine, or of this container."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    limits = [float(fields["MemAvailable"].split()[0]) * 1024]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(file).read_text().strip() if Path(file).is_file() else "max"
+        limits += [float(text)] if text.isdigit() else []
+    return min(limits)

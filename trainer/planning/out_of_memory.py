@@ -1,0 +1,44 @@
+"""Comment on a step that ran out of memory: what the rank held, and what fits with the same optimizer steps."""
+
+from __future__ import annotations
+
+from ...strategies.module.memory_estimate import held_memory, shared_bytes
+from ...strategies.module.out_of_memory import is_out_of_memory
+from ..session.session import Session
+from .machine import in_units
+
+
+def comment_on_memory(session: Session, error: BaseException) -> None:
+    """Add to an error of a step that found no memory what this rank held by kind, and the cuts that are left."""
+    progress = session.progress
+    if not is_out_of_memory(error) or progress.stage != "train" or progress.micro_batch is None:
+        return
+    held = held_memory(session.module, session.optimizers)
+    state = held.parameters + held.gradients + held.optimizer
+    error.add_note(
+        f"Out of memory: rank {session.strategy.rank} held {in_units(held.parameters)} of parameters, "
+        f"{in_units(held.gradients)} of gradients and {in_units(held.optimizer)} of optimizer state; activations, and "
+        "what operations need for a moment, took the rest."
+    )
+    cuts = _cuts(session, progress.micro_batch.size, state)
+    if cuts:
+        error.add_note(
+            f"With the same global batch, and so the same steps, less is needed with {', or '.join(cuts)}; "
+            "`echelon plan` says what fits."
+        )
+
+
+def _cuts(session: Session, num_samples: int, state: float) -> list[str]:
+    settings, strategy = session.settings, session.strategy
+    cuts = []
+    if num_samples > 1 and session.module.automatic_optimization:
+        more = 2 * session.progress.accumulate_grad_batches
+        also = "" if settings.global_batch_size is not None else f" and accumulate_grad_batches={more}"
+        cuts.append(f"batch_size={-(-num_samples // 2)}{also}")
+    if settings.activation_checkpointing is None:
+        cuts.append("activation_checkpointing='full'")
+    parameters = list(session.module.parameters())
+    is_whole = shared_bytes(parameters, strategy.memory_share.parameters) == shared_bytes(parameters, lambda _: 1.0)
+    if is_whole and strategy.world_size > 1:
+        cuts.append(f"strategy='fsdp', which leaves {in_units(state / strategy.world_size)} of that on each rank")
+    return cuts

@@ -1,0 +1,213 @@
+"""Plan: the layouts of a run in the order in which they should be tried, with what each of them holds and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ...strategies import Strategy
+from ...strategies.errors import ConfigError, EchelonError
+from ...strategies.estimate.estimate import Estimate
+from ...strategies.estimate.profile import Profile
+from .layouts import RunLayout, possible_layouts
+from .machine import Machine
+
+MARGIN: Final = 0.1
+"""The fraction of a device's memory that a plan leaves free, for the allocator's gaps and what it does not know."""
+
+_OF_A_NODE: Final = frozenset(("tp", "cp", "devices"))
+"""The axes along which neighbouring ranks lie, which are on one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiles:
+    """The profiles of a step, without and with activation checkpointing, each of two sizes of the micro-batch.
+
+    Where a batch has one sample, or the module has no blocks to compute again, some are missing.
+    """
+
+    whole: Mapping[bool, Profile]
+    """By whether activations are computed again: of the loader's batch."""
+    halved: Mapping[bool, Profile]
+    """Of half of it."""
+
+    def of(self, num_samples: int, *, recomputes: bool) -> Profile:
+        """Return the profile of a micro-batch of a size."""
+        whole, half = self.whole[recomputes], self.halved.get(recomputes)
+        return whole if half is None or num_samples == whole.num_samples else whole.with_size(half, num_samples)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of micro-batches that a plan tries: the loader's, and its halves."""
+        sizes = [next(iter(self.whole.values())).num_samples]
+        while self.halved and sizes[-1] > 1 and sizes[-1] % 2 == 0:
+            sizes.append(sizes[-1] // 2)
+        return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayout:
+    """A layout with its setting of activation checkpointing and its micro-batch."""
+
+    layout: RunLayout
+    recomputes: bool
+    num_samples: int
+    """Of a micro-batch."""
+    num_micro_batches: int
+    """Of a step, on each rank that reads samples."""
+    estimate: Estimate
+    flops: float
+    """Of a step, on each device."""
+    limit: float
+    """The bytes that a device has for it."""
+    seconds: float | None
+    """Of a step, if every device computes at its peak and nothing is sent meanwhile; None where that is not known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimate is within the limit."""
+        return self.estimate.total <= self.limit
+
+    @property
+    def missing(self) -> float:
+        """By how many bytes it does not fit."""
+        return max(0.0, self.estimate.total - self.limit)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the ``trainer`` of a config says for it; the loader's batch size is `num_samples`."""
+        changed: dict[str, object] = {"strategy": self.layout.config}
+        if self.recomputes:
+            changed["activation_checkpointing"] = "full"
+        if self.num_micro_batches > 1:
+            changed["accumulate_grad_batches"] = self.num_micro_batches
+        return changed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layouts that are possible, the best ones first; and why others are not."""
+
+    machine: Machine
+    global_batch_size: int
+    layouts: Sequence[PlannedLayout]
+    refused: Mapping[str, str]
+    """The reasons by the names of layouts."""
+
+    @property
+    def best(self) -> PlannedLayout | None:
+        """The first layout, if it fits."""
+        return self.layouts[0] if self.layouts and self.layouts[0].fits else None
+
+
+def make_plan(
+    profiles: Profiles, machine: Machine, *, global_batch_size: int, only: Sequence[RunLayout] | None = None
+) -> Plan:
+    """Return the layouts with one global batch: those that fit by least traffic, then by least recomputation.
+
+    Pipelines, whose ranks wait for each other, come behind the others.
+
+    Of each layout and setting of activation checkpointing the largest micro-batch that fits counts, or the smallest.
+
+    Args:
+        profiles: of the module's step.
+        machine: what it shall run on.
+        global_batch_size: samples of a step over all ranks.
+        only: the layouts to plan; by default all that are possible.
+
+    Raises:
+        ConfigError: if no layout is possible at all.
+    """
+    planned: list[PlannedLayout] = []
+    refused: dict[str, str] = {}
+    first = next(iter(profiles.whole.values()))
+    for layout in only if only is not None else possible_layouts(machine, first):
+        try:
+            planned += [
+                choose_micro_batch(profiles, machine, layout, global_batch_size, recomputes=recomputes)
+                for recomputes in profiles.whole
+            ]
+        except EchelonError as error:
+            refused[layout.name] = str(error)
+    if not planned:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(f"No layout is possible for {machine} ({reasons:.400}); choose another number of devices.")
+    return Plan(machine, global_batch_size, sorted(planned, key=_order), refused)
+
+
+def choose_micro_batch(
+    profiles: Profiles, machine: Machine, layout: RunLayout, global_batch_size: int, *, recomputes: bool
+) -> PlannedLayout:
+    """Return a layout with the largest micro-batch that fits, or with the smallest one.
+
+    Raises:
+        ConfigError: for a layout that is not possible.
+    """
+    strategy = layout.make()
+    planned = None
+    for num_samples in _sizes(profiles, layout, global_batch_size):
+        planned = _planned(profiles, machine, layout, strategy, (num_samples, global_batch_size), recomputes=recomputes)
+        if planned.fits:
+            break
+    assert planned is not None
+    return planned
+
+
+def _sizes(profiles: Profiles, layout: RunLayout, global_batch_size: int) -> Iterator[int]:
+    """Yield sizes of micro-batches that divide the global batch, the largest first."""
+    share = global_batch_size // layout.num_readers
+    if share < 1 or global_batch_size % layout.num_readers:
+        raise ConfigError(
+            f"{layout.num_readers} ranks cannot share a global batch of {global_batch_size} evenly; give "
+            f"--global-batch-size a multiple of {layout.num_readers}."
+        )
+    sizes = [size for size in profiles.sizes if share % size == 0]
+    yield from sizes or [profiles.sizes[-1]]
+
+
+def _planned(
+    profiles: Profiles,
+    machine: Machine,
+    layout: RunLayout,
+    strategy: Strategy,
+    sizes: tuple[int, int],
+    *,
+    recomputes: bool,
+) -> PlannedLayout:
+    num_samples, global_batch_size = sizes
+    number = max(1, global_batch_size // (layout.num_readers * num_samples))
+    profile = replace(profiles.of(num_samples, recomputes=recomputes), num_micro_batches=number)
+    estimate = strategy.estimate(profile, machine.hardware(uses_processes=strategy.uses_processes))
+    flops = profile.flops * number * layout.num_readers / machine.num_devices
+    return PlannedLayout(
+        layout=layout,
+        recomputes=recomputes,
+        num_samples=num_samples,
+        num_micro_batches=number,
+        estimate=estimate,
+        flops=flops,
+        limit=machine.memory * (1 - MARGIN),
+        seconds=_seconds(machine, estimate, flops),
+    )
+
+
+def _seconds(machine: Machine, estimate: Estimate, flops: float) -> float | None:
+    """Return the time of a step in which nothing overlaps, at the peak of every device and link."""
+    if machine.peak_flops is None:
+        return None
+    seconds = flops / machine.peak_flops / (1 - estimate.idle)
+    for axis, sent in estimate.traffic.items():
+        is_inside = axis in _OF_A_NODE or machine.num_nodes == 1
+        bandwidth = machine.bandwidth if is_inside or machine.node_bandwidth is None else machine.node_bandwidth
+        if bandwidth is None:
+            return None
+        seconds += sent / bandwidth
+    return seconds
+
+
+def _order(planned: PlannedLayout) -> tuple[object, ...]:
+    if not planned.fits:
+        return True, False, planned.missing, 0.0, 0
+    # who waits for other stages computes less, whatever is sent
+    return False, planned.estimate.idle > 0, round(planned.estimate.sent), planned.flops, planned.num_micro_batches

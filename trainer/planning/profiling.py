@@ -1,0 +1,249 @@
+"""Profiling of a module: the trainer runs one step of it, on tensors without memory or on real ones."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...callbacks.callback import Callback
+from ...callbacks.run import Run
+from ...strategies import Hardware, Precision, Strategy
+from ...strategies.cluster.launchers import detect_environment
+from ...strategies.distributed.nested import iterate_tensors, map_tensors
+from ...strategies.errors import EchelonError, ModuleError
+from ...strategies.estimate.live_memory import LiveMemory, storages_bytes
+from ...strategies.estimate.profile import Profile, StateBytes
+from ...strategies.parallel.batch_split import split
+from ...strategies.strategy import ClipAlgorithm
+from ...strategies.torch_internals import fake_mode, unknown_values
+from ..data.seed import capture_rng, restore_rng
+from ..module.train_module import TrainModule
+
+_PACKAGE: Final = Path(__file__).parents[2]
+_WITHOUT_MEMORY: Final = ("fake", "meta", "data_ptr", "data is not allocated", "Tensor.item()")
+"""Words of the errors that torch raises of tensors without memory."""
+
+Fit = Callable[["ProfilingStrategy", Callback], None]
+"""Trains the module with this strategy and this callback, whose step is the first and the last one."""
+
+
+class ProfilingStrategy(Strategy):
+    """Train one step in this process, and watch what it needs; by default on tensors that have no memory.
+
+    Such tensors (torch's FakeTensors) have a shape, a dtype and no values. The parameters of the module are replaced by
+    such tensors, and stay so.
+
+    Args:
+        num_samples: the size of the micro-batch, cut from that of the loader; None for the whole one.
+        measures: whether to run the step on real tensors, for a module that asks for values.
+        mode: the mode in which the module was built without memory, if it was.
+        updates: whether to step the optimizers, whose state depends on neither the micro-batch nor what is recomputed.
+    """
+
+    name: ClassVar[str] = "profile"
+
+    def __init__(
+        self, *, num_samples: int | None = None, measures: bool = False, mode: Any = None, updates: bool = True
+    ) -> None:
+        super().__init__()
+        self._num_samples, self._updates = num_samples, updates
+        self.mode: Any = None if measures else mode or fake_mode()
+        """The mode in which tensors have no memory; None if they have."""
+        self._memory: LiveMemory | None = None
+        self._update_bytes = 0
+        self._size = 0
+
+    def validate(self, hardware: Hardware, precision: Precision) -> None:
+        # by itself, also in a process of a launcher's
+        super().validate(replace(hardware, num_nodes=1, environment=detect_environment({})), precision)
+
+    @property
+    def values(self) -> AbstractContextManager[object]:
+        """The context in which tensors have no memory, where they have none."""
+        return nullcontext() if self.mode is None else self.mode
+
+    def init_context(self) -> AbstractContextManager[object]:
+        return self.values
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        if self.mode is None:
+            super().setup_module(module, is_manual=is_manual)
+        else:
+            without_memory(module, self.mode, self.precision.param_dtype)
+        self.module = module
+        self._memory = LiveMemory(module)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        batch, *rest = args
+        batch = self._cut(batch)
+        if self.mode is not None:
+            batch = map_tensors(self.mode.from_tensor, batch)
+        with self._watched() as memory, self.forward_context:
+            memory.take(batch)
+            return getattr(self.module, step_name)(batch, *rest)
+
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return partial(self.run, step_name)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._watched() as memory:
+            memory.begin_backward()
+            loss.backward(*args, **kwargs)
+            memory.end_backward()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Leave the gradients as they are: whether they overflow is a question of values."""
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> Tensor | None:
+        return super().clip(optimizer, limit, algorithm) if self._updates else None
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        assert self._memory is not None
+        if not self._updates:
+            return
+        self._memory.begin_update()
+        before = self._memory.num_bytes
+        with self._watched() as memory:
+            optimizer.step(closure)
+        state = storages_bytes(iterate_tensors(list(optimizer.state.values())))
+        self._update_bytes = max(self._update_bytes, memory.most - before - state)
+
+    def end_step(self) -> bool:
+        return True
+
+    @contextmanager
+    def _watched(self) -> Iterator[LiveMemory]:
+        assert self._memory is not None
+        with self.values, self._memory.watching(), self._memory:
+            yield self._memory
+
+    def _cut(self, batch: Any) -> Any:
+        size = next((len(tensor) for tensor in iterate_tensors(batch) if tensor.dim()), 1)
+        if self._num_samples is not None and self._num_samples < size:
+            slices, sizes = split(batch, -(-size // self._num_samples))
+            batch, size = slices[0], sizes[0]
+        self._size = size
+        return batch
+
+    def profile(self, optimizers: Sequence[Optimizer]) -> Profile:
+        """Return the profile of the step that has run."""
+        assert self._memory is not None
+        module, memory = self.module, self._memory
+        state: dict[Any, StateBytes] = {
+            parameter: _state_bytes(values) for optimizer in optimizers for parameter, values in optimizer.state.items()
+        }
+        return Profile(
+            module=module,
+            precision=self.precision,
+            num_samples=self._size,
+            trained=frozenset(parameter for parameter in module.parameters() if parameter.grad is not None),
+            state=state,
+            update_bytes=max(0, self._update_bytes),
+            buffer_bytes=storages_bytes(module.buffers()),
+            memory=memory.result(),
+            layers=dict(memory.layers),
+            attention_bytes=memory.attention_bytes,
+            attention_bytes_again=memory.attention_bytes_again,
+            largest_attention_bytes=memory.largest_attention_bytes,
+            flops=memory.flops,
+        )
+
+
+class _FirstStep(Callback):
+    """Takes the profile after the first step, and ends training."""
+
+    def __init__(self, strategy: ProfilingStrategy) -> None:
+        self._strategy = strategy
+        self.profile: Profile | None = None
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        self.profile = self._strategy.profile(trainer.optimizers)
+        trainer.should_stop = True
+
+
+def take_profile(fit: Fit, module: TrainModule, strategy: ProfilingStrategy) -> Profile:
+    """Return the profile of one step of a module, through the trainer's own loop.
+
+    Random generators are afterwards as they were.
+
+    Args:
+        fit: trains the module.
+        module: loses its parameters to such without memory, unless the strategy measures.
+        strategy: runs the step.
+
+    Raises:
+        ModuleError: naming the line that needs values, and for a step that computes no gradients.
+    """
+    first = _FirstStep(strategy)
+    rng = capture_rng()
+    vars(module)["configure_callbacks"] = list  # those that a module brings would report on a step that is none
+    try:
+        fit(strategy, first)
+    except unknown_values() as error:
+        raise needs_values(type(module).__name__, error) from error
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        if isinstance(error, EchelonError) or not any(word in str(error) for word in _WITHOUT_MEMORY):
+            raise
+        raise needs_values(type(module).__name__, error) from error
+    finally:
+        del vars(module)["configure_callbacks"]
+        restore_rng(rng)
+    if first.profile is None:
+        raise ModuleError(
+            f"{type(module).__name__} made no step to profile, from a loader of {strategy.name!r}; give it training "
+            "data with one batch or more."
+        )
+    return first.profile
+
+
+def needs_values(name: str, error: Exception) -> ModuleError:
+    """Return the error that says where a module of this name has asked a tensor without memory for its values."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torch_folder = Path(torch.__file__).parent
+    own = [f for f in frames if not {_PACKAGE, torch_folder} & {*Path(f.filename).parents} or "examples" in f.filename]
+    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "the step"
+    return ModuleError(
+        f"{name} needs the values of a tensor at {where}, and a profile without memory has none "
+        f"({type(error).__name__}); measure one real micro-batch with --measure."
+    )
+
+
+def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
+    """Replace the parameters and buffers of a module by tensors without memory; tied ones stay one tensor."""
+    made: dict[Tensor, Tensor] = {}
+
+    def replacement(tensor: Tensor) -> Tensor:
+        new_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if getattr(tensor, "fake_mode", None) is mode and tensor.dtype is new_dtype:
+            return tensor
+        if tensor not in made:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=new_dtype)
+            made[tensor] = empty
+            if isinstance(tensor, nn.Parameter):
+                made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                vars(made[tensor]).update(vars(tensor))  # what users attach to their parameters
+        return made[tensor]
+
+    # in place, under the same names
+    held: Any = [t for submodule in module.modules() for t in (submodule._parameters, submodule._buffers)]  # noqa: SLF001
+    for tensors in held:
+        tensors.update({name: replacement(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def _state_bytes(values: dict[str, Any]) -> StateBytes:
+    tensors = list(iterate_tensors(values))
+    scalars = sum(tensor.nbytes for tensor in tensors if not tensor.dim())
+    return StateBytes(sum(tensor.nbytes for tensor in tensors) - scalars, scalars)

@@ -1,0 +1,164 @@
+"""Rehearsal: one rank of a run of any size, in this process, on tensors without memory and without the other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...strategies import Strategy
+from ...strategies.cluster.environment import overridden
+from ...strategies.distributed.nested import map_tensors
+from ...strategies.elastic import ForwardingStrategy
+from ...strategies.errors import ConfigError, ProcessError
+from ...strategies.estimate.counted_traffic import CountedTraffic
+from ...strategies.estimate.live_memory import LiveMemory
+from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group
+from .profiling import without_memory
+
+
+class RehearsedStrategy(ForwardingStrategy):
+    """Do what another strategy does on one rank, with tensors that have a shape and no memory.
+
+    Its collectives are those of torch's fake process group. What values decide is left out: the scale of losses, and
+    comparisons of ranks with each other.
+
+    Args:
+        inner: the strategy.
+        mode: that in which the module was built without memory.
+    """
+
+    name: ClassVar[str] = "rehearsal"
+
+    def __init__(self, inner: Strategy, mode: Any) -> None:
+        super().__init__(inner)
+        self.mode = mode
+        self.doing = "validate"
+        """The method of the strategy that was called last."""
+        self.seconds: dict[str, float] = {}
+        """The time that this process spent in each method."""
+        self.memory: LiveMemory | None = None
+        """What is alive beside the module; known after `setup_module`."""
+        self.traffic = CountedTraffic()
+        """What this rank sends, from the moment that it is asked to count."""
+        self.counts_traffic = self._is_inside = False
+
+    @contextmanager
+    def _rehearsing(self, name: str) -> Iterator[None]:
+        if self._is_inside:
+            yield
+            return
+        self._is_inside, self.doing = True, name
+        began = time.perf_counter()
+        with self.mode, ExitStack() as stack:
+            if self.memory is not None:
+                stack.enter_context(self.memory.watching_resizes())
+                stack.enter_context(self.memory)
+            if self.counts_traffic:
+                stack.enter_context(self.traffic)
+            try:
+                yield
+            finally:
+                self._is_inside = False
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def connect(self, hardware: Any, precision: Any) -> None:
+        self.doing = "connect"
+        self.inner.connect(hardware, precision)
+
+    def blame_peer(self, error: BaseException) -> ProcessError | None:
+        """Return None: there is no other rank that could be at fault."""
+        return None
+
+    def init_context(self) -> AbstractContextManager[object]:
+        return self.mode  # type: ignore[no-any-return]  # deferred_init has nothing to defer
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        without_memory(module, self.mode, self.precision.param_dtype)
+        # all is where it shall be; torch would exchange tensors without memory for others, and cannot
+        vars(module)["to"] = lambda *_, **__: module
+        try:
+            with self._rehearsing("setup_module"):
+                self.inner.setup_module(module, is_manual=is_manual)
+        finally:
+            del vars(module)["to"]
+        self.memory = LiveMemory(module)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        batch, *rest = args
+        with self._rehearsing(step_name):
+            return self.inner.run(step_name, map_tensors(self.mode.from_tensor, batch), *rest)
+
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return partial(self.run, step_name)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Leave the gradients as they are: whether they overflow is a question of values."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        with self._rehearsing("step"):
+            optimizer.step(closure)
+
+    def end_step(self) -> bool:
+        return True
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._rehearsing("backward"):
+            self.inner.backward(loss, *args, **kwargs)
+
+
+def _rehearsed(name: str) -> Callable[..., Any]:
+    def method(self: RehearsedStrategy, *args: Any, **kwargs: Any) -> Any:
+        with self._rehearsing(name):
+            return getattr(self.inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    *("setup_optimizers", "run_window", "zero_loss", "end_backward", "scale_gradients", "clip", "sync_replicas"),
+    *("model_state", "optimizer_state"),
+):
+    setattr(RehearsedStrategy, _name, _rehearsed(_name))
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[Any]:
+    """Make this process look like one rank of a run that torchrun has started; yield the mode of its tensors.
+
+    Raises:
+        ConfigError: for a rank that there is not, or in a process that has joined others.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"--rank must be from 0 to {world_size - 1}, got {rank}; there are {world_size} ranks.")
+    if dist.is_initialized():
+        raise ConfigError(
+            f"A rehearsal must run in a process of its own, got rank {dist.get_rank()} of {dist.get_world_size()}; run "
+            "`echelon rehearse` outside of a run."
+        )
+    variables: Mapping[str, int | str] = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % local_world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": rank // local_world_size,
+        "GROUP_WORLD_SIZE": world_size // local_world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+    }
+    with overridden({name: str(value) for name, value in variables.items()}):
+        join_fake_group(rank, world_size)
+        try:
+            yield fake_mode_beside_real()
+        finally:
+            dist.destroy_process_group()

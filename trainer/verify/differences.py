@@ -1,0 +1,76 @@
+"""Differences between tensors of a layout and of one process, and the file that holds the latter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...strategies.state.dtensor import is_dtensor, whole_tensor
+from ...strategies.state.lazy_tensor import Block
+from ..checkpoint.files import MappedFile
+from ..checkpoint.safetensors_file import read_tensors, write_tensors
+
+_FLOOR: Final = 0.01
+"""Of the largest value of all tensors of a kind: a tensor that is smaller counts as this large, so that AdamW's
+amplification of the noise of gradients that are zero passes for rounding."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a tensor is from that of one process."""
+
+    size: float
+    """The largest difference of an element, relative to the largest element."""
+    ratio: float
+    """The multiple of the other tensor that comes nearest to it."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a detached tensor whole, on the CPU, in float64. Collective for one whose shards lie on several ranks."""
+    tensor = whole_tensor(tensor) if is_dtensor(tensor) else tensor
+    return tensor.detach().to("cpu", torch.float64, copy=True)
+
+
+def largest(tensors: Mapping[str, Tensor]) -> float:
+    """Return the largest absolute value of all tensors."""
+    return max((float(tensor.abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
+
+
+def difference(found: Tensor, expected: Tensor, scale: float) -> Deviation:
+    """Return how far a tensor is from the expected one, where the largest of its kind has the value `scale`."""
+    if found.shape != expected.shape:
+        return Deviation(math.inf, math.nan)
+    if not found.numel():
+        return Deviation(0.0, 1.0)
+    most = float((found - expected).abs().max())
+    unit = float(expected.abs().max()) + _FLOOR * scale
+    square = float(expected.flatten() @ expected.flatten())
+    ratio = float(found.flatten() @ expected.flatten()) / square if square else math.nan
+    return Deviation(most / unit if unit and not math.isnan(most) else (math.inf if most else 0.0), ratio)
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Deviation]:
+    """Return the difference of every tensor by name; a name that only one side has differs without bound."""
+    scale = largest(expected)
+    missing = Deviation(math.inf, math.nan)
+    return {
+        name: difference(found[name], expected[name], scale) if name in found and name in expected else missing
+        for name in {**expected, **found}
+    }
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors of one process into a file that the layouts read."""
+    write_tensors(path, {name: Block.whole(tensor.contiguous()) for name, tensor in tensors.items()})
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, mapped."""
+    blocks, _ = read_tensors(MappedFile(path))
+    return {name: block.tensor for name, block in blocks.items()}

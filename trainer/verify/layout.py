@@ -1,0 +1,113 @@
+"""Layout: a strategy and the number of its processes on this machine, read from a text such as ``fsdp:4``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ...strategies import Strategy
+from ...strategies.errors import ConfigError
+from ...strategies.placement import BY_NAME
+from ...strategies.registry import find_strategy
+
+MOST_RANKS: Final = 64
+
+_NOT_COMPARED: Final = {"pp": "a rank has gradients of its own stage only", "ps": "gradients meet at servers only"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy on a number of processes of this machine.
+
+    Args:
+        strategy: the name of a strategy, or one made for this.
+        ranks: its processes; a strategy that uses one process takes so many devices, where it uses several.
+        name: what the report calls it; by default the strategy's name and the number.
+
+    Raises:
+        ConfigError: for a strategy that is not registered or cannot be compared, and a number that cannot be.
+    """
+
+    strategy: str | Strategy
+    ranks: int = 2
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.ranks) is not int or not 1 <= self.ranks <= MOST_RANKS:
+            raise ConfigError(f"ranks must be a number from 1 to {MOST_RANKS}, got {self.ranks!r}; give one of these.")
+        made = find_strategy(self.strategy, BY_NAME, argument="strategies")()
+        if made.name in _NOT_COMPARED:
+            raise ConfigError(
+                f"strategies must be such that each rank has gradients to compare, got {made.name!r}, where "
+                f"{_NOT_COMPARED[made.name]}; leave it out, docs/equivalence.md says how it is held to one process."
+            )
+        if not (made.uses_processes or made.uses_many_devices):
+            object.__setattr__(self, "ranks", 1)
+        if not self.name:
+            known = self.strategy if isinstance(self.strategy, str) else made.name
+            object.__setattr__(self, "name", known + (f" x {self.ranks}" if self.ranks > 1 else ""))
+        object.__setattr__(self, "_uses_processes", made.uses_processes)
+
+    @property
+    def num_processes(self) -> int:
+        """The processes to start; one for a strategy that has its devices in one."""
+        return self.ranks if vars(self)["_uses_processes"] else 1
+
+
+def layouts_of(given: Sequence[str | Strategy | Layout] | str, ranks: int) -> list[Layout]:
+    """Return the layouts that a user names, as ``ddp``, ``fsdp:4``, strategies or layouts.
+
+    Args:
+        given: them, in order; or a text with commas between them.
+        ranks: the processes of those that give no number.
+
+    Raises:
+        ConfigError: for one that cannot be, and for none.
+    """
+    words = [word for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)
+    layouts = [_layout(word, ranks) for word in words]
+    if not layouts:
+        raise ConfigError(f"strategies must name at least one, got {given!r}; give strategies such as 'ddp,fsdp'.")
+    names = [layout.name for layout in layouts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"strategies must differ, got {twice!r} twice; give each a Layout(..., name=) of its own.")
+    return layouts
+
+
+def _layout(given: str | Strategy | Layout, ranks: int) -> Layout:
+    if isinstance(given, Layout):
+        return given
+    if not isinstance(given, str):
+        return Layout(given, ranks)
+    name, colon, number = given.strip().partition(":")
+    if colon and not (number.isascii() and number.isdigit()):
+        raise ConfigError(f"strategies has {given!r}, whose ranks must be a number; write such as '{name}:4'.")
+    return Layout(name, int(number) if colon else ranks)
+
+
+def check_devices(layouts: Sequence[Layout], accelerator: str) -> str | None:
+    """Return a warning if this machine has fewer cores than ranks.
+
+    Raises:
+        ConfigError: for an accelerator that is not here, or with fewer devices than ranks.
+    """
+    most = max(layout.ranks for layout in layouts)
+    if accelerator not in ("cpu", "cuda"):
+        raise ConfigError(f"devices must be 'cpu' or 'cuda', got {accelerator!r}; give one of these.")
+    if accelerator == "cuda":
+        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if available < most:
+            raise ConfigError(
+                f"devices='cuda' with {most} ranks, but this machine has {available} CUDA device(s); use fewer ranks, "
+                "or devices='cpu', where ranks share the cores."
+            )
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < most:
+        return f"{most} ranks share {cores} core(s): this is slow, and the numbers are the same."
+    return None

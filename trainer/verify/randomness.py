@@ -1,0 +1,201 @@
+"""Switches for randomness: dropout, augmentation and, if asked for, batch statistics, on every layout alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from ...callbacks.dispatch import overrides
+from ..data.generators import Generators
+from ..data.loader_kinds import is_indexed
+from ..data.seed import derive
+from ..module.data_module import DataHooks, DataModule
+
+_DROPOUTS: Final = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+)
+_SIGNATURES: Final = {F.scaled_dot_product_attention: 4}
+"""The position of ``dropout_p`` where the function is written in C."""
+_OF_ATTENTION: Final = inspect.signature(F.multi_head_attention_forward)
+_IN_C: Final = frozenset(_DROPOUTS[-4:])
+
+
+class NoDropout(TorchFunctionMode):
+    """Runs torch's dropout functions, and attention, as in evaluation: also where a module calls them by hand."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _DROPOUTS:
+            name, place = ("train", 2) if func in _IN_C else ("training", 4 if func is F.rrelu else 2)
+            args, given = _replaced(args, given, name, place, value=False)
+        elif func is F.scaled_dot_product_attention:
+            args, given = _replaced(args, given, "dropout_p", _SIGNATURES[func], value=0.0)
+        elif func is F.multi_head_attention_forward:
+            call = _OF_ATTENTION.bind(*args, **given)
+            call.arguments["dropout_p"] = 0.0
+            args, given = call.args, call.kwargs
+        return func(*args, **given)
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: int, *, value: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > place:
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def switch_off(module: nn.Module, *, freezes_batchnorm: bool) -> None:
+    """Switch the dropout of layers off in place, and with `freezes_batchnorm` the statistics of batches."""
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - torch has no other name for all of them
+            layer.p = 0.0
+        elif isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
+            layer.dropout = 0.0
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and freezes_batchnorm:  # noqa: SLF001 - likewise
+            layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign, misc]
+            layer.training = False
+
+
+def told(module: nn.Module, *, freezes_batchnorm: bool) -> list[str]:
+    """Return a line for each kind of randomness that is switched off in a module."""
+    kinds: dict[str, list[str]] = {"dropout": [], "batch statistics": []}
+    for name, layer in module.named_modules():
+        drops = getattr(layer, "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout", 0.0)  # noqa: SLF001
+        if type(drops) is float and drops > 0:
+            kinds["dropout"].append(name)
+        if freezes_batchnorm and isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+            kinds["batch statistics"].append(name)
+    return [
+        f"{kind} switched off in {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+        for kind, names in kinds.items()
+        if names
+    ]
+
+
+class Seeded:
+    """A data set whose random augmentation is a function of the sample's index alone, whichever rank reads it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._generators = Generators()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        with self._streams_of(index):
+            return self._dataset[index]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        whole = getattr(self._dataset, "__getitems__", None)
+        if whole is None:
+            return [self[index] for index in indices]
+        samples = []
+        for index in indices:
+            with self._streams_of(index):
+                samples += whole([index])
+        return samples
+
+    @contextmanager
+    def _streams_of(self, index: Any) -> Iterator[None]:
+        generators = self._generators
+        before = generators.new_state()
+        generators.seed(derive(7, index if isinstance(index, int) else hash(repr(index))))
+        try:
+            yield
+        finally:
+            generators.put(before)
+
+
+class SeededData(DataModule):
+    """The loaders of another data module, or given ones, over `Seeded` data sets.
+
+    Args:
+        data: a data module, a training loader, or a pair of one for training and one for validation; None where the
+            module brings its own.
+        module: the user's.
+        global_batch_size: the samples of a step, where the trainer cannot cut them: in manual optimization. The batch
+            size of the training loader is changed.
+    """
+
+    def __init__(self, data: Any, module: Any, global_batch_size: int | None = None) -> None:
+        super().__init__()
+        self._global_batch_size = global_batch_size
+        self._owner = data if isinstance(data, DataModule) else module
+        pair = data if isinstance(data, tuple) else (data, None)
+        self._given = (None, None) if data is None or isinstance(data, DataModule) else pair
+        is_given = self._given[0] is not None
+        owns = overrides(self._owner, "val_dataloader", DataHooks)
+        self.has_validation_data = self._given[1] is not None if is_given else owns
+        """Whether there is any."""
+        if not self.has_validation_data:
+            self.val_dataloader = None  # type: ignore[method-assign, assignment]
+        if self._owner is not module:
+            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+                if getattr(type(self._owner), name) is not getattr(DataModule, name):
+                    setattr(self, name, getattr(self._owner, name))
+
+    def prepare_data(self) -> None:
+        if isinstance(self._owner, DataModule):
+            self._owner.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        if isinstance(self._owner, DataModule):
+            self._owner.trainer = self.trainer
+            self._owner.setup(stage)
+
+    def teardown(self, stage: str) -> None:
+        if isinstance(self._owner, DataModule):
+            self._owner.teardown(stage)
+
+    def train_dataloader(self) -> Any:
+        loader = _seeded(self._given[0] if self._given[0] is not None else self._owner.train_dataloader())
+        if self._global_batch_size is None or self.trainer is None:
+            return loader
+        session = self.trainer.session  # type: ignore[attr-defined]  # the trainer has more than `Run`
+        # a run that resumes keeps the samples of its step: the loader's times the ranks that it began with
+        ranks = session.state.data_size or session.strategy.data_size
+        return _with_batches_of(loader, self._global_batch_size // ranks)
+
+    def val_dataloader(self) -> Any:
+        return _seeded(self._given[1] if self._given[0] is not None else self._owner.val_dataloader())
+
+
+def _with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        size,
+        sampler=loader.sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+
+
+def _seeded(loader: Any) -> Any:
+    if is_indexed(loader) and not isinstance(loader.dataset, Seeded):
+        vars(loader)["dataset"] = Seeded(loader.dataset)  # the loader allows no other way once it is made
+    return loader
