@@ -1,0 +1,319 @@
+"""Engine: strategy, precision and checkpoints for those who write the training loop themselves."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...strategies import Strategy
+from ...strategies.errors import ConfigError, RunError
+from ..checkpoint import make_writer, resolve
+from ..checkpoint.manifest import Origin, read_manifest
+from ..data.seed import capture_rng, part_ranks
+from ..module.loss import Loss, loss_of
+from ..module.optimizers import ManagedOptimizer
+from ..resume.find_checkpoint import read_checkpoint
+from ..resume.run_state import of_data_ranks, put_generators_back
+from .prepared_loader import PreparedLoader
+from .prepared_module import check_plain, prepare
+from .prepared_optimizer import OptimizerSteps, adopt, check_optimizers
+from .processes import EngineProcesses
+from .saved_objects import OWN, check_names, put_back, state_of
+
+
+class Engine(EngineProcesses):
+    """A strategy, a precision and checkpoints as a tool for a loop of one's own; its methods have Fabric's names.
+
+    The optimizer steps are those of a `Trainer`, and of one process: gradients are the mean over the samples of the
+    global batch. All methods but `print` and `autocast` are collective where there are several processes: every rank
+    calls them, in the same order.
+
+    Args:
+        strategy: a strategy or its name. ``local_sgd``, ``elastic`` and ``dp`` need a Trainer.
+        accelerator: ``auto``, ``cpu``, ``gpu``, ``cuda`` or ``mps``.
+        devices: devices of a node: a count, indices, -1 for all, or ``auto``: as many as the strategy can use.
+        num_nodes: the number of machines.
+        precision: as of the Trainer.
+
+    Raises:
+        ConfigError: for what cannot be, before any process is started.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int = "32-true",
+    ) -> None:
+        super().__init__(
+            strategy=strategy, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision
+        )
+        self._strategies: dict[object, Strategy] = {}
+        """Of each module and optimizer that was set up."""
+        self._is_parted = False
+        self._origin = Origin(secrets.token_hex(16))
+
+    # --- what a loop is made of --------------------------------------------------------------------------------------
+
+    def init_module(self) -> AbstractContextManager[object]:
+        """Return the context in which to build a module, for a strategy that decides where its layers are built."""
+        self._connect()
+        return self.strategy.init_context()
+
+    def setup(self, module: nn.Module, *optimizers: Optimizer, overlap: bool = True) -> Any:
+        """Move, wrap or shard a module; return it, and its optimizers after it if there are any.
+
+        It stays the same object, with the names that it had. Optimizers made before follow its parameters.
+
+        Args:
+            module: any ``nn.Module``, once each.
+            optimizers: all that update its parameters, and no others.
+            overlap: let gradients of replicas meet while a backward computes them, as DDP does. False: after each
+                backward; for a module with buffers that runs several times before a backward, or of which some
+                parameters get no gradient.
+
+        Raises:
+            ConfigError: for a module that was set up before, or an optimizer that the strategy cannot use.
+            ModuleError: for optimizers of other parameters.
+        """
+        check_plain(module)
+        check_optimizers(optimizers, module, self._precision)
+        self._connect()
+        strategy = self.strategy.for_another_module()
+        strategy.validate_module(module)
+        names = {parameter: name for name, parameter in module.named_parameters(remove_duplicate=False)}
+        strategy.setup_module(module, is_manual=not overlap)
+        adopt(optimizers, names, module)
+        prepare(strategy, self._gradients.note_forward)
+        self._strategies[module] = strategy
+        self._gradients.train(strategy)
+        if not self._is_parted:
+            seed = strategy.collectives.broadcast(torch.initial_seed())
+            part_ranks(strategy.devices, seed, strategy.data_rank)
+            self._is_parted = True
+        return (module, *self._set_up(strategy, optimizers)) if optimizers else module
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Set up all optimizers of a module that was set up without; return them, or the one."""
+        held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        strategy = next(
+            (each for each in self._gradients.trained if not held.isdisjoint(each.module.parameters())), None
+        )
+        if strategy is None or any(self._strategies.get(each) is strategy for each in self._optimizers()):
+            raise ConfigError(
+                f"setup_optimizers must get all optimizers of one module that engine.setup got without any, got "
+                f"{len(optimizers)} of other modules; pass them to engine.setup(module, *optimizers)."
+            )
+        check_optimizers(optimizers, strategy.module, self._precision)
+        prepared = self._set_up(strategy, optimizers)
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def _optimizers(self) -> list[Any]:
+        return [each for each in self._strategies if not isinstance(each, nn.Module)]
+
+    def _set_up(self, strategy: Strategy, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
+        strategy.setup_optimizers(optimizers)
+        self._strategies.update(dict.fromkeys(optimizers, strategy))
+        return tuple(
+            ManagedOptimizer(optimizer, OptimizerSteps(optimizer, strategy, self._gradients, self.reduce))
+            for optimizer in optimizers
+        )
+
+    def setup_dataloaders(
+        self, *loaders: Any, accumulate_grad_batches: int = 1, global_batch_size: int | None = None
+    ) -> Any:
+        """Return loaders whose batches are cut over the ranks and on the device, or the one.
+
+        Args:
+            loaders: DataLoaders, or any iterables of batches. Samplers that deal to ranks are not needed.
+            accumulate_grad_batches: the batches of an optimizer step, the last of which has `sync_gradients`.
+            global_batch_size: instead, its samples over all ranks; the loader's batch size is then the largest share.
+
+        Raises:
+            DataError: for what is no loader.
+        """
+        self._connect()
+        for name, value in (
+            ("accumulate_grad_batches", accumulate_grad_batches),
+            ("global_batch_size", global_batch_size),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}; give one.")
+        if global_batch_size is not None and accumulate_grad_batches != 1:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} derives the accumulation itself, but accumulate_grad_batches="
+                f"{accumulate_grad_batches} is set too; give one of them."
+            )
+        seed = self.strategy.collectives.broadcast(torch.initial_seed())
+        prepared = tuple(
+            PreparedLoader(
+                loader,
+                self._gradients,
+                accumulate=accumulate_grad_batches,
+                global_batch_size=global_batch_size,
+                seed=seed,
+            )
+            for loader in loaders
+        )
+        return prepared if len(prepared) != 1 else prepared[0]
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of the precision, for what is computed outside of a module: a loss, or noise."""
+        return self._precision.forward_context(self.device)
+
+    def backward(self, loss: Tensor | Loss, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of a loss: the mean over the batch that was read last, or a `Loss` with a count of its own.
+
+        It is weighed by the samples of the batch among those of the step; do not divide it by the accumulation. Without
+        a prepared loader all ranks weigh the same, and what is accumulated is added up as it is. The other arguments
+        are those of ``Tensor.backward``.
+
+        Raises:
+            ModuleError: for what is no loss.
+            RunError: if no module that was set up has computed anything.
+        """
+        is_plain = type(loss) is Tensor and loss.requires_grad and loss.ndim == 0  # nearly always, and known at once
+        is_given = is_plain or args or kwargs.get("gradient") is not None
+        given = loss if is_given else loss_of(loss, where="The loss function")
+        if given is None:
+            raise ConfigError(
+                f"engine.backward must get a loss, got {loss!r:.80}; pass what the loss function returned."
+            )
+        weighed = self._gradients.weigh(given)
+        if self._precision.uses_scaler:
+            weighed = self.strategy.scaled(weighed)
+        weighed.backward(*args, **kwargs)
+        self._gradients.end_backward()
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the batch that was read last is the last of its step: then clip, step and zero the gradients."""
+        return self._gradients.syncs
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> Iterator[None]:
+        """Let gradients add up on each rank without meeting, in forward and backward of all but a step's last batch.
+
+        Prepared loaders with `accumulate_grad_batches` do so by themselves.
+        """
+        gradients = self._gradients
+        strategies = gradients.trained if module is None else [self._strategy_of(module)]
+        before = gradients.syncs
+        gradients.sync(strategies, before and not enabled)
+        try:
+            yield
+        finally:
+            gradients.sync(strategies, before)
+
+    def clip_gradients(
+        self, optimizer: Any, *, max_norm: float | None = None, clip_val: float | None = None
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer by their norm, which is returned as it was, or each by its value."""
+        if (max_norm is None) == (clip_val is None):
+            raise ConfigError(
+                f"clip_gradients must get one of max_norm and clip_val, got max_norm={max_norm} and "
+                f"clip_val={clip_val}; give one of them."
+            )
+        strategy, plain = self._strategy_of(optimizer), self._plain(optimizer)
+        self._gradients.check_ready(plain, "clip_gradients")
+        self._gradients.correct(plain)
+        strategy.unscale(plain)
+        if max_norm is not None:
+            return strategy.clip(plain, max_norm, "norm")
+        assert clip_val is not None
+        return strategy.clip(plain, clip_val, "value")
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Updates that were left out because scaled gradients overflowed (16-mixed)."""
+        self._gradients.finish_update()
+        return self._gradients.num_skipped
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint of modules, optimizers, loaders, whatever has a ``state_dict``, and plain values, by name.
+
+        It is a folder in the format of the Trainer, without pickle; the loss scale and random generators are added.
+        The weights of the part ``model`` are what `load_weights` reads. Call it between two optimizer steps.
+
+        Raises:
+            CheckpointError: for a value that a checkpoint cannot hold, or if the disk refuses.
+            RunError: inside an optimizer step.
+        """
+        self._connect()
+        check_names(state, "engine.save")
+        has_loader = any(isinstance(value, PreparedLoader) for value in state.values())
+        if self._gradients.is_inside_step or (has_loader and self._gradients.has_unused_batch):
+            raise RunError(
+                f"engine.save({str(path)!r}) was called inside an optimizer step, whose gradients or batch would be "
+                "lost; call it after optimizer.step()."
+            )
+        self._gradients.finish_update()
+        with torch.no_grad():
+            saved = {name: state_of(value, self._owner) for name, value in state.items()}
+        saved["precision"] = self.strategy.scaler.state_dict()
+        saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
+        self._origin = self._origin.after()
+        writer = make_writer(self.strategy.group, is_async=False)
+        writer.save(Path(path), saved, mesh=self.strategy.mesh_axes, origin=self._origin)
+
+    def load(
+        self, path: str | Path, state: MutableMapping[str, Any] | None = None, *, strict: bool = True
+    ) -> dict[str, Any]:
+        """Put objects back to what was saved under their names, on any number of ranks, and return the rest.
+
+        Plain values are replaced in `state`. With the whole state the random generators and the loss scale go on as
+        well. Nothing in the checkpoint is executed.
+
+        Raises:
+            CheckpointError: if it is absent, damaged, or does not fit.
+        """
+        self._connect()
+        objects = {} if state is None else state
+        check_names(objects, "engine.load")
+        folder = resolve(path)
+        assert folder is not None
+        known = read_manifest(folder).parts
+        large = [name for name, value in objects.items() if self._owner(value) is not None and name in known]
+        saved = read_checkpoint(folder, self.strategy, large=large, checked=lambda *_: None)
+        own = {name: saved.pop(name) for name in OWN if name in saved}
+        put_back(objects, saved, self._owner, strict=strict)
+        self._gradients.finish_update()
+        if objects and own:
+            if own["precision"] and self._precision.uses_scaler:
+                self.strategy.scaler.load_state_dict(own["precision"])
+            put_generators_back(self.strategy, own["rng"], torch.initial_seed(), 0)
+        self._origin = self._origin.going_on_from(read_manifest(folder))
+        return saved
+
+    def _owner(self, value: object) -> Strategy | None:
+        """Return the strategy of a module or an optimizer that was set up; None for all else."""
+        is_hashable = isinstance(value, nn.Module | Optimizer)
+        return self._strategies.get(self._plain(value)) if is_hashable else None
+
+    def _strategy_of(self, value: Any) -> Strategy:
+        strategy = self._owner(value)
+        if strategy is None:
+            raise ConfigError(
+                f"{type(value).__name__} was not set up by this engine; use what engine.setup(module, *optimizers) "
+                "returned."
+            )
+        return strategy
+
+    @staticmethod
+    def _plain(value: Any) -> Any:
+        """Return the optimizer inside the one that the user holds; anything else as it is."""
+        return value.optimizer if type(value) is ManagedOptimizer else value

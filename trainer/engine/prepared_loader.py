@@ -1,0 +1,165 @@
+"""PreparedLoader: a loader of the user whose batches are cut over the ranks, on the device, and resumable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ...strategies.state.schema import COUNT, check
+from ..data.index_stream import DataRanks
+from ..data.micro_batch import Window
+from ..data.replica_batches import compared, gather_numbers
+from ..data.stream import Cut
+from ..data.train_data import TrainData
+from ..data.transfer import make_move
+from ..resume.run_state import of_data_ranks, of_this_rank
+from .step_gradients import LoopBatch, StepGradients
+
+_SCHEMA = {"epoch": COUNT, "batches": COUNT, "data": [[dict]]}
+
+
+class PreparedLoader:
+    """Iterates over this rank's batches; each ``iter()`` reads an epoch, in the order in which a Trainer reads it.
+
+    All ranks get the same number of batches: where one has none left, a batch that it has seen stands in, which weighs
+    nothing in `Engine.backward`, `Engine.reduce` and `Engine.gather_for_metrics`. Attributes are the loader's own.
+
+    Args:
+        loader: a DataLoader or any iterable of batches, or a list, dict or `CombinedLoader` of them.
+        gradients: is told of each batch.
+        accumulate: the batches of an optimizer step.
+        global_batch_size: instead, its samples over all ranks.
+        seed: of the order, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        gradients: StepGradients,
+        *,
+        accumulate: int,
+        global_batch_size: int | None,
+        seed: int,
+    ) -> None:
+        strategy = self._strategy = gradients.strategy
+        self._loader, self._gradients = loader, gradients
+        agree = partial(gather_numbers, strategy) if strategy.data_size > 1 else None
+        ranks = DataRanks(strategy.data_rank, strategy.data_size, agree=agree)
+        cut = Cut(accumulate, global_batch_size, ranks, pins_memory=strategy.device.type == "cuda")
+        self._data = TrainData(loader, seed=seed, cut=cut, limit=1.0, in_order=False)
+        self._move = make_move(strategy)
+        self._batch = LoopBatch()
+        self.epoch = 0
+        """The epoch that is read, or the next one between two."""
+        self.batches_done = 0
+        """Batches of it that the loop was given."""
+        self._was_left = False
+        self._spare: Any = None
+        self._has_spare = False
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of an optimizer step over all ranks; None where the data does not tell."""
+        return self._data.global_batch_size
+
+    @property
+    def num_steps(self) -> int | float:
+        """Optimizer steps of an epoch; infinity where only reading tells."""
+        return self._data.num_steps
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the batch that was read last; 0 if it stands in for none."""
+        return self._gradients.size
+
+    def __len__(self) -> int:
+        if math.isinf(self._data.num_batches):
+            raise TypeError(f"{type(self._loader).__name__} has no length")
+        return int(self._data.num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not set yet while it is copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._was_left:  # as a DataLoader begins again after a loop was left
+            self._next_epoch()
+        self._data.begin_epoch(self.epoch)
+        self._was_left = True
+        is_shared = self._strategy.loss_collectives.world_size > 1
+        windows = compared(self._data.windows(self.batches_done), self._strategy, _first_batch)
+        try:
+            for window in windows:
+                yield from self._batches_of(window) if is_shared or len(window) > 1 else (self._only(window),)
+            self._next_epoch()
+        finally:
+            self._gradients.leave(self._batch)
+
+    def _next_epoch(self) -> None:
+        self.epoch, self.batches_done, self._was_left = self.epoch + 1, 0, False
+
+    def _only(self, window: Window) -> Any:
+        """Return the batch that is a whole step of this rank alone."""
+        micro_batch, batch = window[0], self._batch
+        batch.window, batch.size, batch.weights, batch.syncs = window, micro_batch.size, None, True
+        self._gradients.read(batch)
+        self.batches_done += 1
+        return micro_batch.batch if self._move is None else self._move(micro_batch.batch)
+
+    def _batches_of(self, window: Window) -> Iterator[Any]:
+        """Yield the batches of a step, those that stand in for missing ones first."""
+        if not window.total_size:  # of one data rank
+            window.total_size = window.size
+        if not self._has_spare:
+            self._find_spare(window)
+        if window:
+            self._spare = window[-1].batch
+        state, length = self._batch, window.length
+        state.window, state.weights = window, self._gradients.weights_of(window)
+        missing = length - len(window)
+        for index in range(length):
+            batch, size = self._spare, 0
+            if index >= missing:
+                micro_batch = window[index - missing]
+                batch, size = micro_batch.batch, micro_batch.size
+            is_last = index == length - 1
+            state.size, state.syncs = size, is_last
+            self._gradients.read(state)
+            self.batches_done += 1
+            yield batch if self._move is None else self._move(batch)
+
+    def _find_spare(self, window: Window) -> None:
+        """Take a batch that can stand in for missing ones, another rank's where this one has none. Collective."""
+        self._has_spare = True
+        if self._strategy.data_size == 1:
+            return
+        first = window[0].batch if window else None
+        owner = float(self._strategy.world_size if first is None else self._strategy.rank)
+        collectives = self._strategy.collectives
+        lacks_any, owner = collectives.all_reduce(float(first is None), "max"), collectives.all_reduce(owner, "min")
+        self._spare = collectives.broadcast(first, src=int(owner)) if lacks_any else first
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, after the last step that was read. Collective: every rank calls it."""
+        data = of_data_ranks(self._strategy, self._data.state_dict())
+        return {"epoch": self.epoch, "batches": self.batches_done, "data": data}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a position, on any number of ranks.
+
+        Raises:
+            CheckpointError: if it is no state of a loader.
+        """
+        check(state_dict, _SCHEMA, "The state of a loader")
+        self.epoch, self._was_left = state_dict["epoch"], False
+        states = of_this_rank(self._strategy, state_dict["data"])
+        self.batches_done = self._data.resume_epoch(self.epoch, states, state_dict["batches"])
+
+
+def _first_batch(window: Window) -> Any:
+    return window[0].batch if window else None

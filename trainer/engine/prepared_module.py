@@ -1,0 +1,139 @@
+"""PreparedModule: a module of the user whose calls go through the strategy that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ...strategies import Strategy
+from ...strategies.distributed.nested import map_tensors
+from ...strategies.errors import ConfigError, ModuleError
+
+_CALL: Final = "__call__"
+_CALLS: Final = "_engine_calls"
+_HALF: Final = (torch.float16, torch.bfloat16)
+
+
+class PreparedModule(nn.Module):
+    """Goes before the class of a module that an `Engine` has set up, so that it stays the object that the user has.
+
+    Names, attributes and methods are the module's, also inside it: a method that calls ``self(x)`` goes the same way.
+    (``fully_shard`` of torch changes the class of a module likewise.) A copy and a pickle are of the plain module.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, in the precision of the engine, so that a backward averages gradients."""
+        return vars(self)[_CALLS](_CALL, args, kwargs)
+
+    def run_plainly(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward, or a method that was marked, as the module itself does."""
+        if name == _CALL:
+            return super().__call__(*args, **kwargs)
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    run_synchronized = run_plainly  # under this name strategies let gradients meet in the backward that follows
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Let a method of the module go through the strategy as its forward does.
+
+        For one that uses submodules or parameters without calling the module itself.
+
+        Raises:
+            ModuleError: if the module's class has no such method.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        if not callable(getattr(type(self), name, None)):
+            raise ModuleError(
+                f"mark_forward_method({name!r}) must name a method that {type(self).__name__} defines; give another."
+            )
+        calls = vars(self)[_CALLS]
+        calls.marked.add(name)
+        vars(self)[name] = lambda *args, **kwargs: calls(name, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
+        left_out = {_CALLS, *vars(self)[_CALLS].marked}
+        kept = {name: value for name, value in state.items() if name not in left_out}
+        return _new, (type(self).__mro__[2],), kept, *rest
+
+
+class ModuleCalls:
+    """Calls of a prepared module: through the strategy, in its precision.
+
+    Args:
+        strategy: has set the module up.
+        note: is called before a forward that a backward may follow.
+    """
+
+    def __init__(self, strategy: Strategy, note: Callable[[], None]) -> None:
+        self._module: Any = strategy.module
+        self._precision, self._device_type = strategy.precision, strategy.device.type
+        self._plain, self._synchronized = strategy.step_fn("run_plainly"), strategy.step_fn("run_synchronized")
+        self._note = note
+        self._is_inside = False
+        self.marked: set[str] = set()
+        """The methods that go this way, too."""
+
+    def __call__(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_inside:  # a method of the module calls it
+            return self._module.run_plainly(name, args, kwargs)
+        precision = self._precision
+        if precision.param_dtype is not None:
+            args, kwargs = precision.convert_batch((args, kwargs))  # type: ignore[misc]
+        run = self._plain
+        if torch.is_grad_enabled():
+            self._note()
+            run = self._synchronized
+        self._is_inside = True
+        try:
+            output = run(name, args, kwargs)
+        finally:
+            self._is_inside = False
+        if precision.autocast_dtype is not None and not torch.is_autocast_enabled(self._device_type):
+            output = map_tensors(_as_float32, output)  # the loss is computed outside of autocast, from all its digits
+        return output
+
+
+def _new(plain: type[nn.Module]) -> nn.Module:
+    """Return a module without its content, which a copy or a pickle fills in."""
+    return plain.__new__(plain)
+
+
+def check_plain(module: Any) -> None:
+    """Check that a module can be set up.
+
+    Raises:
+        ConfigError: if it is none, is compiled as a whole, or was set up before.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"setup(module, *optimizers) must get a torch.nn.Module first, got {module!r:.80}, a "
+            f"{type(module).__name__}; set optimizers up together with their module."
+        )
+    if isinstance(module, PreparedModule):
+        raise ConfigError(
+            f"{type(module).__name__} was set up before; call setup once for each module, or set up a copy.deepcopy."
+        )
+    inner = getattr(module, "_orig_mod", None)
+    if inner is not None:
+        raise ConfigError(
+            f"setup must get the module inside torch.compile, got torch.compile({type(inner).__name__}); call "
+            "module.compile() before setup, which compiles it in place."
+        )
+
+
+def prepare(strategy: Strategy, note: Callable[[], None]) -> None:
+    """Let the calls of a module go through the strategy that has set it up, and call `note` as `ModuleCalls` does."""
+    module = strategy.module
+    plain = type(module)
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    module.__class__ = type(plain.__name__, (PreparedModule, plain), names)
+    vars(module)[_CALLS] = ModuleCalls(strategy, note)
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

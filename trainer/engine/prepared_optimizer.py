@@ -1,0 +1,132 @@
+"""Optimizers of an engine: their parameters as the strategy left them, and what ``step`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...callbacks.dispatch import overrides
+from ...strategies import Precision, Strategy
+from ...strategies.errors import ConfigError, ModuleError
+from ...strategies.state.optimizer_state import needs_closure
+from ..module.loss import Loss
+from ..module.optimizers import ManagedOptimizer, step_of
+from .step_gradients import StepGradients
+
+
+class OptimizerSteps:
+    """What ``step`` means of an optimizer that an engine has set up.
+
+    Args:
+        optimizer: the user's.
+        strategy: of its module.
+        gradients: of the step that the loop is at.
+        reduce: returns the mean of a loss over the ranks.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, strategy: Strategy, gradients: StepGradients, reduce: Callable[[Any], Any]
+    ) -> None:
+        self._optimizer, self._strategy, self._gradients, self._reduce = optimizer, strategy, gradients, reduce
+        self._evaluates = needs_closure(optimizer)
+        is_plain = not (strategy.precision.uses_scaler or overrides(strategy, "step", Strategy))
+        self._update: Callable[..., Any] = step_of(optimizer) if is_plain else self._step_by_strategy
+        self._casts = strategy.precision.autocast_dtype is not None
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the parameters; with a closure, which computes loss and gradients, call that first."""
+        optimizer, gradients = self._optimizer, self._gradients
+        if self._evaluates:
+            self._update(self._evaluating(closure))
+        else:
+            if closure is not None:
+                closure()
+            gradients.check_ready(optimizer, "step()")
+            gradients.correct(optimizer)
+            self._update()
+        gradients.note_step(optimizer)
+        if self._casts:
+            torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
+
+    def _step_by_strategy(self, closure: Callable[[], Any] | None = None) -> None:
+        self._strategy.unscale(self._optimizer)
+        self._strategy.step(self._optimizer, closure)
+
+    def _evaluating(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        """Return a closure that gives every rank the loss of all: they have to search in the same direction."""
+        if closure is None:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__}.step must get a closure, as it evaluates the loss several times, "
+                "got None; pass a function that zeroes the gradients, calls engine.backward(loss) and returns the loss."
+            )
+
+        def evaluate() -> Any:
+            self._gradients.begin_evaluation()
+            loss = closure()
+            self._gradients.check_ready(self._optimizer, "step(closure)")
+            self._gradients.correct(self._optimizer)
+            return self._reduce(loss) if isinstance(loss, Tensor | Loss) else loss
+
+        return evaluate
+
+
+def check_optimizers(optimizers: Sequence[object], module: nn.Module, precision: Precision) -> None:
+    """Check that optimizers can be set up with a module.
+
+    Raises:
+        ConfigError: for something else, one that was set up, and one that cannot take scaled gradients.
+        ModuleError: for one with other parameters.
+    """
+    own = set(module.parameters())
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"setup(module, *optimizers) must get torch optimizers after the module, got {optimizer!r:.80}, a "
+                f"{name}; call setup once for each module, with its optimizers. Schedulers stay as they are."
+            )
+        kind: type = type(optimizer)  # as it is; isinstance asks its optimizer
+        if kind is ManagedOptimizer:
+            raise ConfigError(f"{optimizer!r:.40} was set up before; call setup once for each optimizer.")
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = [tuple(parameter.shape) for parameter in held if parameter not in own]
+        if foreign:
+            raise ModuleError(
+                f"{len(foreign)} of {len(held)} parameters of {name} are not those of {type(module).__name__}, of "
+                f"shapes {foreign[:3]}; build it from module.parameters(), and put modules that share an optimizer "
+                "into one."
+            )
+        if needs_closure(optimizer) and precision.uses_scaler:
+            raise ConfigError(
+                f"precision={precision.name!r} scales gradients, which {name}, as it evaluates the loss itself, cannot "
+                "take; use bf16-mixed or 32-true."
+            )
+
+
+def adopt(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], module: nn.Module) -> None:
+    """Let optimizers hold the parameters of a module as a strategy has left them, where it made others of them.
+
+    Args:
+        optimizers: built before.
+        names: the parameters as they were then.
+        module: has others of the same names.
+
+    Raises:
+        ConfigError: for an optimizer that keeps state of parameters that are gone.
+    """
+    here = dict(module.named_parameters(remove_duplicate=False))
+    moved = {parameter for parameter, name in names.items() if here[name] is not parameter}
+    for optimizer in optimizers if moved else ():
+        if any(parameter in moved for parameter in optimizer.state):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has stepped, or was loaded, before its module was set up; set both up "
+                "first, and load with engine.load."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [
+                here[names[parameter]] if parameter in names else parameter for parameter in group["params"]
+            ]

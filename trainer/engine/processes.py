@@ -1,0 +1,193 @@
+"""EngineProcesses: the processes of an engine, their ranks, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from ...strategies import Precision, Strategy, place
+from ...strategies.errors import ConfigError, RunError
+from ..data.seed import capture_rng, restore_rng
+from ..data.seed import seed_everything as seed_all
+from .reported import concatenated, mean_by_samples, total_of
+from .step_gradients import StepGradients
+
+T = TypeVar("T")
+
+
+class EngineProcesses:
+    """The processes of an `Engine`; its arguments are the engine's."""
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int = "32-true",
+    ) -> None:
+        self._precision = Precision(precision)
+        self.strategy, self._hardware = place(strategy, accelerator, devices, num_nodes)
+        self.strategy.validate(self._hardware, self._precision)
+        has_sequences = self.strategy.mesh_axes.get("cp", 1) > 1
+        if self.strategy.needs_trainer or self.strategy.has_stages or has_sequences:
+            is_named = self.strategy.needs_trainer or self.strategy.has_stages
+            what = f"strategy={self.strategy.name!r}" if is_named else "context parallelism"
+            raise ConfigError(
+                f"{what} needs the Trainer's loop, which an Engine does not have; use echelon.Trainer, or another "
+                "strategy, such as 'ddp', 'zero' or 'fsdp'."
+            )
+        self._gradients = StepGradients(self.strategy)
+        self._is_connected = self._is_rank = False
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def launch(self, function: Callable[..., T] | None = None, /, *args: Any, **kwargs: Any) -> T | None:
+        """Start the processes, run ``function(engine, *args, **kwargs)`` in each, and return rank 0's result.
+
+        Under a launcher, such as torchrun, and with one process it runs here; then `function` may be left out, and
+        the loop follows the call. What the function changes in objects of the caller stays in the processes: return it.
+
+        Raises:
+            ConfigError: without a function where processes have to be started.
+        """
+        if self._is_connected and self.strategy.starts_processes:
+            raise RunError(
+                f"engine.launch was called on rank {self.global_rank} of the processes that it has started; call it "
+                "once, in the main program."
+            )
+        if not self.strategy.starts_processes:
+            self._connect()
+            return None if function is None else self._call(function, args, kwargs)
+        if not callable(function):
+            raise ConfigError(
+                f"engine.launch must get a function where strategy={self.strategy.name!r} starts "
+                f"{self.strategy.environment.world_size} processes, got {function!r:.80}; write engine.launch(main) "
+                "with a main(engine), or start the program with torchrun."
+            )
+        job = partial(_as_rank, self, function, args, kwargs, capture_rng())
+        return self.strategy.launch(job, parts={"function": function, "args": args, "kwargs": kwargs})
+
+    def _call(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+        try:
+            return function(self, *args, **kwargs)
+        except BaseException as error:
+            self.strategy.annotate(error)
+            # of processes that were launched the caller finds the culprit
+            culprit = None if self._is_rank else self.strategy.blame_peer(error)
+            if culprit is not None:
+                raise culprit from error
+            raise
+
+    def _connect(self) -> None:
+        """Join the other processes, once."""
+        if self._is_connected:
+            return
+        if self.strategy.starts_processes and not self._is_rank:
+            raise RunError(
+                f"The engine has not started its {self.strategy.environment.world_size} processes; put the loop into a "
+                "function main(engine), and call engine.launch(main)."
+            )
+        self.strategy.connect(self._hardware, self._precision)
+        self._is_connected = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.strategy.device
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process among all."""
+        return self.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its node."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.strategy.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.strategy.is_global_zero
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 alone."""
+        if self.is_global_zero:
+            print(*args, **kwargs)  # noqa: T201 - what the user asks for
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._connect()
+        self.strategy.barrier()
+
+    def seed_everything(self, seed: int | None = None) -> int:
+        """Seed all generators of this process, before `setup`, from which on each rank draws numbers of its own."""
+        return seed_all(seed, verbose=False)
+
+    # --- values of all ranks -----------------------------------------------------------------------------------------
+
+    def reduce(self, data: Any, reduction: str = "mean") -> Any:
+        """Return numbers and tensors as they are over all ranks, without gradient.
+
+        ``mean`` weighs each rank by the samples of the batch that it has read last, and a `Loss` by its count; ``sum``
+        adds up. A batch that stands in for none counts nothing.
+        """
+        self._connect()
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}; use all_reduce for others.")
+        function = mean_by_samples if reduction == "mean" else total_of
+        return function(data, self._gradients.size, self.strategy.data_collectives)
+
+    def gather_for_metrics(self, data: Any) -> Any:
+        """Return tensors with a row for each sample of the batch as those of all ranks, in order, each sample once."""
+        self._connect()
+        return concatenated(data, self._gradients.size, self.strategy)
+
+    def all_reduce(self, data: Any, reduce_op: Any = "mean") -> Any:
+        """Reduce every tensor and number over all ranks, each with the same weight."""
+        self._connect()
+        return self.strategy.reduce(data, reduce_op)
+
+    def all_gather(self, data: Any) -> Any:
+        """Stack every tensor over the ranks, along a new first dimension."""
+        self._connect()
+        return self.strategy.all_gather(data)
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data, of any kind, on every rank."""
+        self._connect()
+        return self.strategy.broadcast(data, src)
+
+    def to_device(self, data: Any) -> Any:
+        """Return tensors, or modules, on the device of this process."""
+        self._connect()
+        return self.strategy.batch_to_device(data)
+
+
+def _as_rank(
+    engine: EngineProcesses,
+    function: Callable[..., T],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rng: Mapping[str, Any],
+) -> T:
+    """Run a function in a process of an engine, with the caller's random state."""
+    restore_rng(rng)
+    engine._is_rank = True  # noqa: SLF001 - of this file
+    engine._connect()  # noqa: SLF001
+    return engine._call(function, args, kwargs)  # noqa: SLF001

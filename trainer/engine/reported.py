@@ -1,0 +1,63 @@
+"""Values of all ranks that a loop reports: weighed by samples, added up, or put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategies import Strategy
+from ...strategies.distributed.collectives import Collectives
+from ...strategies.distributed.nested import iterate_tensors, map_tensors
+from ...strategies.errors import ConfigError
+from ..module.loss import Loss, nonzero
+
+
+def mean_by_samples(data: Any, size: int, collectives: Collectives) -> Any:
+    """Return the mean over ranks, weighed by the samples of each, and of a `Loss` by its count. Collective."""
+    if isinstance(data, Loss):
+        own = [data.total.detach() * (size > 0), data.count * (size > 0)]
+        total, count = collectives.all_reduce(own)
+        return total / nonzero(count)
+    if collectives.world_size == 1:
+        return map_tensors(Tensor.detach, data)
+    weighed = map_tensors(lambda tensor: _floating(tensor.detach()) * size, data, lambda leaf: _times(leaf, size))
+    sums, total_size = collectives.all_reduce([weighed, size])
+    return map_tensors(lambda tensor: tensor / total_size, sums, lambda leaf: _times(leaf, 1 / total_size))
+
+
+def total_of(data: Any, size: int, collectives: Collectives) -> Any:
+    """Return the sum over ranks, without those whose batch stands in for none. Collective."""
+    if isinstance(data, Loss):
+        raise ConfigError(
+            f"reduce(..., 'sum') must get numbers and tensors, got {data!r:.80}; pass its total, or its count."
+        )
+    counts = int(size > 0)
+    return collectives.all_reduce(
+        map_tensors(lambda tensor: tensor.detach() * counts, data, lambda leaf: _times(leaf, counts))
+    )
+
+
+def concatenated(data: Any, size: int, strategy: Strategy) -> Any:
+    """Return tensors of all ranks along their first dimension, without those of batches that stand in. Collective."""
+    scalar = next((tensor for tensor in iterate_tensors(data) if not tensor.dim()), None)
+    if scalar is not None:
+        raise ConfigError(
+            f"gather_for_metrics must get tensors with a row for each sample, got {scalar!r:.80}; use reduce for it."
+        )
+    if strategy.data_size == 1:
+        return map_tensors(Tensor.detach, data)
+    own = [tensor.detach() for tensor in iterate_tensors(data)]
+    rows = strategy.data_collectives.all_gather_object(own if size else None)
+    columns = zip(*(row for row in rows if row is not None), strict=True)
+    joined = iter([torch.cat([part.to(strategy.device) for part in column]) for column in columns])
+    return map_tensors(lambda _: next(joined), data)
+
+
+def _floating(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+
+
+def _times(leaf: Any, factor: float) -> Any:
+    return leaf * factor if isinstance(leaf, int | float) and not isinstance(leaf, bool) else leaf

@@ -1,0 +1,101 @@
+"""Objects of a loop as what a checkpoint holds of them, and putting them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...strategies import Strategy
+from ...strategies.errors import CheckpointError, ConfigError
+from ..checkpoint import difference
+from ..checkpoint.saved_state import reading
+
+OWN: Final = ("precision", "rng")
+"""The parts that an `Engine` adds: the loss scale, and the random generators of each rank."""
+
+Owner = Callable[[object], Strategy | None]
+"""Returns the strategy of a module or an optimizer that an engine has set up; None for all else."""
+
+
+def check_names(state: object, function: str) -> None:
+    """Check the names of the objects that a user saves or loads.
+
+    Raises:
+        ConfigError: for anything but a mapping with strings that the engine does not use itself.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"{function} must get a dict of objects by name, got {state!r:.80}; write {{'model': model, ...}}."
+        )
+    for name in state:
+        if not isinstance(name, str) or name in OWN:
+            raise ConfigError(
+                f"{function} must get names that are strings other than {' and '.join(OWN)}, which the engine adds "
+                f"itself, got {name!r}; choose another name."
+            )
+
+
+def state_of(value: Any, owner: Owner) -> Any:
+    """Return what is saved of a value. Collective: every rank calls it."""
+    strategy = owner(value)
+    if strategy is None:
+        return value.state_dict() if _is_stateful(value) else value
+    if isinstance(value, Optimizer):
+        return strategy.optimizer_state(_plain(value))
+    strategy.sync_replicas()
+    return strategy.model_state()
+
+
+def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any], owner: Owner, *, strict: bool) -> None:
+    """Put objects back to what was saved of them, and take that out of `saved`. Collective: every rank calls it.
+
+    A value without ``load_state_dict`` is replaced in `objects`.
+
+    Raises:
+        CheckpointError: if one does not fit, or was not saved.
+    """
+    missing = [name for name in objects if name not in saved]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint has no part {missing[0]!r}, but {sorted(saved)}; load what it has, or save it under this "
+            "name."
+        )
+    for name, value in objects.items():
+        state = saved.pop(name)
+        strategy = owner(value)
+        if strategy is None and not _is_stateful(value):
+            objects[name] = state
+        elif isinstance(value, nn.Module):
+            _load_module(name, value, strategy, state, strict=strict)
+        else:
+            with reading(name):
+                if strategy is None:
+                    value.load_state_dict(state)
+                else:
+                    strategy.load_optimizer_state(_plain(value), state)
+
+
+def _load_module(name: str, module: nn.Module, strategy: Strategy | None, state: Any, *, strict: bool) -> None:
+    try:
+        if strategy is None:
+            module.load_state_dict(state, strict=strict)
+        else:
+            strategy.load_model_state(state, strict=strict)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        found = difference(module, state) if isinstance(state, Mapping) else error
+        raise CheckpointError(
+            f"The part {name!r} of the checkpoint does not fit {type(module).__name__}; build it as it was, or pass "
+            f"strict=False.\n{found or error}"
+        ) from error
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the one that the user holds."""
+    return vars(optimizer).get("optimizer", optimizer)  # type: ignore[no-any-return]

@@ -1,0 +1,218 @@
+"""StepGradients: the gradients of the optimizer step that a loop of the user's is at, and what their losses weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...callbacks.dispatch import overrides
+from ...strategies import Strategy
+from ...strategies.errors import RunError
+from ...strategies.state.dtensor import local_shard, multiply_all
+from ..data.micro_batch import MicroBatch, Window
+from ..loop.loss_weights import Weights
+from ..module.loss import Loss
+
+_NO_BATCH: Final = MicroBatch(None, 1)
+
+
+@dataclass(slots=True, eq=False)
+class LoopBatch:
+    """The batch of a loader that the loop was given last; each loader has one, which it changes."""
+
+    window: Window | None = None
+    """The batches of the optimizer step; None where no prepared loader is being read."""
+    weights: Weights | None = None
+    """Of their losses; None where they are the whole step."""
+    size: int = 1
+    """Its samples; 0 for a batch that stands in for one that this rank does not have."""
+    syncs: bool = True
+    """Whether it is the last of its step, in whose backward gradients meet."""
+    read_at: int = -1
+    """The number of updates when it was read."""
+
+
+class StepGradients:
+    """Weighs losses as a Trainer does, by the batch that the loop has read last, and keeps the order of its calls.
+
+    A step begins with the first backward after an optimizer has stepped.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.trained: list[Strategy] = []
+        """Those of the modules that were set up."""
+        self._ends: list[Callable[[], None]] = []
+        self._nothing = LoopBatch()
+        self._batch = self._nothing
+        self._reading: dict[LoopBatch, None] = {}
+        """The batches of loaders that are being read, the one that was read last at the end."""
+        self.syncs = True
+        """Whether the next backward is the last of its step, in which gradients meet."""
+        self.has_stepped = False
+        """Whether an optimizer has stepped since the step began."""
+        self.num_skipped = 0
+        """Updates that were left out because scaled gradients overflowed."""
+        self._has_forward = self._has_met = False
+        self._num_updates = 0
+        self._num_backwards = 0
+        self._stepped_at: dict[Optimizer, int] = {}
+        self._weights: Weights | None = None
+        self._correction: Tensor | float | None = None
+        self._corrected: set[Optimizer] = set()
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether gradients are there that no optimizer has used yet, or more are to come."""
+        return not self.syncs or (self._num_backwards > 0 and not self.has_stepped)
+
+    @property
+    def has_unused_batch(self) -> bool:
+        """Whether a batch was read after which no optimizer has stepped."""
+        return any(batch.read_at == self._num_updates for batch in self._reading)
+
+    @property
+    def size(self) -> int:
+        """Samples of the batch that was read last; 0 if it stands in for one that this rank does not have."""
+        return self._batch.size
+
+    def weights_of(self, window: Window) -> Weights | None:
+        """Return the weights of the losses of a window; None where its one batch is the whole step."""
+        sharing = self._sharing()
+        return None if sharing is None and len(window) == 1 else Weights(window, sharing, is_whole=False)
+
+    def read(self, batch: LoopBatch) -> None:
+        """Take note of a batch that the loop is given."""
+        batch.read_at = self._num_updates
+        if batch is not self._batch:
+            self._reading.pop(batch, None)
+            self._reading[batch] = None
+            self._batch = batch
+        if batch.syncs != self.syncs:
+            self.sync(self.trained, batch.syncs)
+
+    def leave(self, batch: LoopBatch) -> None:
+        """Take note that a loader is not read any more; the one that was read before it, if any, goes on."""
+        self._reading.pop(batch, None)
+        self._batch = next(reversed(self._reading), self._nothing)
+        if self._batch.syncs != self.syncs:
+            self.sync(self.trained, self._batch.syncs)
+
+    def sync(self, strategies: Sequence[Strategy], enabled: bool) -> None:
+        """Say whether gradients meet in the next backward."""
+        self.syncs = enabled
+        for strategy in strategies:
+            strategy.set_grad_sync(enabled)
+
+    def end_backward(self) -> None:
+        """Let gradients meet, where they have not in the backward."""
+        if self.syncs:
+            for end_backward in self._ends:
+                end_backward()
+
+    def train(self, strategy: Strategy) -> None:
+        """Take note of a module that was set up."""
+        self.trained.append(strategy)
+        if overrides(strategy, "end_backward", Strategy):
+            self._ends.append(strategy.end_backward)
+
+    def note_forward(self) -> None:
+        """Take note that a prepared module computes something."""
+        self._has_forward = True
+
+    def weigh(self, loss: Tensor | Loss) -> Tensor:
+        """Return the tensor whose gradient a loss contributes to the step.
+
+        Raises:
+            RunError: if no prepared module has computed anything.
+        """
+        if self.has_stepped:
+            self._begin()
+        if not self._has_forward:
+            raise RunError(
+                f"engine.backward must get a loss of a module that engine.setup has returned, got one while none of "
+                f"{len(self.trained)} has computed anything; call the module itself, and mark methods that compute "
+                "without calling it with module.mark_forward_method(name)."
+            )
+        self._num_backwards += 1
+        self._has_met = self.syncs
+        if not isinstance(loss, Loss):
+            batch = self._batch
+            return loss if batch.weights is None else batch.weights.weigh_samples(loss, batch.size)
+        if self._weights is None:
+            self._weights = Weights(self._window_of_units(), self._sharing(), is_whole=False)
+        if not self.size:
+            loss = Loss(loss.total * 0, loss.count * 0)
+        return self._weights.weigh(loss, self.size)
+
+    def _begin(self) -> None:
+        """Begin a step; adapt the loss scale to the one before."""
+        self.has_stepped = False
+        self.begin_evaluation()
+        self.num_skipped += not self.strategy.end_step()
+
+    def finish_update(self) -> None:
+        """Adapt the loss scale, if an optimizer has stepped since it was."""
+        if self.has_stepped:
+            self._begin()
+            self._num_backwards = 0
+            self._stepped_at.clear()
+
+    def check_ready(self, optimizer: Optimizer, method: str) -> None:
+        """Check that the gradients of an optimizer are there; `method` is what the user has called.
+
+        Raises:
+            RunError: without a backward since its last step, and before the last micro-batch of a step.
+        """
+        name = type(optimizer).__name__
+        if self._stepped_at.get(optimizer, 0) == self._num_backwards:
+            raise RunError(
+                f"{method} of {name} was called without engine.backward(loss) since its last step; call that instead "
+                "of loss.backward()."
+            )
+        if not self._has_met:
+            raise RunError(
+                f"{method} of {name} was called inside an accumulation, before the gradients of all micro-batches and "
+                "ranks are there; call clip_gradients, step and zero_grad where engine.sync_gradients is True."
+            )
+
+    def begin_evaluation(self) -> None:
+        """Forget the losses of an evaluation by an optimizer that asks for several in one step."""
+        self._weights = self._correction = None
+        self._corrected.clear()
+
+    def correct(self, optimizer: Optimizer) -> None:
+        """Multiply an optimizer's gradients by what was not known before the last micro-batch, once a step.
+
+        Collective where losses are `Loss`: every rank calls it.
+        """
+        if self._weights is None or optimizer in self._corrected:
+            return
+        if not self._corrected:
+            self._correction = self._weights.correction(counts_units=True)
+        self._corrected.add(optimizer)
+        if self._correction is not None:
+            held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            multiply_all([local_shard(gradient) for gradient in held], self._correction)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Take note that an optimizer has stepped."""
+        self._stepped_at[optimizer] = self._num_backwards
+        self.has_stepped = True
+        self._num_updates += 1
+
+    def _sharing(self) -> Strategy | None:
+        """Return the strategy where several ranks share a step."""
+        return self.strategy if self.strategy.loss_collectives.world_size > 1 else None
+
+    def _window_of_units(self) -> Window:
+        """Return a window for losses that bring their own counts; what it plans has no effect on their gradient."""
+        if self._batch.window is not None:
+            return self._batch.window
+        window = Window((_NO_BATCH,))
+        window.total_size = self.strategy.loss_collectives.world_size
+        return window
