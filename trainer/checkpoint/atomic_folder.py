@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
-import hashlib
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ...strategies.errors import CheckpointError
+from ...strategies.launch.proc_status import host_id
 from .files import explain
 from .manifest import MANIFEST, read_manifest
 
@@ -38,9 +36,9 @@ def committed(path: Path) -> Iterator[Path]:
         CheckpointError: if it cannot be written, or if `path` is not a checkpoint.
     """
     path = path.absolute()
-    _check_replaceable(path)
     temporary = _temporary(path, "new")
     try:
+        _check_replaceable(path)
         _make_folders(path.parent)
         sweep(path.parent)
         temporary.mkdir()
@@ -82,11 +80,11 @@ def point(link: str | Path, path: str | Path) -> None:
         CheckpointError: if `path` is not a checkpoint, or `link` is neither a link nor a checkpoint.
     """
     link, path = Path(link).absolute(), Path(path).absolute()
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint; save it first.")
-    _check_replaceable(link)
     temporary = _temporary(link, "new")
     try:
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint; save it first.")
+        _check_replaceable(link)
         temporary.symlink_to(os.path.relpath(path.resolve(), link.parent.resolve()))
         _move(temporary, link)
     except OSError as error:
@@ -176,10 +174,12 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete what is temporary; the next save in its folder sweeps what the disk refuses to delete."""
+    with suppress(OSError):
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_folders(folder: Path) -> None:
@@ -191,23 +191,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _temporary(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}.{kind}")
-
-
-@functools.cache
-def _host() -> str:
-    """Return a name of this boot of this machine and this container, in which a process id is unique."""
-    identity = socket.gethostname()
-    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            identity += os.readlink(source) if os.path.islink(source) else Path(source).read_text()
-        except OSError:  # not Linux
-            continue
-    return (
-        re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:24]
-        + "-"
-        + hashlib.sha256(identity.encode()).hexdigest()[:8]
-    )
+    return path.with_name(f".{path.name}.{host_id()}.{os.getpid()}.{secrets.token_hex(4)}.{kind}")
 
 
 def _parse(entry: Path) -> re.Match[str]:
@@ -219,7 +203,7 @@ def _parse(entry: Path) -> re.Match[str]:
 def _is_abandoned(entry: Path) -> bool:
     """Return whether the writer is dead; one on another machine counts as dead after a day without a write."""
     name = _parse(entry)
-    if name["host"] == _host():
+    if name["host"] == host_id():
         return not _is_alive(int(name["pid"]))
     files = list(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else []
     return time.time() - max(file.lstat().st_mtime for file in (entry, *files)) > _SILENCE

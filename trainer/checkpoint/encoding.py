@@ -6,19 +6,20 @@ import math
 import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...strategies.errors import CheckpointError
-from ...strategies.state.dtensor import is_dtensor, layout_of, own_block, replicas_of, writes
+from ...strategies.state.dtensor import is_dtensor, layout_of, local_shard, own_blocks, writes
 from ...strategies.state.lazy_tensor import Block, StoredTensor
-from ...strategies.state.optimizer_state import Sharded
+from ...strategies.state.optimizer_state import Elsewhere, Sharded
+from ...strategies.state.shards import Holders
+from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from .tags import COLLECTIONS, SCALARS
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
@@ -72,19 +73,22 @@ class Encoder:
         """Whether ranks hold different values."""
         self.own: set[str] = set()
         """The keys of the blocks that only this rank and its replicas hold."""
+        self.further: dict[str, tuple[str, int]] = {}
+        """Of a tensor of which this rank writes several blocks, those after the first: its key and a number."""
         self.layout: dict[str, int] = {}
         """The degrees of parallelism of the DTensors, by axis of their mesh."""
         self._is_first = self._is_own = is_first
         self._is_in_sharded = False
-        self._placements: dict[tuple[object, ...], Any] = {}
+        self._holders = Holders()
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
-        self._kept: list[Block] = []  # written by other ranks; if freed, another tensor could get their address
+        self._kept: list[Block] = []  # if one were freed, another tensor could get its address
+        self._marks: list[Elsewhere] = []  # the same
 
     @property
     def replicas(self) -> set[int]:
         """The ranks that hold the same blocks of DTensors as this one; each of them writes some."""
-        return {rank for tensor in self._placements.values() for rank in replicas_of(tensor)}
+        return self._holders.all
 
     def encode(self, value: Any, path: str, key: str) -> Any:
         """Return `value` as JSON values; see the function `encode`."""
@@ -103,6 +107,8 @@ class Encoder:
             return {"$tensor": self._tensor(value, path, key), **_complex_mark(value)}
         if kind is Sharded:
             return self._sharded(value, path, key)
+        if kind is Elsewhere:
+            return {"$tensor": self._elsewhere(value, key), **({"complex": True} if value.dtype.is_complex else {})}
         if kind in (dict, OrderedDict):
             return self._mapping(value, path, key)
         if kind in COLLECTIONS:
@@ -117,11 +123,20 @@ class Encoder:
         odd = [name for name in value if type(name) is not str or name.startswith("$")]
         if odd:
             raise CheckpointError(f"{path} is sharded and has the name {odd[0]!r}; use strings without a leading '$'.")
-        self.is_distributed = self._is_own = self._is_in_sharded = True
+        self.is_distributed = self._is_in_sharded = True
+        self._is_own = value.is_owner
         encoded: dict[str, Any] = self._mapping(value, path, key)
         self._is_own, self._is_in_sharded = self._is_first, False
-        self.entries[key] = encoded
-        return encoded
+        self.entries[key] = encoded if value.is_owner else {}
+        return self.entries[key]
+
+    def _elsewhere(self, value: Elsewhere, key: str) -> str:
+        """Return the key of a tensor that other ranks write; all names of one tensor have one."""
+        self.is_distributed = True
+        if (id(value),) not in self._known:
+            self._known[id(value),] = self._new_key(key)
+            self._marks.append(value)
+        return self._known[id(value),]
 
     def _mapping(self, value: Mapping[Any, Any], path: str, key: str) -> Any:
         if all(type(name) is str and not name.startswith("$") for name in value):
@@ -176,25 +191,33 @@ class Encoder:
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
             )
-        block = _plain(own_block(tensor, path) if is_shard else Block.whole(tensor.detach()))
-        memory = _memory(block.tensor)
+        shard = _plain(Block.whole(local_shard(tensor).detach()))
+        memory = _memory(shard.tensor)
         if memory in self._known:
             return self._known[memory]
         unique = self._new_key(key)
-        if block.tensor.numel():
+        if shard.tensor.numel():
             self._known[memory] = unique
+        blocks = {unique: shard}
         if is_shard:
             self.is_distributed = True
             self.layout |= layout_of(tensor)
-            any_tensor: Any = tensor
-            self._placements[id(any_tensor.device_mesh), any_tensor.placements] = tensor
+            blocks = self._named(unique, [_plain(block) for block in own_blocks(tensor, path)])
         if is_shard or self._is_in_sharded:
-            self.own.add(unique)
-        if writes(tensor, block, key) if is_shard else self._is_own:
-            self.blocks[unique] = block
-        else:
-            self._kept.append(block)
+            self.own.update(blocks)
+        if writes(tensor, key, self._holders) if is_shard else self._is_own:
+            self.blocks |= blocks
+        self._kept.append(shard)
         return unique
+
+    def _named(self, key: str, blocks: Sequence[Block]) -> dict[str, Block]:
+        """Return the blocks of one tensor by the tensor's key, and by new keys those after the first."""
+        named = {key: blocks[0]}
+        for number, block in enumerate(blocks[1:], 1):
+            unique = self._new_key(f"{key}#{number}")
+            self.further[unique] = key, number
+            named[unique] = block
+        return named
 
     def _new_key(self, key: str) -> str:
         unique, count = key, 1
@@ -219,6 +242,8 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Return a value that is equal for two tensors if they are the same elements."""
     if isinstance(tensor, StoredTensor):
         return (id(tensor),)
+    if is_without_memory(tensor):
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()  # noqa: SLF001
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...strategies.errors import CheckpointError
+from ...strategies.state.schema import time_text
 from .atomic_folder import discard, is_stranded
 from .files import explain
 from .loading import verify
@@ -31,8 +32,9 @@ class FoundCheckpoint:
 
 def list_checkpoints(*folders: str | Path) -> list[FoundCheckpoint]:
     """Return the checkpoints of folders, oldest first, those with a damaged manifest included; links are left out."""
-    paths = [path for folder in folders for path in _children(Path(folder)) if _is_candidate(path)]
-    return sorted(map(_look, paths), key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
+    paths = [path for folder in folders for path in _candidates(Path(folder))]
+    known = [checkpoint for checkpoint in map(_look, paths) if checkpoint is not None]
+    return sorted(known, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
 def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
@@ -100,8 +102,10 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
     )
 
 
-def remove(path: str | Path) -> bool:
-    """Delete a checkpoint and return True; the newest valid one of its folder is left alone.
+def remove(path: str | Path, lineage: str | None = None) -> bool:
+    """Delete a checkpoint and return True; left alone is the newest valid one of its folder, and what a link means.
+
+    With a `lineage`, so is a checkpoint of another one.
 
     A newer one counts as valid if its files have their sizes: reading all bytes at every save would take too long.
 
@@ -113,6 +117,14 @@ def remove(path: str | Path) -> bool:
     index = next((index for index, checkpoint in enumerate(siblings) if checkpoint.path == path), None)
     if index is None:
         raise CheckpointError(f"{path} is not a checkpoint folder and is left alone; delete it by hand.")
+    manifest = siblings[index].manifest
+    if lineage is not None and (manifest is None or manifest.lineage != lineage):
+        owner = "a damaged checkpoint" if manifest is None else "a checkpoint of another run"
+        _logger.warning("%s is %s, so it is not deleted; delete it by hand.", path, owner)
+        return False
+    if _is_linked(path):
+        _logger.info("%s is what a link in its folder stands for, so it is not deleted.", path)
+        return False
     is_newest = not any(_is_complete(newer) for newer in siblings[index + 1 :])
     if is_newest and _is_complete(siblings[index]):
         _logger.warning("%s is the newest valid checkpoint of its folder, so it is not deleted.", path)
@@ -121,13 +133,27 @@ def remove(path: str | Path) -> bool:
     return True
 
 
-def _look(path: Path) -> FoundCheckpoint:
+def _look(path: Path) -> FoundCheckpoint | None:
+    """Return what a folder is; None for one that another run has just deleted."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="microseconds")
+        try:
+            changed = time_text(datetime.fromtimestamp(path.stat().st_mtime, UTC))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, OverflowError):  # a folder that cannot be read, or a time beyond all years
+            changed = ""
         return FoundCheckpoint(path, changed, None, str(error))
     return FoundCheckpoint(path, manifest.saved_at, manifest)
+
+
+def _is_linked(path: Path) -> bool:
+    try:
+        links = [entry for entry in path.parent.iterdir() if entry.is_symlink()]
+        return path.resolve() in (link.resolve() for link in links)
+    except (OSError, RuntimeError):  # a loop of links
+        return True
 
 
 def _is_complete(checkpoint: FoundCheckpoint) -> bool:
@@ -139,6 +165,13 @@ def _is_complete(checkpoint: FoundCheckpoint) -> bool:
         )
     except OSError:
         return False
+
+
+def _candidates(folder: Path) -> list[Path]:
+    try:
+        return [path for path in _children(folder) if _is_candidate(path)]
+    except OSError as error:
+        raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
 
 
 def _is_candidate(path: Path) -> bool:
@@ -162,7 +195,9 @@ def _nearest(path: Path) -> str:
     if near:
         return f" {path.parent} has {', '.join(near)}."
     return (
-        f" {path.parent} has {len(names)} other entries." if path.parent.is_dir() else f" Neither does {path.parent}."
+        f" The folder {str(path.parent.absolute())!r} has no such name among its {len(names)} entries."
+        if path.parent.is_dir()
+        else f" Neither does {path.parent}."
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block
+from ...strategies.state.schema import TEXT, check, shown
 from .files import MappedFile, explain
 from .loading import load
 from .manifest import MANIFEST
@@ -107,7 +108,12 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     unfit = {*differences.unexpected, *(name for name, _, _ in differences.mismatched)}
     own = module.state_dict()
     fit = {name: shard_like(weight, own.get(name)) for name, weight in weights.items() if name not in unfit}
-    module.load_state_dict(fit, strict=False)
+    try:
+        module.load_state_dict(fit, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The weights do not fit {type(module).__name__}: {shown(str(error))}; use another checkpoint."
+        ) from error
     return differences
 
 
@@ -137,6 +143,7 @@ def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
 def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
     if (folder / MANIFEST).is_file():
         state = load(folder, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
+        check(state, {TEXT: object}, f"The part {MODEL!r} of {folder}")
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if (folder / _SINGLE).is_file():
         return _plain(read_tensors(MappedFile(folder / _SINGLE)))

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ...strategies.errors import CheckpointError
+from ...strategies.state.schema import (
+    COUNT,
+    LINEAGE,
+    POSITIVE,
+    TEXT,
+    TIME,
+    check,
+    parse_json,
+    shown,
+    text_like,
+    time_text,
+)
 from .files import HASH_NAME, FileRecord, explain
 
 MANIFEST: Final = "manifest.json"
@@ -22,7 +35,49 @@ LARGEST_JSON: Final = 256 << 20
 
 _BEFORE_HASH: Final = b',\n "sha256": "'
 _AFTER_HASH: Final = b'"\n}\n'
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
+_FILE_NAME: Final = text_like(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,254}", "the name of a file inside the checkpoint")
+_HASH: Final = text_like(r"([0-9a-f]{64})?", "a hash of 64 hex digits")
+_SCHEMA: Final = {
+    "echelon_version": TEXT,
+    "torch_version": TEXT,
+    "saved_at": TIME,
+    "lineage": LINEAGE,
+    "mesh": {TEXT: POSITIVE},
+    "parts": {TEXT: [_FILE_NAME]},
+    "files": {_FILE_NAME: {"size": COUNT, "sha256": _HASH}},
+    "parameters": [TEXT],
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run that writes a checkpoint, and when."""
+
+    lineage: str = ""
+    """The id of the run and of those that go on from it, in hex; retention deletes no checkpoint of another one."""
+    saved_at: str = ""
+    """When it saved last, as in the manifest; empty before the first time."""
+
+    def after(self) -> Self:
+        """Return the origin of the next checkpoint, saved now, or a moment later if the clock has been set back."""
+        now = time_text(datetime.now(UTC))
+        if self.saved_at >= now:
+            with suppress(OverflowError):  # a forged time at the end of the year 9999 is followed by itself
+                now = max(now, self.saved_at)
+                now = time_text(datetime.fromisoformat(now) + timedelta(microseconds=1))
+        return replace(self, saved_at=now)
+
+    def not_before(self, saved_at: str) -> Self:
+        """Return the origin of a run that follows a checkpoint of this time."""
+        return replace(self, saved_at=max(self.saved_at, saved_at))
+
+    def going_on_from(self, manifest: Manifest) -> Self:
+        """Return the origin of a run that goes on from a checkpoint."""
+        return replace(self, lineage=manifest.lineage or self.lineage).not_before(manifest.saved_at)
+
+
+NO_RUN: Final = Origin()
+"""The origin of a state that is saved outside of a run."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +87,9 @@ class Manifest:
     echelon_version: str
     torch_version: str
     saved_at: str
-    """UTC, ISO 8601 with microseconds: sorts as text."""
+    """UTC, ISO 8601 with microseconds: sorts as text; later than that of every checkpoint it follows."""
+    lineage: str
+    """The id of the run and of those that it went on from; empty for a state that no run has saved."""
     mesh: Mapping[str, int]
     """The degrees of parallelism of the run; empty for one process."""
     parts: Mapping[str, Sequence[str]]
@@ -49,6 +106,7 @@ class Manifest:
             "echelon_version": self.echelon_version,
             "torch_version": self.torch_version,
             "saved_at": self.saved_at,
+            "lineage": self.lineage,
             "mesh": dict(self.mesh),
             "parts": {part: list(names) for part, names in self.parts.items()},
             "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
@@ -84,10 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{path} is damaged: its content does not match its own {HASH_NAME}; use another checkpoint."
         )
-    try:
-        return _parse(json.loads(head + b"\n}"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what Echelon writes ({error!r}); use another checkpoint.") from None
+    return _parse(parse_json(head + b"\n}", str(path)), str(path))
 
 
 def _split(raw: bytes) -> tuple[bytes | None, str]:
@@ -98,27 +153,18 @@ def _split(raw: bytes) -> tuple[bytes | None, str]:
     return head, end[len(_BEFORE_HASH) : -len(_AFTER_HASH)].decode("ascii", "replace")
 
 
-def _parse(content: dict[str, Any]) -> Manifest:
-    if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}")
+def _parse(content: Any, path: str) -> Manifest:
+    check(content, {"format": FORMAT, "format_version": COUNT, "echelon_version": TEXT}, path)
     if content["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint has format version {content['format_version']!r}, this Echelon reads {FORMAT_VERSION}; "
-            f"read it with Echelon {content['echelon_version']}, which wrote it."
+            f"read it with Echelon {shown(content['echelon_version'])}, which wrote it."
         )
-    files = {name: FileRecord(int(file["size"]), str(file["sha256"])) for name, file in content["files"].items()}
-    parts = {part: list(names) for part, names in content["parts"].items()}
-    for name in [*files, *(name for names in parts.values() for name in names)]:
-        if not _FILE_NAME.fullmatch(name) or name not in files:
-            raise CheckpointError(
-                f"manifest.json names a file {name!r}, which cannot be part of a checkpoint; use another one."
-            )
-    return Manifest(
-        echelon_version=str(content["echelon_version"]),
-        torch_version=str(content["torch_version"]),
-        saved_at=str(content["saved_at"]),
-        mesh={str(axis): int(degree) for axis, degree in content["mesh"].items()},
-        parts=parts,
-        parameters=[str(name) for name in content["parameters"]],
-        files=files,
-    )
+    check(content, _SCHEMA, path)
+    for names in content["parts"].values():
+        for name in names:
+            if name not in content["files"]:
+                raise CheckpointError(f"{path} names a file {name!r} that it does not list; use another checkpoint.")
+    fields = {name: content[name] for name in _SCHEMA}
+    files = {name: FileRecord(file["size"], file["sha256"]) for name, file in content["files"].items()}
+    return Manifest(**{**fields, "files": files})

@@ -34,7 +34,7 @@ _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The header of a safetensors file, and the place of each tensor."""
 
     header: bytes
@@ -43,7 +43,7 @@ class Layout:
     size: int
 
 
-def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> Layout:
+def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileLayout:
     """Return the layout of a file, with the metadata that torch's HuggingFaceStorageReader needs, and `notes`."""
     # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
     order = sorted(blocks, key=lambda name: -blocks[name].tensor.element_size())
@@ -64,7 +64,7 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     begin = 8 + len(text)
     places = {name: begin + start for name, start in starts.items()}
-    return Layout(len(text).to_bytes(8, "little") + text, places, begin + end)
+    return FileLayout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
 def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:

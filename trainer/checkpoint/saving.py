@@ -8,8 +8,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +20,7 @@ from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed
 from .encoding import Encoder
 from .files import FileRecord, write_bytes
-from .manifest import LARGEST_JSON, MANIFEST, Manifest
+from .manifest import LARGEST_JSON, MANIFEST, NO_RUN, Manifest, Origin
 from .safetensors_file import write_tensors
 from .tags import TENSOR_TAGS
 
@@ -45,6 +44,18 @@ class EncodedState:
     """Per part the keys of the blocks that only this rank and its replicas hold."""
     replicas: Collection[int]
     """The ranks that hold the same blocks as this one; each of them writes some."""
+    further: Mapping[str, Mapping[str, tuple[str, int]]]
+    """Per part the blocks after the first of one tensor: the tensor's key and a number."""
+
+    def files(self, part: str, blocks: Mapping[str, Block]) -> list[dict[str, Block]]:
+        """Return what goes into each of the files for some blocks of a part: a file holds one block of a tensor."""
+        files: dict[int, dict[str, Block]] = {}
+        for key, block in blocks.items():
+            name, number = self.further[part].get(key, (key, 0))
+            files.setdefault(number, {})[name] = block
+        return [files[number] for number in sorted(files)]
+
+    origin: Origin = NO_RUN
 
     @property
     def is_distributed(self) -> bool:
@@ -77,7 +88,9 @@ class WrittenFiles:
     parts: Mapping[str, Sequence[str]]
 
 
-def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] | None = None) -> None:
+def save(
+    path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] | None = None, origin: Origin = NO_RUN
+) -> None:
     """Write `state` as a checkpoint folder at `path`, which exists whole or not at all.
 
     Top-level keys are parts, which can be loaded one by one. The tensors of the part ``model`` keep their names. An
@@ -86,7 +99,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] 
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or if the disk refuses.
     """
-    write(Path(path), encode_state(state, mesh))
+    write(Path(path), replace(encode_state(state, mesh), origin=origin))
 
 
 def encode_state(
@@ -121,6 +134,7 @@ def encode_state(
         mesh=dict(mesh or _layout(encoders.values(), world_size)),
         own={part: encoder.own for part, encoder in encoders.items()},
         replicas={rank, *(other for encoder in encoders.values() for other in encoder.replicas)},
+        further={part: encoder.further for part, encoder in encoders.items()},
     )
 
 
@@ -139,17 +153,22 @@ def write(path: Path, encoded: EncodedState) -> None:
 
 
 def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:
-    """Write the tensors of this rank, one file a part."""
+    """Write the tensors of this rank, one file a part, and more where it has several blocks of one tensor."""
     files: dict[str, FileRecord] = {}
     parts: dict[str, list[str]] = {part: [] for part in encoded.blocks}
+    for part, name, content in own_files(encoded, rank, world_size):
+        parts[part].append(name)
+        files[name] = write_tensors(folder / name, content)
+    return WrittenFiles(files, parts)
+
+
+def own_files(encoded: EncodedState, rank: int, world_size: int) -> Iterator[tuple[str, str, dict[str, Block]]]:
+    """Yield the files of this rank: the part of each, its name, and its tensors."""
     stems = stems_of(encoded.blocks)
     for part, blocks in encoded.blocks.items():
-        if blocks:
-            is_one_of_several = part in encoded.entries and world_size > 1
-            name = file_name(stems[part], rank if is_one_of_several else None, world_size)
-            parts[part].append(name)
-            files[name] = write_tensors(folder / name, blocks)
-    return WrittenFiles(files, parts)
+        is_one_of_several = part in encoded.entries and world_size > 1
+        for number, content in enumerate(encoded.files(part, blocks)):
+            yield part, file_name(stems[part], rank if is_one_of_several else None, world_size, number), content
 
 
 def finish(folder: Path, encoded: EncodedState, written: Sequence[WrittenFiles], text: bytes | None = None) -> None:
@@ -165,7 +184,8 @@ def manifest_of(encoded: EncodedState, parts: Mapping[str, Sequence[str]], files
     return Manifest(
         echelon_version=echelon_version(),
         torch_version=torch.__version__,
-        saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        saved_at=encoded.origin.saved_at or NO_RUN.after().saved_at,
+        lineage=encoded.origin.lineage,
         mesh=encoded.mesh,
         parts=parts,
         parameters=list(dict.fromkeys(_keys(encoded.values.get(MODEL)))),
@@ -204,10 +224,10 @@ def _keys(value: Any) -> Iterator[str]:
                 yield from _keys(item)
 
 
-def file_name(stem: str, rank: int | None = None, world_size: int = 1) -> str:
-    """Return the name of a part's file: that of one rank, or the only one."""
-    number = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
-    return f"{stem}{number}.safetensors"
+def file_name(stem: str, rank: int | None = None, world_size: int = 1, number: int = 0) -> str:
+    """Return the name of a part's file: that of one rank, or the only one; `number` counts further files of it."""
+    of_rank = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
+    return f"{stem}{of_rank}{f'.{number}' if number else ''}.safetensors"
 
 
 def stems_of(parts: Iterable[str]) -> dict[str, str]:

@@ -20,10 +20,10 @@ from ...strategies.snapshots.shared_file import MemoryFile, checksum
 from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapshots, SnapshotCost
 from ...strategies.state.lazy_tensor import Block
 from .files import FileRecord
-from .manifest import MANIFEST
+from .manifest import MANIFEST, NO_RUN, Origin
 from .safetensors_file import lay_out
 from .saving import STATE, EncodedState, encode_state, file_name, manifest_of, stems_of, to_json
-from .writer import Copies, copy_all
+from .staging import Copies, copy_all
 
 _PATIENCE: Final = 0.5
 """Seconds that a failed run waits for a snapshot under way: the one before it will do."""
@@ -62,13 +62,14 @@ class MemoryWriter:
         self._is_over = False
         self._is_failing = False  # what goes wrong again and again is logged once
 
-    def save(self, state: Mapping[str, Any], step: int, *, gathering: float = 0.0) -> None:
+    def save(self, state: Mapping[str, Any], step: int, *, gathering: float = 0.0, origin: Origin = NO_RUN) -> None:
         """Copy `state`, wait for the snapshot before that if it is not complete, and return.
 
         Args:
             state: As `checkpoint.save` takes it.
             step: The step after which it was taken.
             gathering: The seconds that it has taken to get the state, for `MemorySnapshots.cost`.
+            origin: The run, for the manifest.
         """
         self.close()
         if self._snapshots.is_broken:
@@ -80,6 +81,7 @@ class MemoryWriter:
         fault = ""
         try:
             encoded, files = self._copy(draft, state)
+            encoded = replace(encoded, origin=origin)
         except (EchelonError, OSError) as error:
             fault = str(error)  # told in the thread, since others wait for this rank
         cost = SnapshotCost(gathering, time.perf_counter() - began)
@@ -103,8 +105,9 @@ class MemoryWriter:
         encoded = encode_state(state, rank=rank, world_size=world_size, writes_common=self._snapshots.is_first)
         files: list[_SnapshotFile] = []
         copies: Copies = []
-        for part, is_own, blocks in _groups(encoded):
-            file = self._file(draft, encoded, part, rank if is_own else None, blocks)
+        for part, writer, number, blocks in _groups(encoded, rank):
+            name = file_name(stems_of(encoded.blocks)[part], writer, world_size, number)
+            file = self._file(draft, name, part, writer, blocks)
             copies += [(place, blocks[key].tensor) for key, place in file.places.items()]
             files.append(file)
         copy_all(copies)
@@ -114,10 +117,9 @@ class MemoryWriter:
         return replace(encoded, blocks={part: {} for part in encoded.blocks}), files
 
     def _file(
-        self, draft: Draft, encoded: EncodedState, part: str, writer: int | None, blocks: Mapping[str, Block]
+        self, draft: Draft, name: str, part: str, writer: int | None, blocks: Mapping[str, Block]
     ) -> _SnapshotFile:
         """Return the file for some tensors: that of two snapshots ago, if they had the same shapes."""
-        name = file_name(stems_of(encoded.blocks)[part], writer, self._snapshots.world_size)
         shapes = [(key, block.tensor.shape, block.tensor.dtype, block.offsets) for key, block in blocks.items()]
         known = self._files.get(draft.path / name)
         is_alike = known is not None and known.shapes == shapes
@@ -171,13 +173,13 @@ class MemoryWriter:
         return Contribution(entries, sorted(encoded.replicas), content, fault)
 
 
-def _groups(encoded: EncodedState) -> Iterator[tuple[str, bool, dict[str, Block]]]:
-    """Yield for each part its tensors that are equal on all ranks, and then those of this rank."""
+def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None, int, dict[str, Block]]]:
+    """Yield for each part its tensors that are equal on all ranks, and then those of this rank, file by file."""
     for part, blocks in encoded.blocks.items():
         for is_own in (False, True):
             group = {key: block for key, block in blocks.items() if (key in encoded.own[part]) is is_own}
-            if group:
-                yield part, is_own, group
+            for number, content in enumerate(encoded.files(part, group)):
+                yield part, rank if is_own else None, number, content
 
 
 def _describe(folder: Path, encoded: EncodedState | None, contents: Sequence[Any]) -> dict[str, FileEntry]:

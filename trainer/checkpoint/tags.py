@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, timedelta
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any, Final, TypeAlias
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ...strategies.errors import CheckpointError, MissingDependencyError
+from ...strategies.state.from_environment import FromEnvironment
+from ...strategies.state.schema import shown
 
 TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
 """The tags of objects that stand for a tensor of the files."""
@@ -33,6 +36,7 @@ SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     WindowsPath: ("$path", str),
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("$device", str),
+    FromEnvironment: ("$environment", attrgetter("interpolation")),
 }
 """The tag of each type without items, and how its values become JSON's own."""
 
@@ -58,11 +62,12 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor] = _no_tensor, **readers
     chosen = {**_READERS, **{f"${tag}": reader for tag, reader in readers.items()}}
     try:
         return _decode(encoded, tensor, chosen)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RuntimeError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, MemoryError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"The checkpoint holds JSON that no checkpoint writer writes ({error!r}); use another one."
+            f"The checkpoint holds JSON that no checkpoint writer writes ({type(error).__name__}: {shown(str(error))});"
+            " use another one."
         ) from None
 
 
@@ -126,4 +131,5 @@ _READERS: Final[Readers] = {
     "$path": Path,
     "$dtype": _dtype,
     "$device": torch.device,
+    "$environment": lambda text: FromEnvironment(text, text),
 }

@@ -9,22 +9,24 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...strategies.distributed.process_group import ProcessGroup
+from ...strategies.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
+from .files import FileRecord, write_bytes
 from .finding import remove
-from .saving import EncodedState, encode_state, write
+from .manifest import MANIFEST, NO_RUN, Origin
+from .safetensors_file import lay_out
+from .saving import STATE, EncodedState, encode_state, manifest_of, own_files, to_json, write
 from .saving_by_ranks import SavingGroup
+from .staging import Copies, Marks, copy_all, mark
 
 _logger = logging.getLogger("echelon")
-
-Copies: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Pairs of a buffer and the tensor to be copied into it."""
 
 
 class Writer:
@@ -48,13 +50,14 @@ class Writer:
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
+        origin: Origin = NO_RUN,
     ) -> None:
         """Save `state` as it is now; the parts named `still` do not change before the caller calls `wait_for_copy`.
 
         Raises:
             CheckpointError: for a value that a checkpoint cannot hold, or of a write that failed.
         """
-        self._write(path, self._encode(state, mesh))
+        self._write(path, replace(self._encode(state, mesh), origin=origin))
 
     def wait_for_copy(self) -> None:
         """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
@@ -63,9 +66,9 @@ class Writer:
         """Make `link` stand for the checkpoint at `path`, once that is committed."""
         point(link, path)
 
-    def remove(self, path: Path) -> None:
-        """Delete a checkpoint, unless it is the newest valid one, once every save before this call is committed."""
-        remove(path)
+    def remove(self, path: Path, lineage: str | None = None) -> None:
+        """Delete a checkpoint, as `finding.remove` does, once every save before this call is committed."""
+        remove(path, lineage)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a write that failed; at every step boundary."""
@@ -90,8 +93,9 @@ class AsyncWriter(Writer):
     """Writes in a thread; the caller waits only until the tensors are copied to buffers, which every save reuses.
 
     At most one write is in flight: a second `save` waits for the first. After a failed write, what was to follow it
-    (links, removals) is dropped, and the error is raised by the next call of any method. With a `group`, each rank
-    copies and writes what it owns, and all learn of an error of any.
+    (links, removals) is dropped, and the error is raised by the next call of `save`, `raise_if_failed` or `close`.
+    Where the disk refuses a link or a removal, that is logged. With a `group`, each rank copies and writes what it
+    owns, and all learn of an error of any.
     """
 
     def __init__(self, group: SavingGroup | None = None) -> None:
@@ -101,7 +105,8 @@ class AsyncWriter(Writer):
         self._copied.set()
         self._lock = threading.Lock()
         self._tasks: deque[Callable[[], object]] = deque()
-        self._thread: threading.Thread | None = None
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._error: BaseException | None = None
 
     def save(
@@ -111,9 +116,10 @@ class AsyncWriter(Writer):
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
+        origin: Origin = NO_RUN,
     ) -> None:
         self.close()
-        encoded = self._encode(state, mesh)
+        encoded = replace(self._encode(state, mesh), origin=origin)
         staged = self._allocate(encoded)
         copies = [
             (part, staged[part][key].tensor, block.tensor)
@@ -125,27 +131,25 @@ class AsyncWriter(Writer):
         self._copied.clear()
         self.is_copying = True
         staged_state = replace(encoded, blocks=staged)
-        self._submit(functools.partial(self._copy_and_write, Path(path), staged_state, later, _now(later)))
+        self._submit(functools.partial(self._copy_and_write, Path(path), staged_state, later, mark(later)))
 
     def wait_for_copy(self) -> None:
         self._copied.wait()
         self.is_copying = False
 
     def point(self, link: Path, path: Path) -> None:
-        self._submit(functools.partial(point, link, path))
+        self._submit(functools.partial(_tidy, point, link, path))
 
-    def remove(self, path: Path) -> None:
-        self._submit(functools.partial(remove, path))
+    def remove(self, path: Path, lineage: str | None = None) -> None:
+        self._submit(functools.partial(_tidy, remove, path, lineage))
 
     def raise_if_failed(self) -> None:
         with self._lock:
             self._raise()
 
     def close(self) -> None:
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        # not Thread.join(): when a handler of a signal raises there, CPython 3.11 takes the thread for ended
+        self._is_idle.wait()
         self.raise_if_failed()
 
     def abandon(self) -> None:
@@ -161,14 +165,14 @@ class AsyncWriter(Writer):
                 tensor = block.tensor
                 buffer = previous.pop((part, key), None)
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
                 self._buffers[part, key] = buffer
                 staged[part][key] = Block(buffer, block.offsets)
         return staged
 
-    def _copy_and_write(self, path: Path, encoded: EncodedState, later: Copies, ready: torch.cuda.Event | None) -> None:
+    def _copy_and_write(self, path: Path, encoded: EncodedState, later: Copies, after: Marks) -> None:
         try:
-            copy_all(later, ready)
+            copy_all(later, after)
             later.clear()
         finally:
             self._copied.set()
@@ -176,17 +180,18 @@ class AsyncWriter(Writer):
 
     def _submit(self, task: Callable[[], object]) -> None:
         with self._lock:
-            self._raise()
+            if self.has_failed:  # rank 0 alone asks for links and removals: it raises where all ranks do
+                return
             self._tasks.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="echelon-checkpoint")
-                self._thread.start()
+            if self._is_idle.is_set():
+                self._is_idle.clear()
+                threading.Thread(target=self._work, name="echelon-checkpoint").start()
 
     def _work(self) -> None:
         while True:
             with self._lock:
                 if not self._tasks:
-                    self._thread = None
+                    self._is_idle.set()
                     return
                 task = self._tasks.popleft()
             try:
@@ -204,31 +209,54 @@ class AsyncWriter(Writer):
             raise error
 
 
+class RehearsedWriter(Writer):
+    """Encodes a state as ever, and writes a manifest with the names and sizes of this rank's files, and nothing else.
+
+    Rank 0's has ``state.json`` as well, without what other ranks would add to it. Hashes are empty.
+
+    Args:
+        rank: this process.
+        world_size: the number of processes that the run would have.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._rank, self._world_size = rank, world_size
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        *,
+        mesh: Mapping[str, int] | None = None,
+        still: Collection[str] = (),
+        origin: Origin = NO_RUN,
+    ) -> None:
+        encoded = replace(encode_state(state, mesh, rank=self._rank, world_size=self._world_size), origin=origin)
+        files: dict[str, FileRecord] = {}
+        parts: dict[str, list[str]] = {part: [] for part in encoded.blocks}
+        for part, name, content in own_files(encoded, self._rank, self._world_size):
+            parts[part].append(name)
+            files[name] = FileRecord(lay_out(content).size, "")
+        if self._rank == 0:
+            files[STATE] = FileRecord(len(to_json(encoded.values)), "")
+        path.mkdir(parents=True)
+        write_bytes(path / MANIFEST, manifest_of(encoded, parts, files).to_bytes())
+
+
+def _tidy(work: Callable[..., object], *arguments: object) -> None:
+    """Move a link or delete a checkpoint; log what the disk refuses, which costs no state and is rank 0's alone."""
+    try:
+        work(*arguments)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        _logger.error("%s Training goes on.", error)
+
+
 def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
     """Return the writer of a run: in a thread or not, of one process or of all in a group. Collective."""
+    if group is not None and group.is_rehearsed:
+        return RehearsedWriter(group.rank, group.world_size)
     saving_group = None if group is None else SavingGroup(group.store, group.rank, group.world_size)
     return AsyncWriter(saving_group) if is_async else Writer(saving_group)
-
-
-def _now(copies: Copies) -> torch.cuda.Event | None:
-    """Return an event after the work that the device has been given; a copy in another thread has to wait for it."""
-    if not any(tensor.is_cuda for _, tensor in copies):
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def copy_all(copies: Copies, ready: torch.cuda.Event | None = None) -> None:
-    """Copy tensors into their buffers, on a device after the event `ready`, and return when that is done."""
-    if not any(tensor.is_cuda for _, tensor in copies):
-        for buffer, tensor in copies:
-            buffer.copy_(tensor)
-        return
-    stream = torch.cuda.current_stream() if ready is None else torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        if ready is not None:
-            stream.wait_event(ready)
-        for buffer, tensor in copies:
-            buffer.copy_(tensor, non_blocking=True)
-    stream.synchronize()

@@ -13,6 +13,7 @@ from typing import Final
 from ...strategies.errors import CheckpointError
 from ...strategies.resilience.rounds import RUN_FOLDER
 from ...strategies.resilience.supervisor import Supervisor
+from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
 from ..loggers.base import continue_loggers
@@ -121,7 +122,9 @@ def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | N
     for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or []):
         path = Path(name)
         try:
-            step = int(checkpoint.load(path, parts=("loop",))["loop"]["global_step"])
+            loop = checkpoint.load(path, parts=("loop",))["loop"]
+            check(loop, {"global_step": COUNT}, f"The training state in {path}")
+            step = int(loop["global_step"])
             if step > least:
                 checkpoint.verify(path)
         except CheckpointError as error:  # deleted since, as there are better ones; or being written when its rank died

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
+
+from ...strategies.state.schema import NUMBER, check
 
 Winner = Literal["saved", "configured"]
 
@@ -47,6 +50,9 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> 
     """Load a scheduler's state, and resolve what was configured in another way; return what differed."""
     before = scheduler.state_dict()
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
+    for key, value in before.items():
+        if key in state and isinstance(value, int | float) and not isinstance(value, bool):
+            check(state[key], (NUMBER, Tensor), f"{key} of {type(scheduler).__name__} in the checkpoint")
     differences = []
     for key, value in before.items():
         if key in _MOVING or key not in state or state[key] == value:

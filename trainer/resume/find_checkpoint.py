@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from ...callbacks.run import Logger
 from ...strategies import Strategy
 from ...strategies.errors import CheckpointError, ConfigError, EchelonError
 from .. import checkpoint
+from ..checkpoint.saved_state import check_saved
 
 _LARGE: Final = ("model", "optimizers")
 """The entries that a rank may need only in part."""
@@ -24,10 +25,12 @@ def find_checkpoint(
     root_dir: str,
     *,
     to_resume: bool,
+    has_fitted: bool = False,
 ) -> Path | None:
     """Return the checkpoint that ``ckpt_path`` means; None without one, and for ``last`` where there is none yet.
 
-    ``best`` is that of the first `ModelCheckpoint`; ``last`` the newest valid one in their folders, and in those of all
+    ``best`` is that of the first `ModelCheckpoint`; of a trainer that has not fitted (`has_fitted`), that of the run
+    whose checkpoint is the last one. ``last`` is the newest valid one in their folders, and in those of all
     runs of the loggers' names, or in `root_dir` without loggers; `to_resume` training, the newest that holds more than
     weights.
 
@@ -37,25 +40,66 @@ def find_checkpoint(
     """
     if ckpt_path is None:
         return None
-    if ckpt_path == "best":
-        best = next((callback.best_model_path for callback in callbacks), "")
-        if not best:
-            raise ConfigError(
-                f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got {best!r}; fit with one, or pass a path."
-            )
+    best = next((callback.best_model_path for callback in callbacks), "") if ckpt_path == "best" else ""
+    if best:
         return checkpoint.resolve(best)
+    if ckpt_path == "best" and has_fitted:
+        raise _no_best([])
     folders = {callback.dirpath for callback in callbacks if callback.dirpath}
     if not loggers:
         folders.add(str(Path(root_dir) / "checkpoints"))
     for logger in loggers:
         folders.update(map(str, run_folder(logger, root_dir).parent.glob("*/checkpoints")))
+    if ckpt_path == "best":
+        return _best_of_last_run(sorted(folders))
     return checkpoint.resolve(ckpt_path, *sorted(folders), part="loop" if to_resume else None)
 
 
-def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> dict[str, Any]:
+def _best_of_last_run(folders: Sequence[str]) -> Path:
+    """Return what the first `ModelCheckpoint` of the newest run called the best when it saved the last checkpoint.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    last = checkpoint.newest_valid(*folders, part="callbacks")
+    states = {} if last is None else checkpoint.load(last, parts=["callbacks"], verify=False)["callbacks"]
+    for key, state in states.items():
+        name = state.get("best") if key.startswith(ModelCheckpoint.__name__) and isinstance(state, dict) else None
+        if last is None or not isinstance(name, str) or not name:
+            continue
+        here = last.parent / Path(name).name  # the folder may have been moved since
+        best = here if here.is_dir() else Path(str(state.get("dirpath"))) / Path(name).name
+        return checkpoint.resolve(best) or best
+    raise _no_best(folders)
+
+
+def _no_best(folders: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got none in {list(folders)}; fit with one, or pass "
+        "a path."
+    )
+
+
+def read_checkpoint(
+    path: Path,
+    strategy: Strategy,
+    *,
+    verify: bool = True,
+    parts: Collection[str] | None = None,
+    large: Collection[str] = _LARGE,
+    checked: Callable[[dict[str, Any], str], None] = check_saved,
+) -> dict[str, Any]:
     """Return the state in a checkpoint; each rank reads what it uses. Collective: every rank calls it.
 
     With `verify`, the ranks of each node share in comparing the hashes, and all hear of it.
+
+    Args:
+        path: the checkpoint.
+        strategy: of the ranks.
+        verify: whether to compare the hashes.
+        parts: what to read; by default everything.
+        large: the parts that a rank may need only in part.
+        checked: raises if the state is not as it was saved.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is absent or damaged as any of them sees it.
@@ -64,8 +108,9 @@ def read_checkpoint(path: Path, strategy: Strategy, *, verify: bool = True) -> d
     error: EchelonError | None = None
     try:
         share = strategy.local_rank, strategy.environment.local_world_size
-        lazy = _LARGE if strategy.world_size > 1 else ()
-        state = checkpoint.load(path, lazy=lazy, verify=verify, share=share)
+        lazy = large if strategy.world_size > 1 else ()
+        state = checkpoint.load(path, parts=parts, lazy=lazy, verify=verify, share=share)
+        checked(state, str(path))
     except EchelonError as raised:
         error = raised
     faults = strategy.collectives.all_gather_object(None if error is None else str(error))

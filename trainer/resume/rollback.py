@@ -21,8 +21,13 @@ def roll_back(session: Session, path: Path) -> None:
     Collective: every rank calls it, between two optimizer steps.
 
     Raises:
-        RunError: while no training batches run.
+        RunError: inside an optimizer step, and while no training batches run.
     """
+    if session.progress.is_in_step:
+        raise RunError(
+            f"roll_back was called inside an optimizer step (micro-batch {session.progress.batch_idx} of epoch "
+            f"{session.state.epoch}), whose gradients belong to the weights as they are; call it in on_train_step_end."
+        )
     if session.progress.stage != "train":
         raise RunError(f"roll_back was called in stage={session.progress.stage!r}; call it in on_train_step_end.")
     session.writer.close()  # on every rank this returns when the checkpoint is committed

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, Final, TypeVar
 
-import torch
+from torch.optim import Optimizer
 
 from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
-from ...strategies.errors import CheckpointError
+from ...strategies import Strategy
+from ...strategies.errors import CheckpointError, EchelonError
 from ..checkpoint import difference
-from ..data.seed import capture_rng, derive, restore_rng, seed_generators
+from ..checkpoint.saved_state import FORGED, reading, unfit
+from ..data.seed import capture_rng, derive, restore_rng, seed_devices, seed_generators
+from ..loggers.tracker import tracker_runs
 from ..module.hparams import is_omegaconf
 from ..module.hparams_json import jsonable
 from ..module.load import NAMES_FOR_HOOKS, as_hooks_see
@@ -64,8 +70,9 @@ def shown_to_hooks(state: dict[str, Any], hooks: Hooks, counters: TrainState) ->
 def _training_state(session: Session) -> dict[str, Any]:
     assert session.train_data is not None
     datamodule = session.datamodule
-    own = session.train_data.state_dict(), capture_rng()
-    data, rng = zip(*session.strategy.collectives.all_gather_object(own), strict=True)
+    strategy = session.strategy
+    own = session.train_data.state_dict(), capture_rng(strategy.devices)
+    data, rng = zip(*of_data_ranks(strategy, own), strict=True)
     session.state.seconds = session.interruption.elapsed()
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
@@ -78,8 +85,21 @@ def _training_state(session: Session) -> dict[str, Any]:
         "datamodule_hyper_parameters_argument": datamodule.hparams_argument if datamodule is not None else None,
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
+        "loggers": tracker_runs(session.loggers),
         "rng": list(rng),
     }
+
+
+def of_data_ranks(strategy: Strategy, own: T) -> list[T]:
+    """Return what each data rank passes, for a checkpoint. Collective: every rank calls it.
+
+    Ranks with parts of one replica have the same: what a data rank goes on from is its first rank's.
+    """
+    if strategy.collectives.is_rehearsed:
+        return [copy.deepcopy(own) for _ in range(strategy.data_size)]  # equal tensors, and not one
+    rows = strategy.collectives.all_gather_object((strategy.data_rank, own))
+    by_data_rank = dict(reversed(rows))
+    return [by_data_rank[data_rank] for data_rank in range(strategy.data_size)]
 
 
 def still_parts(session: Session) -> set[str]:
@@ -136,9 +156,11 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
     _check_number("schedulers", len(session.schedulers), len(state["lr_schedulers"]))
     _load_optimizers(session, state, winner)
     if state["precision"]:
-        session.strategy.scaler.load_state_dict(state["precision"])
-    loop, data = session.state, _of_this_rank(session, state["data"])
-    loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
+        with reading("precision"):
+            session.strategy.scaler.load_state_dict(state["precision"])
+    loop, data = session.state, of_this_rank(session.strategy, state["data"])
+    with reading("data"):
+        loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
     if session.datamodule is not None:
         session.datamodule.load_state_dict(state["datamodule"])
     session.metrics.load_state_dict(state["metrics"])
@@ -147,26 +169,29 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
         _log.warning("The checkpoint holds the state of callbacks that this run lacks: %s.", ", ".join(without_owner))
 
 
-def _of_this_rank(session: Session, saved: Sequence[T]) -> T:
-    """Return what this rank saved; rank 0's on all, where there were more or fewer."""
-    strategy = session.strategy
-    return saved[strategy.rank if len(saved) == strategy.world_size else 0]
+def of_this_rank(strategy: Strategy, saved: Sequence[T]) -> T:
+    """Return what this data rank saved; the first one's on all, where there were more or fewer."""
+    return saved[strategy.data_rank if len(saved) == strategy.data_size else 0]
 
 
 def load_generators(session: Session, state: Mapping[str, Any]) -> None:
     """Put this rank's random generators back, the last thing before training goes on.
 
-    A rank that the saved run did not have begins a stream of its own.
+    They are those of its data rank; one that the saved run did not have begins a stream of its own.
     """
-    saved, rank = state["rng"], session.strategy.rank
-    if rank < len(saved):
-        restore_rng(saved[rank])
-        return
+    put_generators_back(session.strategy, state["rng"], session.state.seed, session.state.global_step)
+
+
+def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, Any]], seed: int, step: int) -> None:
+    """Put the generators of this data rank back; or, of one that was not saved, begin them by a seed and a step."""
+    rank = strategy.data_rank
     # -1 stands where other streams of a run have their epoch
-    seed = derive(session.state.seed, -1, rank, session.state.global_step)
-    seed_generators(seed)
-    if session.strategy.device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    seed_devices(strategy.devices, derive(seed, -1, step), rank)
+    if rank < len(saved):
+        with reading("rng"):
+            restore_rng(saved[rank], strategy.devices)
+    else:
+        seed_generators(derive(seed, -1, rank, step))
 
 
 def _check_number(what: str, here: int, saved: int) -> None:
@@ -181,10 +206,12 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
     differences = []
     for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
         before = [dict(group) for group in optimizer.param_groups]
-        session.strategy.load_optimizer_state(optimizer, saved)
-        differences += load_groups(optimizer, before, optimizer in scheduled, winner)
+        with reading("optimizers"):
+            session.strategy.load_optimizer_state(optimizer, saved)
+            differences += load_groups(optimizer, before, optimizer in scheduled, winner)
     for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
-        differences += load_scheduler(config.scheduler, saved, winner)
+        with reading("lr_schedulers"):
+            differences += load_scheduler(config.scheduler, saved, winner)
     if differences and session.strategy.rank == 0:
         other = "configured" if winner == "saved" else "saved"
         _log.warning(
@@ -195,3 +222,23 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
             other,
             other,
         )
+
+
+@contextmanager
+def first_step_of(counters: TrainState) -> Iterator[None]:
+    """Turn an error of an optimizer in the first step after its state was loaded into one that says so.
+
+    What an optimizer keeps for each parameter is its own affair: only its step tells whether all of it is there.
+
+    Raises:
+        CheckpointError: for such an error.
+    """
+    began_at = counters.global_step
+    try:
+        yield
+    except FORGED as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        is_of_optimizer = any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames)
+        if isinstance(error, EchelonError) or counters.global_step != began_at or not is_of_optimizer:
+            raise
+        raise unfit("optimizers", error) from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
 import torch
 
 from ...callbacks.helpers.loggers import tell
-from ...strategies.errors import RunError
+from ...strategies.errors import CheckpointError, RunError
+from ..checkpoint import list_checkpoints
+from ..checkpoint.manifest import Origin
 from ..session.session import Session
 from .after_restart import note_checkpoint
 from .run_state import still_parts, take_state
@@ -41,13 +45,45 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
     began = monotonic()
     # in a validation there is inference mode, whose tensors no later save could write to
     with torch.inference_mode(False), torch.no_grad(), session.profiler.profile("checkpoint"):
+        origin = origin_of(session, path.parent)
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
-        session.writer.save(path, state, still=still_parts(session))
+        session.writer.save(path, state, mesh=session.strategy.mesh_axes, still=still_parts(session), origin=origin)
         if wait:
             session.writer.close()
     session.progress.checkpoint_seconds += monotonic() - began
     if "loop" in state:
         session.progress.last_checkpoint = path
         note_checkpoint(session, path)
+        if session.saved_list is not None and session.strategy.rank == 0:
+            with session.saved_list.open("a", encoding="utf-8") as file:
+                print(json.dumps(str(path)), file=file)
+
+
+def origin_of(session: Session, folder: Path | None = None) -> Origin:
+    """Return the lineage of a run, and a time after that of each checkpoint that it has saved or gone on from.
+
+    With a `folder`, after that of each checkpoint in it, too, when the run first writes there: a clock that has been
+    set back, or another machine's, does not make an older checkpoint the last one.
+    """
+    known = session.progress.known_folders
+    if folder is not None and folder not in known and session.strategy.rank == 0:
+        known.add(folder)
+        with suppress(CheckpointError):  # a folder that cannot be read: the save says so, on all ranks
+            for checkpoint in list_checkpoints(folder):
+                session.origin = session.origin.not_before(checkpoint.saved_at)
+    session.origin = session.origin.after()
+    return session.origin
+
+
+def newest_saved(saved_list: Path) -> Path | None:
+    """Return the newest checkpoint in a list of those that a run has begun to write, and that is there."""
+    lines = saved_list.read_text(encoding="utf-8").splitlines() if saved_list.exists() else []
+    return next((path for line in reversed(lines) if (path := Path(json.loads(line))).is_dir()), None)
+
+
+def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
+    """Add to an error that ended a run where it can go on, if there is a checkpoint."""
+    if path is not None and isinstance(error, Exception):
+        error.add_note(f"The last checkpoint is {str(path)!r}: go on with fit(..., ckpt_path={str(path)!r}).")

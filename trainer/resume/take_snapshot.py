@@ -7,6 +7,7 @@ import time
 from ...callbacks.helpers.loggers import tell
 from ..session.session import Session
 from .run_state import take_state
+from .save import origin_of
 
 
 def take_snapshot(session: Session) -> None:
@@ -24,10 +25,11 @@ def take_snapshot(session: Session) -> None:
             tell(session.loggers, "save")
         progress.is_taking_snapshot = True
         try:
+            origin = origin_of(session)
             state = take_state(session, weights_only=False)
         finally:
             progress.is_taking_snapshot = False
-        recovery.snapshots.save(state, session.state.global_step, gathering=time.monotonic() - began)
+        recovery.snapshots.save(state, session.state.global_step, gathering=time.monotonic() - began, origin=origin)
     progress.checkpoint_seconds += time.monotonic() - began
 
 

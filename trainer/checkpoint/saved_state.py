@@ -1,0 +1,99 @@
+"""Schema of the state that a run saves, and errors of what reads a part of it, as a checkpoint may be forged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor
+
+from ...strategies.errors import CheckpointError, EchelonError
+from ...strategies.state.schema import INTEGER, NUMBER, TEXT, check, shown
+
+_REDUCTIONS: Final = ("mean", "sum", "min", "max")
+_METRIC: Final = {
+    "name": TEXT,
+    "in_batch": bool,
+    "is_double": bool,
+    "options": {
+        "on_step": (bool, None),
+        "on_epoch": (bool, None),
+        "reduce_fx": _REDUCTIONS,
+        "prog_bar": bool,
+        "logger": bool,
+        "sync_dist": bool,
+        "add_dataloader_idx": bool,
+        "rank_zero_only": bool,
+        "enable_graph": bool,
+    },
+}
+_TRAINING: Final = {
+    "optimizers": [dict],
+    "lr_schedulers": [object],
+    "precision": dict,
+    "loop": dict,
+    "data": [[dict]],
+    "datamodule": dict,
+    "metrics": {
+        "epoch": {TEXT: {"total": Tensor, "weight": (NUMBER, Tensor), "metric": (_METRIC, None)}},
+        "latest": {TEXT: Tensor},
+        "computed_at": {TEXT: INTEGER},
+        "in_bar": {TEXT: Tensor},
+    },
+    "callbacks": {TEXT: object},
+    "rng": [dict],
+}
+_BUILDING: Final = {
+    "hyper_parameters": {TEXT: object},
+    "hyper_parameters_argument": (TEXT, None),
+    "hyper_parameters_type": ("omegaconf", None),
+    "omitted_hyper_parameters": ([TEXT], None),
+    "datamodule_hyper_parameters": {TEXT: object},
+    "datamodule_hyper_parameters_argument": (TEXT, None),
+    "datamodule": dict,
+    "loggers": [{"type": TEXT, "name": TEXT, "version": TEXT}],
+}
+FORGED: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(RecursionError, RuntimeError, TypeError, ValueError),
+)
+
+
+def check_saved(state: Mapping[str, Any], place: str) -> None:
+    """Check the parts of a state that are there; one that training goes on from must have all.
+
+    Raises:
+        CheckpointError: naming what is not as a run saves it.
+    """
+    check(state, {"model": {TEXT: object}}, place)
+    check(state, {name: schema for name, schema in _BUILDING.items() if name in state}, place)
+    if "loop" in state:
+        check(state, _TRAINING, place)
+        if not state["data"]:
+            raise CheckpointError(
+                f"{place}['data'] must be a list with an item for each rank, got []; use another one."
+            )
+
+
+@contextmanager
+def reading(part: str) -> Iterator[None]:
+    """Turn what a part of a checkpoint makes torch or Python raise into an error that says which part it is.
+
+    Raises:
+        CheckpointError: for any error that is not Echelon's own.
+    """
+    try:
+        yield
+    except EchelonError:
+        raise
+    except FORGED as error:
+        raise unfit(part, error) from error
+
+
+def unfit(part: str, error: Exception) -> CheckpointError:
+    """Return the error of a part that makes torch or Python raise this one."""
+    return CheckpointError(
+        f"The part {part!r} of the checkpoint does not fit this run: {type(error).__name__}: {shown(str(error))}; "
+        "use another checkpoint, or load the weights only (echelon.load_weights)."
+    )

@@ -1,0 +1,124 @@
+"""Staging: copies of tensors into memory of the host, from a device through pinned buffers of bounded size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+Copies: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Pairs of a buffer on the host and the tensor to be copied into it."""
+Marks: TypeAlias = Mapping[torch.device, Any]
+"""For each device an event after the work that it had been given."""
+
+# Large enough for the full rate of PCIe 5; pinning more would only lock memory that the program may need. A power of
+# two, as torch's allocator of pinned memory rounds up to one.
+_CHUNK: Final = 64 << 20
+_NUM_CHUNKS: Final = 2
+
+_log = logging.getLogger("echelon")
+
+
+def mark(copies: Copies) -> Marks:
+    """Return events after what the devices of these tensors have been given to do until now."""
+    marks = {}
+    for device in _by_device(copies):
+        event = marks[device] = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+    return marks
+
+
+def copy_all(copies: Copies, after: Marks | None = None) -> None:
+    """Copy tensors into their buffers, and return when that is done; each device on a stream of its own.
+
+    From any thread. The buffers are ordinary memory of exact sizes, since a pinned copy of a whole state could take
+    more than the machine has.
+
+    Args:
+        copies: what to copy where.
+        after: the events to wait for; by default for all that the devices have been given to do until now.
+    """
+    for buffer, tensor in copies:
+        if not tensor.is_cuda:
+            buffer.copy_(tensor)
+    marks = mark(copies) if after is None else after
+    for device, on_device in _by_device(copies).items():
+        # the stream brings its device along: that of a thread is cuda:0 at first, whatever the rank's is
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream), torch.no_grad():
+            stream.wait_event(marks[device])
+            _copy_through_pinned(on_device, stream)
+
+
+def _by_device(copies: Copies) -> dict[torch.device, Copies]:
+    grouped: dict[torch.device, Copies] = {}
+    for buffer, tensor in copies:
+        if tensor.is_cuda:
+            grouped.setdefault(tensor.device, []).append((buffer, tensor))
+    return grouped
+
+
+def _copy_through_pinned(copies: Copies, stream: Any) -> None:
+    """Copy in chunks: while the device fills one, the host empties the other."""
+    try:
+        chunks = [_Chunk(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)) for _ in range(_NUM_CHUNKS)]
+    except RuntimeError as error:
+        _log.warning(
+            "No memory can be pinned (%s); the state is copied from the device without, which is slower.", error
+        )
+        for buffer, tensor in copies:
+            buffer.copy_(tensor)
+        stream.synchronize()
+        return
+    turn = 0
+    for target, source in _pieces(copies):
+        if not chunks[turn].fits(source):
+            chunks[turn].seal(stream)
+            turn = (turn + 1) % _NUM_CHUNKS
+            chunks[turn].empty()
+        chunks[turn].take(target, source)
+    chunks[turn].seal(stream)
+    for chunk in chunks:
+        chunk.empty()
+
+
+def _pieces(copies: Copies) -> Iterable[tuple[Tensor, Tensor]]:
+    """Yield the bytes of buffers and tensors, at most a chunk of them at a time."""
+    for buffer, tensor in copies:
+        if tensor.numel():
+            targets = buffer.reshape(-1).view(torch.uint8).split(_CHUNK)
+            sources = tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK)
+            yield from zip(targets, sources, strict=True)
+
+
+class _Chunk:
+    """Pinned memory that the device fills, and the places into which the host empties it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self._used = memory, 0
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._is_full: Any = None
+
+    def fits(self, source: Tensor) -> bool:
+        return self._used + source.numel() <= _CHUNK
+
+    def take(self, target: Tensor, source: Tensor) -> None:
+        place = self._memory[self._used : self._used + source.numel()]
+        place.copy_(source, non_blocking=True)
+        self._held.append((target, place))
+        self._used += source.numel()
+
+    def seal(self, stream: Any) -> None:
+        self._is_full = torch.cuda.Event()
+        self._is_full.record(stream)
+
+    def empty(self) -> None:
+        if self._is_full is None:
+            return
+        self._is_full.synchronize()
+        for target, place in self._held:
+            target.copy_(place)
+        self._held, self._used, self._is_full = [], 0, None
