@@ -1,18 +1,63 @@
-"""Advice on errors of torch whose text names neither the mistake nor its remedy, added to them as a note."""
+"""Advice on errors of torch whose text names neither mistake nor remedy, as a note, and on what a GPU could do."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from typing import Final
 
+import torch
+
+from ..strategies import Precision, Strategy
+from ..strategies.distributed.debug import shapes_of
+from ..strategies.errors import ProcessError
+
+_log = logging.getLogger(__name__)
+
+_HAS_TF32: Final = (8, 0)
+"""The least compute capability that has it: that of Ampere."""
+
 _ADVICE: Final = {
+    "expected target dtype to be Long|expected scalar type Long": (
+        "Classes are given by their numbers, as integers: convert the targets with target.long()."
+    ),
+    r"Target \d+ is out of bounds": (
+        "Classes are numbered from 0 to the number of outputs - 1: make the last layer as wide as there are classes, "
+        "or number them from 0."
+    ),
+    "shapes cannot be multiplied": (
+        "The last dimension of a layer's input must be its in_features: see the shapes of the batch, flatten(1) what "
+        "has more dimensions, or change the layer."
+    ),
+    "'NoneType' object has no attribute '(experiment|log_|add_)": (
+        "There is no logger: pass one, as with Trainer(logger=CSVLogger('logs')), or ask `if self.logger` before."
+    ),
+    "no NVIDIA driver|not compiled with CUDA": (
+        "The trainer moves module and batches by itself: leave .cuda() out, and make tensors with device=self.device."
+    ),
+    'missing the required "forward" function': (
+        "Call the layer that the module holds, such as self.net(x), or define forward(self, x)."
+    ),
+    r"Tried to step \d+ times": (
+        "The schedule is shorter than training: give it total_steps=int(self.trainer.estimated_stepping_batches), and "
+        "'interval': 'step' only if it counts steps."
+    ),
+    r"object of type '\w+' has no len\(\)": (
+        "A data set that is read by index needs __len__: define it, or derive it from IterableDataset."
+    ),
+    "does not require grad and does not have a grad_fn": (
+        "backward needs what was computed from parameters with gradients on: not detached, not under torch.no_grad(), "
+        "and not in an evaluation, but for torch.enable_grad() with Trainer(inference_mode=False)."
+    ),
     "backward through the graph a second time": (
         "The trainer calls backward on what training_step returns: return the loss without loss.backward(), and "
         "detach() what is kept from one step to the next."
     ),
     "optimizer got an empty parameter list": (
-        "The module has no parameters when configure_optimizers runs: keep layers in nn.ModuleList or nn.ModuleDict, "
-        "as a plain list or dict hides them, and build them in __init__ or configure_model."
+        "The module has no parameters when configure_optimizers runs, or a filter left none: keep layers in "
+        "nn.ModuleList or nn.ModuleDict, as a plain list or dict hides them, and build them in __init__ or "
+        "configure_model."
     ),
     "same device|same GPU|found at least two devices": (
         "Make tensors in a step with device=self.device, and keep constants with self.register_buffer."
@@ -37,9 +82,43 @@ _ADVICE: Final = {
 """Patterns of texts, and what to do about them; the first that fits counts."""
 
 
+_ABOUT_DATA: Final = (RuntimeError, TypeError, KeyError, IndexError)
+"""Errors that a step raises where a batch is other than expected; of these classes themselves."""
+
+
+def show_batch(error: BaseException, batch: object, where: str) -> None:
+    """Add to an error of a step what the batch was made of."""
+    if type(error) in _ABOUT_DATA:
+        error.add_note(f"The batch of {where} is {shapes_of(batch)}.")
+
+
+def advise_precision(device: torch.device, precision: Precision) -> None:
+    """Say once in a process that float32 matrix products run at a fraction of the speed that the GPU has for TF32."""
+    if device.type != "cuda" or not precision.is_plain or torch.cuda.get_device_capability(device) < _HAS_TF32:
+        return
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        _say_once(
+            f"{torch.cuda.get_device_name(device)} multiplies float32 matrices several times faster in TF32, which "
+            "keeps 10 bits of their fractions: torch.set_float32_matmul_precision('high'), or "
+            "Trainer(precision='bf16-mixed')."
+        )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.info(text)
+
+
 def advise(error: BaseException) -> None:
     """Add to an error that is torch's what to do about it."""
     text = str(error)
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
     if advice is not None and advice not in getattr(error, "__notes__", ()):
         error.add_note(advice)
+
+
+def name_roles(error: BaseException, strategy: Strategy, *ranks: int) -> None:
+    """Add to an error which stages the ranks at fault have: those that it knows, else the ones that are given."""
+    for rank in error.ranks or ranks if isinstance(error, ProcessError) else ranks:
+        if role := strategy.role_of(rank):
+            error.add_note(f"Rank {rank} has {role}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ import torch
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
+from ..strategies.errors import CheckpointError
+from .checkpoint.manifest import read_manifest
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner
@@ -72,6 +75,15 @@ class TrainerAttributes:
     def counters(self) -> TrainState:
         """The counters of the current or last fit."""
         return self._runner.state
+
+    def wrote_checkpoint(self, path: str | Path) -> bool:
+        """Return whether this run, or one that it goes on from, has written the checkpoint at `path`."""
+        try:
+            return (
+                not Path(path).is_symlink() and read_manifest(Path(path)).lineage == self._runner.session.origin.lineage
+            )
+        except (CheckpointError, OSError):  # what cannot be read is not deleted
+            return False
 
     @property
     def ckpt_path(self) -> str | None:
@@ -185,9 +197,9 @@ class TrainerAttributes:
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
-    def progress_bar_callback(self) -> TQDMProgressBar | None:
+    def progress_bar_callback(self) -> ProgressDisplay | None:
         """The progress bar, if there is one."""
-        return next((callback for callback in self._runner.callbacks if isinstance(callback, TQDMProgressBar)), None)
+        return next((callback for callback in self._runner.callbacks if isinstance(callback, ProgressDisplay)), None)
 
     # --- processes and devices ---
 

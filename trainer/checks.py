@@ -6,23 +6,30 @@ import difflib
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
 
+from ..callbacks.accumulation import GradientAccumulationScheduler
+from ..callbacks.batch_size_finder import BatchSizeFinder
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import HOOK_NAMES, overrides
-from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.helpers.loggers import refuse_incomplete
+from ..callbacks.learning_rate_finder import LearningRateFinder
+from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
-from ..strategies import Hardware
+from ..strategies import Hardware, Strategy
 from ..strategies.errors import ConfigError, DataError, ModuleError
 from .data.combined_loader import combined_of
-from .module.arguments import check_step_arguments
+from .module.arguments import check_called_methods, check_step_arguments
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
+from .request import Request
 from .session.session import Task
 from .session.settings import Settings
+from .tuning.attribute import find_attribute
 
 _REMOVED_OF_TASK: Final[Mapping[Task, Sequence[str]]] = {
     "fit": ("training_epoch_end", "validation_epoch_end"),
@@ -49,6 +56,7 @@ _REMOVED: Final = {
 """Hooks of Lightning 1.x, and what does their work now."""
 
 _STEPS: Final = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_STEP_ARGUMENTS: Final = ("batch", "batch_idx", "dataloader_idx")
 _STAGES: Final = {"train", "training", "val", "valid", "validation", "test", "predict"}
 """Keys of a dict that holds the loaders of a whole program."""
 
@@ -67,13 +75,18 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         raise ConfigError(f"Trainer.{task} got a {type(module).__name__} ({module!r:.60}) to run; {hint}.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise ConfigError(
-            f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule, or pass "
-            "loaders."
+            f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule"
+            f"{f', such as {datamodule.__name__}()' if isinstance(datamodule, type) else ''}, or pass loaders."
         )
     if "_modules" not in vars(module):
         name = type(module).__name__
         raise ModuleError(f"{name}.__init__ must call super().__init__(), got a {name} without; call it first.")
     _check_step(module, _STEPS[task], task)
+    if task == "fit" and overrides(module, "validation_step", TrainModule):
+        check_step_arguments(module, "validation_step", _STEP_ARGUMENTS)
+    check_called_methods(module, TrainModule)
+    if datamodule is not None:
+        check_called_methods(datamodule, DataModule)
     if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
         raise ModuleError(
             f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; "
@@ -122,8 +135,7 @@ def check_stages(train: object) -> None:
 
 def _check_step(module: TrainModule, step: str, task: Task) -> None:
     if overrides(module, step, TrainModule):
-        names = ("batch", "batch_idx", "dataloader_idx")
-        check_step_arguments(module, step, names[:2] if task == "fit" else names)
+        check_step_arguments(module, step, _STEP_ARGUMENTS[:2] if task == "fit" else _STEP_ARGUMENTS)
         return
     if task == "predict" and module.predict_step is not None and overrides(module, "forward", nn.Module):
         return
@@ -195,13 +207,14 @@ def check_sync_batchnorm(settings: Settings, hardware: Hardware) -> None:
 
 
 def check_loggers(loggers: Sequence[Logger]) -> None:
-    """Check that no two loggers write to one folder.
+    """Check that each is a logger, and that no two write to one folder.
 
     Raises:
-        ConfigError: if two do.
+        ConfigError: for one that lacks a method, and if two write to one folder.
     """
     seen: dict[tuple[type, str], Logger] = {}
     for logger in loggers:
+        refuse_incomplete(logger)
         log_dir = getattr(logger, "log_dir", None)
         if not isinstance(log_dir, str | Path):
             continue
@@ -227,9 +240,45 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 f"{f', such as {callback.__name__}(...)' if isinstance(callback, type) else ''}."
             )
         point_out_misspelt(callback, Callback)
-    num_bars = sum(isinstance(callback, TQDMProgressBar) for callback in callbacks)
+    num_bars = sum(isinstance(callback, ProgressDisplay) for callback in callbacks)
     if num_bars > 1:
         raise ConfigError(f"callbacks must hold at most 1 progress bar, got {num_bars}; remove all but one.")
+
+
+def check_callbacks_of_fit(
+    callbacks: Sequence[Callback], request: Request, settings: Settings, strategy: Strategy, hardware: Hardware
+) -> None:
+    """Check that each callback can be part of a fit with this strategy, on so many devices.
+
+    What finders look for must be there to be found, and set by nothing else.
+
+    Raises:
+        ConfigError: by a callback that cannot, or for a setting or another callback that it cannot be combined with.
+        ModuleError: if the module lacks what a finder sets.
+    """
+    world_size = hardware.environment.world_size
+    for callback in callbacks:
+        callback.check_strategy(strategy, world_size, 1 if world_size > 1 else len(hardware.devices))
+    find = partial(_find_in, (request.module, request.datamodule))
+    finders = [one for one in callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+    for finder in finders if not settings.fast_dev_run else ():
+        finder.validate(request.module, strategy, find)
+        if not isinstance(finder, BatchSizeFinder):
+            continue
+        if settings.reload_dataloaders_every_n_epochs:
+            raise ConfigError(
+                "BatchSizeFinder needs one loader for the whole fit, got reload_dataloaders_every_n_epochs="
+                f"{settings.reload_dataloaders_every_n_epochs}; leave it out, or give the size that was found."
+            )
+        if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
+            raise ConfigError(
+                "BatchSizeFinder and GradientAccumulationScheduler both set the micro-batches of a step, found "
+                f"callbacks={[type(one).__name__ for one in callbacks]}; remove one, or give the size that was found."
+            )
+
+
+def _find_in(owners: Sequence[Any], *names: str) -> str | None:
+    return find_attribute(owners, names)
 
 
 def check_writable(folder: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
+from .advice import advise_precision
+from .checkpoint.manifest import read_manifest
+from .data.seed import part_ranks
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.schedule import is_over, validates_in_this_epoch
 from .loop.train import make_step, train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
-from .resume.run_state import load_generators, load_position, load_training, load_weights
+from .resume.run_state import first_step_of, load_generators, load_position, load_training, load_weights
 from .session.progress import LoaderKind
 from .session.session import Session
 from .setup import (
@@ -22,11 +27,12 @@ from .setup import (
     introduce,
     load_evaluation_data,
     load_train_data,
-    part_ranks,
     set_up_module,
     warn_if_endless,
     warn_of_late_parameters,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def fit(session: Session, request: Request) -> None:
@@ -34,6 +40,8 @@ def fit(session: Session, request: Request) -> None:
     saved = _read(session, request)
     if saved is not None:
         load_position(session, saved)  # the order of the samples depends on the seed
+        assert session.resumed_from is not None
+        session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
     session.reload = partial(_load_data, session, request)
     session.reload("train")
     session.reload("validate")
@@ -51,7 +59,9 @@ def fit(session: Session, request: Request) -> None:
         session.is_built = True
         # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
         introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
-        part_ranks(session)
+        part_ranks(session.strategy.devices, session.state.seed, session.strategy.data_rank)
+        if session.strategy.rank == 0:
+            advise_precision(session.strategy.device, session.strategy.precision)
         if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
         known = set(session.module.parameters())
@@ -62,12 +72,20 @@ def fit(session: Session, request: Request) -> None:
                 sanity_check(session)
             else:
                 load_generators(session, saved)
-            saved = None  # closes its files
+            is_resumed, saved = saved is not None, None  # closes its files
             session.progress.stage = "train"
             session.interruption.start(session.state.seconds)
             session.progress.validated_seconds = session.state.seconds
             if _trains(session):
-                train(session, step)
+                with first_step_of(session.state) if is_resumed else nullcontext():
+                    train(session, step)
+            elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
+                _log.warning(
+                    "Nothing is left to train: %s is of epoch %d and global_step %d, with max_epochs=%s and "
+                    "max_steps=%s; raise them to go on.",
+                    *(session.resumed_from, session.state.current_epoch, session.state.global_step),
+                    *(session.settings.last_epoch, session.settings.max_steps),
+                )
             session.progress.stage = None
         session.writer.close()
         session.hooks.call("on_fit_end")

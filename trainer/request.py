@@ -32,6 +32,8 @@ class Request:
     checkpoint: Path | None = None
     """What `ckpt_path` stands for."""
     keeps_predictions: bool = False
+    saved_list: Path | None = None
+    """The file in which processes of the run list the checkpoints that they save."""
 
     def __post_init__(self) -> None:
         if self.datamodule is not None and (self.train_loaders is not None or self.evaluation_loaders is not None):

@@ -14,6 +14,7 @@ from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ..callbacks.run import Logger
 from ..strategies.errors import RunError
 from . import checkpoint
+from .checkpoint.manifest import Origin
 from .data.evaluation_data import EvaluationData
 from .data.train_data import TrainData
 from .loggers.base import continue_loggers
@@ -26,6 +27,7 @@ from .session.interruption import Interruption
 from .session.progress import Progress
 from .session.session import Session, Task
 from .session.train_state import TrainState
+from .tuning.attribute import set_attribute
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Result:
     should_stop: bool
     predictions: list[Any] | None
     last_checkpoint: Path | None
+    origin: Origin
+    found: dict[str, float]
+    """The attributes of module and data module that finders have set."""
 
 
 def result_of(session: Session) -> Result:
@@ -60,6 +65,8 @@ def result_of(session: Session) -> Result:
         should_stop=progress.should_stop,
         predictions=progress.predictions,
         last_checkpoint=progress.last_checkpoint,
+        origin=session.origin,
+        found=progress.found,
     )
 
 
@@ -76,6 +83,7 @@ class EndedRun:
     callbacks: Sequence[Callback]
     metrics: Metrics
     state: TrainState
+    origin: Origin
     hooks: Hooks
     progress: Progress = field(default_factory=Progress)
     interruption: Interruption = field(default_factory=Interruption)
@@ -93,6 +101,8 @@ def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
     run.metrics.load_state_dict(result.metrics)
     run.metrics.logged = result.metrics["logged"]
     load_callback_states(run.callbacks, result.callbacks)
+    for name, value in result.found.items():
+        set_attribute((run.module, run.datamodule), name, value)
     continue_loggers(loggers, result.versions)
     run.interruption.signal = result.signal
     run.progress.should_stop = result.should_stop
@@ -128,4 +138,5 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
             f"(the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a ModelCheckpoint, "
             "or pass weights_only=True."
         )
-    checkpoint.save(path, {**saved, "model": dict(run.module.state_dict())})  # as the caller has it now
+    state = {**saved, "model": dict(run.module.state_dict())}  # as the caller has it now
+    checkpoint.save(path, state, origin=run.origin.after())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,11 +21,13 @@ from ..callbacks.helpers.loggers import tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
 from ..callbacks.timer import parse_duration
-from ..strategies import Precision, place
+from ..strategies import Precision, is_auto, place
 from ..strategies.errors import CheckpointError, RunError
-from .advice import advise
+from .advice import advise, name_roles, show_batch
 from .checkpoint import make_writer
+from .checkpoint.manifest import Origin
 from .checks import (
+    check_callbacks_of_fit,
     check_loggers,
     check_manual,
     check_module,
@@ -35,10 +40,14 @@ from .default_callbacks import supervised
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
 from .module.hooks import ModuleHooks
+from .planning.auto import choose
+from .planning.machine import this_machine
+from .planning.out_of_memory import comment_on_memory
 from .request import Request
 from .result import EndedRun, Result, result_of, take_over
 from .resume.after_restart import go_on, note_end, note_run
 from .resume.find_checkpoint import find_checkpoint
+from .resume.save import newest_saved, point_to_checkpoint
 from .resume.take_snapshot import end_snapshots
 from .session.detailed_profilers import profiler_by_name
 from .session.interruption import Interruption
@@ -61,6 +70,8 @@ class Runner:
 
     def __init__(self, settings: Settings, run: Run) -> None:
         self.settings, self._run = settings, run
+        self._given = settings
+        """The settings before ``strategy="auto"`` was chosen."""
         self.precision = Precision(settings.precision)
         self.strategy, self.hardware = place(
             settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
@@ -72,6 +83,8 @@ class Runner:
         self._callbacks = make_callbacks(settings)
         self.profiler = profiler_by_name(settings.profiler)
         self.state = TrainState()
+        # all fits of a trainer are of one lineage: the next one goes on with what callbacks have kept
+        self.origin = Origin(secrets.token_hex(16))
         self.current: Session | EndedRun | None = None
         """The run that is going on, or the last one."""
         self.is_running = self.has_finished = False
@@ -140,6 +153,10 @@ class Runner:
         check_module(request.module, request.datamodule, request.task)
         check_stages(request.train_loaders)
         check_manual(request.module, self.settings)
+        self._choose_strategy(request)
+        self.strategy.validate_module(request.module)
+        if request.task == "fit":
+            check_callbacks_of_fit(self._callbacks, request, self.settings, self.strategy, self.hardware)
         folder = root_dir(self.settings, request.task)
         if folder is not None:
             check_writable(folder)
@@ -152,10 +169,29 @@ class Runner:
         finally:
             self.is_running = False
 
+    def _choose_strategy(self, request: Request) -> None:
+        """Let ``strategy="auto"`` be a layout on which the module fits the devices of this machine.
+
+        With one device there is no choice; nodes and a launcher's ranks would choose before they can agree.
+        """
+        environment = self.hardware.environment
+        is_here = not environment.is_external and environment.num_nodes == 1 < environment.world_size
+        if not (is_here and is_auto(self._given.strategy) and request.task == "fit"):
+            return
+        machine = this_machine(self.hardware)
+        trainer: Any = type(self._run)
+        choice = choose(trainer, self._given, machine, request.module, request.train_loaders, request.datamodule)
+        if choice is None:
+            return
+        self.settings, self.strategy = choice.applied_to(self._given), choice.layout.make()
+        self.strategy.validate(self.hardware, self.precision)
+        say(choice.reason)
+
     def _find_checkpoint(self, request: Request) -> Path | None:
         savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
         root = str(self.settings.default_root_dir or ".")
-        return find_checkpoint(request.ckpt_path, self.loggers, savers, root, to_resume=request.task == "fit")
+        is_fit, has_fitted = request.task == "fit", self._has_fitted
+        return find_checkpoint(request.ckpt_path, self.loggers, savers, root, to_resume=is_fit, has_fitted=has_fitted)
 
     # --- in processes of its own -------------------------------------------------------------------------------------
 
@@ -167,7 +203,7 @@ class Runner:
             self.precision.convert_module(request.module)
             callbacks = self._callbacks_of(request)
             self._begin(request)
-            self.state = answer[0].state
+            self.state, self.origin = answer[0].state, answer[0].origin
             ended = self.current = EndedRun(
                 task=request.task,
                 module=request.module,
@@ -177,12 +213,30 @@ class Runner:
                 metrics=self._metrics_of(request),
                 state=self.state,
                 resumed_from=request.checkpoint,
+                origin=self.origin,
             )
             take_over(ended, answer[0], self.loggers)
 
         parts = {**request.parts(), "callbacks": self._callbacks, "loggers": self.loggers, "strategy": self.strategy}
-        job = partial(self._report, work, request, capture_rng())
-        return self.strategy.launch(job, on_result=take, parts=parts)[1]
+        before = self.current
+        with TemporaryDirectory(prefix="echelon-saved-") as folder:
+            saved_list = Path(folder, "saved")
+            job = partial(self._report, work, replace(request, saved_list=saved_list), capture_rng())
+            try:
+                return self.strategy.launch(job, on_result=take, parts=parts)[1]
+            except BaseException as error:
+                ended = self.current
+                is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+                if is_interrupted and isinstance(ended, EndedRun) and ended is not before:
+                    if isinstance(error, KeyboardInterrupt):
+                        ended.interruption.signal = signal.SIGINT  # the workers got SIGTERM
+                    ended.interruption.raise_if_requested(ended.progress.last_checkpoint)
+                point_to_checkpoint(error, newest_saved(saved_list))
+                name_roles(error, self.strategy)
+                from ..strategies.launch.launcher import without_launch
+
+                without_launch(error)
+                raise
 
     def _report(self, work: Work, request: Request, rng: Mapping[str, Any]) -> tuple[Result, Any]:
         """Do the work in a process of the run, with the caller's random state, and return its result."""
@@ -205,6 +259,7 @@ class Runner:
         self.strategy.connect(self.hardware, self.precision)
         session = self.current = self._open_session(request)
         status = "failed"
+        failure: BaseException | None = None
         try:
             self._agree(session, request)
             set_up(session)
@@ -217,7 +272,13 @@ class Runner:
         except BaseException as error:
             self.strategy.annotate(error)
             advise(error)
-            session.has_failed = True
+            name_roles(error, self.strategy, self.strategy.rank)
+            comment_on_memory(session, error)
+            progress = session.progress
+            if progress.is_in_step and progress.micro_batch is not None and progress.stage == "train":
+                where = f"micro-batch {progress.batch_idx} of epoch {session.state.epoch}"
+                show_batch(error, progress.micro_batch.batch, where)
+            failure, session.has_failed = error, True
             session.hooks.call("on_exception", error)
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
@@ -225,10 +286,16 @@ class Runner:
             # in a launched process the caller finds the culprit
             culprit = None if self._reports else self.strategy.blame_peer(error)
             if culprit is not None:
+                name_roles(culprit, self.strategy)
+                failure = culprit
                 raise culprit from error
             raise
         finally:
             self._close(session, status)
+            last = session.progress.last_checkpoint
+            is_new = last is not None and last != session.resumed_from and last.is_dir()
+            if failure is not None and is_new and not self._reports:
+                point_to_checkpoint(failure, last)
 
     @contextmanager
     def _profiled(self, task: Task) -> Iterator[None]:
@@ -244,12 +311,12 @@ class Runner:
         """Let all ranks go by rank 0's seed, checkpoint and folders."""
         strategy, environment = self.strategy, self.hardware.environment
         session.resumed_from = request.checkpoint
+        if environment.is_external:  # nobody has looked for it; there may be one process, too
+            session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
         if strategy.world_size > 1:
-            if strategy.rank == 0 and not self._has_described:
+            if strategy.rank == 0 and not (self._has_described or strategy.collectives.is_rehearsed):
                 say(environment.describe())
             self._has_described = True
-            if environment.is_external:
-                session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
             session.state.seed = strategy.collectives.broadcast(session.state.seed)
         is_link = request.ckpt_path == "last" or Path(request.ckpt_path or "").is_symlink()  # such as last.ckpt
         session.named_checkpoint = None if is_link else session.resumed_from
@@ -303,6 +370,8 @@ class Runner:
             hooks=Hooks(self._run, request.module, ModuleHooks, callbacks),
             metrics=self._metrics_of(request),
             state=self.state,
+            origin=self.origin,
+            saved_list=request.saved_list,
             interruption=Interruption(
                 parse_duration("max_time", self.settings.max_time), is_alone=self.strategy.world_size == 1
             ),
@@ -310,6 +379,7 @@ class Runner:
 
     def _close(self, session: Session, status: str) -> None:
         session.progress.stage = None
+        self.origin = session.origin
         if status == "failed":
             session.writer.abandon()
         end_snapshots(session, has_failed=status == "failed")
@@ -317,9 +387,14 @@ class Runner:
             session.writer.close()
         if session.train_data is not None:
             session.train_data.close()
-        session.hooks.call("teardown", session.task)
-        if session.datamodule is not None:
-            session.datamodule.teardown(session.task)
-        if self.strategy.rank == 0:
-            tell(self.loggers, "finalize", status)
-        self.strategy.close()
+        try:
+            session.hooks.call("teardown", session.task)
+            if session.datamodule is not None:
+                session.datamodule.teardown(session.task)
+            if self.strategy.rank == 0:
+                tell(self.loggers, "finalize", status)
+        except BaseException as error:
+            self.strategy.annotate(error)
+            raise
+        finally:
+            self.strategy.close()

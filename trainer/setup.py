@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import overrides
-from ..callbacks.helpers.loggers import tell
+from ..callbacks.helpers.loggers import outlives_disk_errors, tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
+from ..strategies.module.blocks import repeated_blocks
 from ..strategies.state.optimizer_state import needs_closure
+from .checkpoint import load
+from .checkpoint.manifest import read_manifest
 from .checks import check_callbacks, check_loaders
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
-from .data.seed import derive, seed_generators
+from .data.replica_batches import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
 from .loggers import default_logger
+from .loggers.tracker import continue_saved_runs
 from .loop.schedule import validates
+from .metrics.reduction import gather_once
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
-from .module.optimizers import check_monitors, check_parameters, parse_optimizers, warn_of_shared_parameters
+from .module.optimizers import (
+    check_monitors,
+    check_parameters,
+    parse_optimizers,
+    tell_of_several,
+    warn_of_shared_parameters,
+)
 from .module.train_module import TrainModule
 from .session.session import Session, Task
 from .session.settings import Settings
@@ -41,10 +54,6 @@ _LOADER_HOOKS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
-
-
-_OF_RANKS = 0x72616E6B
-"""Keeps the seeds of ranks apart from those of epochs."""
 
 
 def make_loggers(settings: Settings) -> list[Logger]:
@@ -63,23 +72,23 @@ def make_callbacks(settings: Settings) -> list[Callback]:
     given = settings.callbacks
     mine = [] if given is None else [given] if isinstance(given, Callback) else list(given)
     check_callbacks(mine)
-    switches: tuple[tuple[str, type[Callback]], ...] = (
+    switches: tuple[tuple[str, type[Callback], type[Callback]], ...] = (
         # shows the run; first, so that what others print comes above it
-        ("enable_progress_bar", TQDMProgressBar),
+        ("enable_progress_bar", ProgressDisplay, TQDMProgressBar),
         # once, before training
-        ("enable_model_summary", ModelSummary),
+        ("enable_model_summary", ModelSummary, ModelSummary),
         # last, so that it saves what all others have done at this step
-        ("enable_checkpointing", ModelCheckpoint),
+        ("enable_checkpointing", ModelCheckpoint, ModelCheckpoint),
     )
-    for name, kind in switches:
-        has_one = any(isinstance(callback, kind) for callback in mine)
-        if has_one and not getattr(settings, name) and not settings.fast_dev_run:
+    for name, kind, default in switches:
+        own = next((callback for callback in mine if isinstance(callback, kind)), None)
+        if own is not None and not getattr(settings, name) and not settings.fast_dev_run:
             raise ConfigError(
-                f"{name}=False (or barebones=True) switches {kind.__name__} off, but callbacks holds one; drop "
+                f"{name}=False (or barebones=True) switches {type(own).__name__} off, but callbacks holds one; drop "
                 "one of them."
             )
-        if not has_one and getattr(settings, name):
-            mine.append(kind())
+        if own is None and getattr(settings, name):
+            mine.append(default())
     if settings.fast_dev_run:
         mine = [callback for callback in mine if not isinstance(callback, ModelCheckpoint)]
     return in_order(mine)
@@ -89,7 +98,7 @@ def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the progress bar first and those that save checkpoints last."""
 
     def rank(callback: Callback) -> int:
-        return 0 if isinstance(callback, TQDMProgressBar) else 2 if isinstance(callback, ModelCheckpoint) else 1
+        return 0 if isinstance(callback, ProgressDisplay) else 2 if isinstance(callback, ModelCheckpoint) else 1
 
     return sorted(callbacks, key=rank)
 
@@ -136,7 +145,8 @@ def load_train_data(session: Session, given: Any) -> None:
         )
     check_loaders(source, "train_dataloaders")
     session.state.data_size = session.state.data_size or session.strategy.data_size
-    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session))
+    pins_memory = session.strategy.device.type == "cuda"
+    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session), pins_memory=pins_memory)
     session.train_data = TrainData(
         source,
         seed=session.state.seed,
@@ -196,16 +206,12 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
 def _ranks(session: Session) -> DataRanks:
     """Return who reads the data."""
     strategy = session.strategy
-
-    def agree(numbers: list[float]) -> list[list[float]]:
-        return strategy.collectives.all_gather(torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
-
     return DataRanks(
         strategy.data_rank,
         strategy.data_size,
         planned_size=session.state.data_size,
         is_dealing=session.settings.use_distributed_sampler,
-        agree=agree if strategy.data_size > 1 else None,
+        agree=partial(gather_numbers, strategy) if strategy.data_size > 1 else None,
     )
 
 
@@ -224,10 +230,10 @@ def check_interval(session: Session) -> None:
             f"val_check_interval={interval} is a fraction, but the training loader has no length; give batches as an "
             "int, or a duration."
         )
-    if isinstance(interval, int) and interval > data.num_batches:
+    if isinstance(interval, int) and interval > data.planned_batches:
         raise ConfigError(
-            f"val_check_interval={interval} is never reached in an epoch of {data.num_batches} batches; give at most "
-            "that, or check_val_every_n_epoch=None to count batches across epochs."
+            f"val_check_interval={interval} is never reached in an epoch of {data.planned_batches} batches; give at "
+            "most that, or check_val_every_n_epoch=None to count batches across epochs."
         )
 
 
@@ -238,7 +244,11 @@ def build_optimizers(session: Session) -> None:
         ModuleError: if it returns something else.
     """
     module, strategy = session.module, session.strategy
-    returned = module.configure_optimizers()
+    try:
+        returned = module.configure_optimizers()
+    except TypeError as error:
+        error.add_note("An optimizer takes parameters, such as self.parameters(), and numbers: lr=0.1, not '0.1'.")
+        raise
     if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
         warnings.warn(
             f"{type(module).__name__}.configure_optimizers returned None, and nothing is trained; return an optimizer "
@@ -255,6 +265,8 @@ def build_optimizers(session: Session) -> None:
     configured = parse_optimizers(returned)
     check_parameters(configured.optimizers, module)
     if module.automatic_optimization:
+        if strategy.rank == 0:
+            tell_of_several(configured.optimizers, module)
         warn_of_shared_parameters(configured.optimizers, module)
         check_monitors(configured.schedulers)
     evaluating = [type(optimizer).__name__ for optimizer in configured.optimizers if needs_closure(optimizer)]
@@ -292,6 +304,9 @@ def set_up(session: Session) -> None:
     session.strategy.collectives.barrier()
     if datamodule is not None:
         datamodule.setup(stage)
+    if stage == "fit":
+        for callback in session.callbacks:  # the module's are known here only
+            callback.check_strategy(session.strategy, session.strategy.world_size, len(session.strategy.devices))
     session.hooks.call("setup", stage)
     with session.strategy.init_context():
         module.configure_model()
@@ -299,18 +314,25 @@ def set_up(session: Session) -> None:
 
 def set_up_module(session: Session) -> None:
     """Convert and compile the module as the settings say, and give it to the strategy."""
-    if session.settings.sync_batchnorm and session.strategy.world_size > 1:
-        nn.SyncBatchNorm.convert_sync_batchnorm(session.module)
+    sharers = session.strategy.loss_collectives
+    if session.settings.sync_batchnorm and sharers.world_size > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
+    if "torchmetrics" in sys.modules:
+        for part in session.module.modules():
+            gather_once(part, session.strategy)
     compiled = session.settings.compile
     if compiled:
-        _compile_in_place(session.module, {} if compiled is True else dict(compiled))
+        # where ranks communicate between blocks, each is compiled by itself; they share the code
+        by_blocks = session.strategy.forward_is_collective
+        blocks = [block for _, block in repeated_blocks(session.module)] if by_blocks else []
+        _compile_in_place(session.module, blocks, {} if compiled is True else dict(compiled))
     is_manual = session.task == "fit" and not session.module.automatic_optimization
     session.strategy.setup_module(session.module, is_manual=is_manual)
 
 
-def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
-    """Compile ``forward`` where the module has one, else each child; the parameters keep their names."""
-    for part in [module] if overrides(module, "forward", nn.Module) else module.children():
+def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
+    """Compile blocks, if any, else ``forward`` where the module has one, else each child; names stay as they are."""
+    for part in blocks or ([module] if overrides(module, "forward", nn.Module) else module.children()):
         part.compile(**options)
 
 
@@ -318,14 +340,13 @@ def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[i
     """Let loggers take their folders, those of the run that is resumed, and return the versions of these."""
     if resumed_from is not None:
         tell(loggers, "continue_run", resumed_from)
+        if (
+            any(hasattr(logger, "continue_saved") for logger in loggers)
+            and "loggers" in read_manifest(resumed_from).parts
+        ):
+            continue_saved_runs(loggers, load(resumed_from, parts=("loggers",))["loggers"])
     tell(loggers, "open")
     return [logger.version for logger in loggers]
-
-
-def part_ranks(session: Session) -> None:
-    """Give each rank random numbers of its own, for dropout; rank 0 has those of a run of one process."""
-    if session.strategy.rank:
-        seed_generators(derive(session.state.seed, _OF_RANKS, session.strategy.rank))
 
 
 def introduce(session: Session, *, is_resumed: bool) -> None:
@@ -339,7 +360,8 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
         tell(session.loggers, "resume_at", session.state.global_step)
     if hparams:
         for logger in session.loggers:
-            logger.log_hyperparams(hparams)
+            with outlives_disk_errors(logger):
+                logger.log_hyperparams(hparams)
     if example is not None:
         tell(session.loggers, "log_graph", session.module, example)
 

@@ -36,9 +36,10 @@ from .session.profiler import Profiler
 from .session.session import Session, Task
 from .session.settings import Settings, accepting
 from .session.trained_samples import TrainedSamples
+from .trials import Trials
 
 
-class Trainer(TrainerAttributes):
+class Trainer(TrainerAttributes, Trials):
     """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
 
     Hooks see it as a `callbacks.run.Run`, which says what each property means.
@@ -164,9 +165,9 @@ class Trainer(TrainerAttributes):
             save_checkpoint(self.session, path, weights_only=bool(weights_only), wait=wait)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint directory; anything else is left alone."""
+        """Delete a checkpoint directory of this run or of one it goes on from; anything else is left alone."""
         if self.is_global_zero:
-            self.session.writer.remove(Path(path))
+            self.session.writer.remove(Path(path), self.session.origin.lineage)
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
         """Make `link` stand for the checkpoint at `path`, atomically."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from ...strategies.errors import ConfigError, DataError, did_you_mean
+from .loader_kinds import begin
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 Item: TypeAlias = tuple[Any, int, int]
@@ -115,7 +116,7 @@ def _until_the_longest(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
 
 
 def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
-    iterators = [iter(loader) for loader, _ in loaders]
+    iterators = [begin(loader) for loader, _ in loaders]
     is_over = [getattr(loader, "rounds", 0) > 0 for loader, _ in loaders]  # a resumed run's may have begun again
     for taken in itertools.count():
         row = [next(iterator, _OVER) for iterator in iterators]
@@ -124,7 +125,7 @@ def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
         if all(is_over):
             return
         for position in (position for position, batch in enumerate(row) if batch is _OVER):
-            iterators[position] = iter(loaders[position][0])
+            iterators[position] = begin(loaders[position][0])
             row[position] = next(iterators[position], _OVER)
             if row[position] is _OVER:
                 raise DataError(f"Loader {position} of CombinedLoader(mode='max_size_cycle') is empty; give it data.")
@@ -133,7 +134,7 @@ def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
 
 def _cut(loader: Limited) -> Iterator[Any]:
     iterable, limit = loader
-    return itertools.islice(iterable, None if limit == math.inf else int(limit))
+    return itertools.islice(begin(iterable), None if limit == math.inf else int(limit))
 
 
 def _length(iterable: Any) -> int | float:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from .combined_loader import CombinedLoader, combined_of
 from .index_stream import DataRanks, drawn, length_of, set_epoch
 from .limits import Count, limited
-from .loader_kinds import check_loader, is_dealt, is_indexed, unshuffled, with_indices
+from .loader_kinds import begin, check_loader, is_dealt, is_indexed, unshuffled, with_indices
 from .seed import derive
 
 
@@ -65,7 +65,7 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
     if is_indexed(loader) and (ranks.data_size == 1 or deals(loader, ranks)):
         return _Indexed(loader, ranks)
     if ranks.data_size == 1:
-        return lambda stop, _: map(EvaluationBatch, count(), islice(loader, stop))
+        return lambda stop, _: map(EvaluationBatch, count(), islice(begin(loader), stop))
     if not deals(loader, ranks):
         return partial(_own, loader, ranks)
     if isinstance(loader, SideBySide):
@@ -76,7 +76,7 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
 def _own(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
     """Read a loader that yields to each rank batches of its own."""
     mine = None if stop is None else len(range(ranks.data_rank, stop, ranks.data_size))
-    return map(EvaluationBatch, count(ranks.data_rank, ranks.data_size), islice(loader, mine))
+    return map(EvaluationBatch, count(ranks.data_rank, ranks.data_size), islice(begin(loader), mine))
 
 
 def _picked(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
@@ -105,7 +105,7 @@ class _Indexed:
         self._turns.stop, self._turns.seed = stop, seed
         places = count(self._ranks.data_rank, self._ranks.data_size)
         # on one rank the sampler is left to itself, and may read ahead of the limit
-        batches = islice(self._loader, stop) if self._ranks.data_size == 1 else self._loader
+        batches = islice(begin(self._loader), stop if self._ranks.data_size == 1 else None)
         for place, batch in zip(places, batches, strict=False):
             entry = self._turns.drawn.popleft() if self._turns.drawn else None
             yield EvaluationBatch(place, batch, entry if isinstance(entry, list) else None)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from ...callbacks.samples.file import Source
+from .generators import GENERATORS
 from .micro_batch import MicroBatch, Window
 from .seed import RngStream, derive, mix, seed_generators
 
@@ -113,9 +114,9 @@ class SeededIndices(list[int]):
         self.place = place
 
     def __iter__(self) -> Iterator[int]:
-        seed = self.seed
+        seed, seed_all = self.seed, GENERATORS.seed
         for place, index in enumerate(super().__iter__(), self.place):
-            seed_generators(mix(seed, place))
+            seed_all(mix(seed, place))
             yield index
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -231,6 +232,13 @@ class IndexStream:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
+        for window in self.windows():
+            self.drawn.append(window)
+            for micro_batch in window:
+                yield micro_batch.indices
+
+    def windows(self) -> Iterator[Window]:
+        """Yield the windows from the position on; their batches are still to be read."""
         share, place, draw = self._share, self._start, self._draw
         entries = self._order.entries(self._epoch, place)
         seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
@@ -248,9 +256,7 @@ class IndexStream:
                 totals = share.totals(global_batch)
             micro_batches = [draw(global_batch[cut], place + cut.start, seed) for cut in cuts]
             place += length
-            self.drawn.append(Window.of_all_ranks(micro_batches, totals, place))
-            for micro_batch in micro_batches:
-                yield micro_batch.indices
+            yield Window.of_all_ranks(micro_batches, totals, place)
 
     def _draw(self, entries: list[Any], place: int, seed: int) -> MicroBatch:
         """Return the micro-batch of these entries of the order; `seed` is that of the epoch."""

@@ -12,10 +12,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ...callbacks.samples.file import Source
+from .in_process import batches_of
 from .index_stream import length_of, set_epoch
+from .loader_kinds import begin
 from .micro_batch import MicroBatch
 from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
-from .stream import END, CountSamples, load_place, place_of
+from .stream import END, CountSamples, Cut, load_place, place_of
 
 
 class IterableStream:
@@ -42,7 +44,7 @@ class IterableStream:
         self._epoch, self.position, self.rounds = epoch, position, 0
         self._is_over = self._was_over = False
 
-    def recut(self, accumulate: int) -> None:
+    def recut(self, cut: Cut) -> None:
         """An iterable is not cut: micro-batches are taken as they come."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class IterableStream:
         with self._rng or (isolated_rng() if self.position else nullcontext()):
             if "loader" in state:
                 self._loader.load_state_dict(state["loader"])
-            batches: Iterator[Any] = iter(self._loader)
+            batches = batches_of(self._loader) if isinstance(self._loader, DataLoader) else begin(self._loader)
             if "loader" not in state and self.position:
                 self._skip(batches)
             if "rng" in state and self.position:

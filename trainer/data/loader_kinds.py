@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ...strategies.errors import DataError
+from ...strategies.launch.signal_handlers import sheltering_forks
 from .index_stream import DataRanks, Order, Sampled, Sequential, Shuffled, length_of
 
 
 def check_loader(loader: Any, ranks: DataRanks) -> None:
     """Raise `DataError` unless these ranks can read batches from it, judging without reading."""
-    if isinstance(loader, Dataset):
+    if isinstance(loader, Dataset) and not _is_web_loader(loader):
         raise DataError(
             f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
             "instead."
@@ -36,6 +37,17 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
             "train_dataloader() or its like, with num_replicas=self.trainer.strategy.data_size and "
             "rank=self.trainer.strategy.data_rank; or leave it out: samples are dealt without it."
         )
+
+
+def begin(loader: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator over a loader; worker processes that this starts do not hear Ctrl-C."""
+    with sheltering_forks():
+        return iter(loader)
+
+
+def _is_web_loader(loader: Any) -> bool:
+    """Return whether a loader is webdataset's: a data set by its class, which yields what the DataLoader in it does."""
+    return any(kind.__name__ == "WebLoader" for kind in type(loader).__mro__)
 
 
 def is_indexed(loader: Any) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
@@ -12,10 +11,12 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate, default_convert
 
 from ...callbacks.samples.file import Source
-from .index_stream import IndexStream, length_of, set_epoch
-from .loader_kinds import is_dealt, makes_batches, order_of, with_indices
+from .generators import GENERATORS
+from .in_process import reader_of
+from .index_stream import BatchShare, IndexStream, length_of, set_epoch
+from .loader_kinds import begin, is_dealt, makes_batches, order_of, with_indices
 from .micro_batch import MicroBatch, Window
-from .seed import PRESERVED_GENERATORS, derive, isolated_rng, mix, seed_generators
+from .seed import derive, isolated_rng, mix
 from .stream import END, CountSamples, Cut, load_place, place_of
 
 _PLAIN: Final = {TensorDataset, list, tuple, range}
@@ -33,10 +34,10 @@ class MapStream:
         self.num_streams = 1 if in_order or is_dealt(loader, ranks) else ranks.data_size
         # where each rank reads its own, the same place is another sample on each
         self._seed = seed if self.num_streams == 1 else derive(seed, ranks.data_rank)
-        self._cut = cut
         self._count = count
-        self._samples = loader.batch_size if makes_batches(loader) else None
-        self._share = cut.share(self._samples, is_dealt=self.num_streams == 1)
+        self._batch_size = loader.batch_size if makes_batches(loader) else None
+        """The loader's own; None where it yields ready-made batches."""
+        self._take(cut)
         is_seeded = not (_is_plain(loader.dataset) and loader.collate_fn in _PLAIN_COLLATE)
         self._indices = IndexStream(
             order_of(loader, seed, in_order=in_order),
@@ -48,16 +49,32 @@ class MapStream:
         self._loader = with_indices(loader, self._indices)
         # a position says what was read only if batches come as the sampler gave them (DataLoader(in_order=False))
         vars(self._loader)["in_order"] = True
+        if cut.pins_memory:
+            vars(self._loader)["pin_memory"] = True
         self._is_seeded = is_seeded and loader.num_workers == 0
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
+        self._reader: Callable[[Any], Any] | None = None
+        """What makes a batch of its indices; None where the loader's iterator does."""
         self._batches: Iterator[Any] = iter(())
         self._ahead: Any = END
         self._epoch_seed = self._first_offset = self._offset = 0
         """With the position they make the seed of a batch."""
+        self._outside = GENERATORS.new_state()
+        """Training's random numbers, while the data draws its own."""
         self._is_over = False
 
     def __repr__(self) -> str:
         return f"{self._loader!r:.80}"
+
+    @property
+    def share(self) -> BatchShare:
+        """How a global batch is cut into ranks and micro-batches."""
+        return self._share
+
+    @property
+    def indices(self) -> IndexStream:
+        """What draws the indices."""
+        return self._indices
 
     @property
     def global_batch_size(self) -> int | None:
@@ -72,11 +89,14 @@ class MapStream:
     def seek(self, epoch: int, position: int) -> None:
         self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
 
-    def recut(self, accumulate: int) -> None:
-        if accumulate != self._cut.accumulate:
-            self._cut = Cut(accumulate, None, self._cut.ranks)
-            self._share = self._cut.share(self._samples, is_dealt=self.num_streams == 1)
-            self._indices.recut(self._share)
+    def recut(self, cut: Cut) -> None:
+        self._take(cut)
+        self._indices.recut(self._share)
+
+    def _take(self, cut: Cut) -> None:
+        self._cut = cut
+        self._samples = self._batch_size and (cut.micro_batch_size or self._batch_size)
+        self._share = cut.share(self._samples, is_dealt=self.num_streams == 1)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -86,89 +106,103 @@ class MapStream:
         Args:
             limit: the largest number of micro-batches that a rank may read.
         """
-        with self._reading() as drawn:
-            while limit > 0 and self._draws_more():
-                window = drawn.popleft()
+        fill = self._fill
+        with self._reading() as windows:
+            if limit <= 0:
+                return
+            for window in windows:
                 length = window.length
                 if length > limit:
                     window, length = window.shortened(int(limit)), int(limit)
                 for micro_batch in window:
-                    if not self._fill(micro_batch):
+                    if not fill(micro_batch):
                         return
-                self._advance(window.end)
+                self.position, self._offset = window.end, self._first_offset
                 limit -= length
                 yield window
+                if limit <= 0:
+                    return
+            self._is_over = True
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        with self._reading() as drawn:
-            while self._draws_more():
-                window = drawn.popleft()
+        with self._reading() as windows:
+            for window in windows:
                 for micro_batch in window:
                     if not self._fill(micro_batch):
                         return
                     if micro_batch is window[-1]:
-                        self._advance(window.end)
+                        self.position, self._offset = window.end, self._first_offset
                     self.batch_size = micro_batch.size
                     yield micro_batch
+            self._is_over = True
 
     @contextmanager
-    def _reading(self) -> Iterator[deque[Window]]:
+    def _reading(self) -> Iterator[Iterator[Window]]:
         """Begin to read at the position; let go of the loader's iterator, and with it its workers, at the end."""
         if self._is_over:  # the next iteration is another epoch
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         epoch = self._epoch + self.rounds
         self._indices.seek(epoch, self.position)
         set_epoch(self._loader.dataset, epoch)
-        with isolated_rng():  # an iterator draws a seed for its workers
-            self._epoch_seed = derive(self._seed, epoch)
-            torch.default_generator.manual_seed(self._epoch_seed)
-            batches = self._batches = iter(self._loader)
-        self._ahead = END
+        self._epoch_seed = derive(self._seed, epoch)
         self._first_offset = self._offset = self._share.data_rank * self.per_step
+        self._reader, self._ahead = reader_of(self._loader), END
+        if self._reader is not None:
+            yield self._indices.windows()
+            return
+        with isolated_rng():  # an iterator draws a seed for its workers
+            torch.default_generator.manual_seed(self._epoch_seed)
+            batches = self._batches = begin(self._loader)
         try:
-            yield self._indices.drawn
+            yield self._drawn()
         finally:
             if self._batches is batches:  # nobody has begun to read again
                 self._batches = iter(())
 
-    def _draws_more(self) -> bool:
-        """Return whether the sampler has drawn another window, its batches still to be filled in."""
-        if not self._indices.drawn:  # reading makes the sampler go on, which then says what comes
-            try:
-                self._ahead = self._fetch()
-            except Exception as error:
-                _note(error, next(chain.from_iterable(self._indices.drawn), None))
-                raise
-        self._is_over = not self._indices.drawn
-        return not self._is_over
+    def _drawn(self) -> Iterator[Window]:
+        """Yield what the loader's iterator has drawn, its batches still to be filled in."""
+        drawn = self._indices.drawn
+        while True:
+            if not drawn:  # reading makes the sampler go on, which then says what comes
+                try:
+                    self._ahead = self._fetch(None)
+                except StopIteration:
+                    pass
+                except Exception as error:
+                    _note(error, next(chain.from_iterable(drawn), None))
+                    raise
+            if not drawn:
+                return
+            yield drawn.popleft()
 
     def _fill(self, micro_batch: MicroBatch) -> bool:
         """Read the batch of what the sampler has drawn; return False if the loader has none."""
         batch, self._ahead = self._ahead, END
         if batch is END:
             try:
-                batch = self._fetch()
+                batch = self._fetch(micro_batch.indices)
+            except StopIteration:
+                return False
             except Exception as error:
                 _note(error, micro_batch)
                 raise
-        if batch is END:
-            return False
         micro_batch.batch, micro_batch.lap = batch, self.rounds
         if micro_batch.size is None:
             micro_batch.size = self._count(batch)
         return True
 
-    def _fetch(self) -> Any:
-        """Return the next batch of the loader, or `END`; what it draws at random depends on its place alone."""
+    def _fetch(self, indices: Any) -> Any:
+        """Return a batch; what it draws at random depends on its place alone, and leaves training's numbers alone."""
         if not self._is_seeded:
-            return next(self._batches, END)
-        with PRESERVED_GENERATORS:
-            seed_generators(mix(mix(self._epoch_seed, self.position), self._offset))
+            return next(self._batches) if self._reader is None else self._reader(indices)
+        generators, outside = GENERATORS, self._outside
+        generators.take(outside)
+        try:
+            generators.seed(mix(self._epoch_seed, self.position + (self._offset << 48)))
             self._offset += 1
-            return next(self._batches, END)
-
-    def _advance(self, position: int) -> None:
-        self.position, self._offset = position, self._first_offset
+            return next(self._batches) if self._reader is None else self._reader(indices)
+        finally:
+            generators.put(outside)
 
     # --- lengths and state -------------------------------------------------------------------------------------------
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
 from ...strategies.errors import ConfigError
-from .python_generator import PYTHON_GENERATOR
+from ...strategies.module.random_streams import RandomStreams, device_generators
+from .generators import GENERATORS
 
 _LARGEST_SEED: Final = 2**32 - 1
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
+_OF_DEVICES: Final = 0x64657669
+"""Keeps the seeds of devices apart from those of ranks and epochs."""
+_OF_RANKS: Final = 0x72616E6B
+"""Keeps the seeds of ranks apart from those of epochs."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +71,10 @@ def mix(mixed: int, key: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def capture_rng() -> dict[str, Any]:
-    """Return the state of every generator of this process, as tensors and JSON values.
+def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of every generator of this process and of these devices, as tensors and JSON values.
 
-    NumPy's is there only if something imported it, CUDA's only if something used it.
+    NumPy's is there only if something imported it.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -78,103 +83,72 @@ def capture_rng() -> dict[str, Any]:
     }
     if "numpy" in sys.modules:
         state["numpy"] = _numpy_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if on_devices := device_generators(devices):
+        state["devices"] = [generator.get_state() for generator in on_devices]
     return state
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the generators back to what `capture_rng` saw; those of absent libraries and devices are left out."""
+def restore_rng(state: Mapping[str, Any], devices: Iterable[torch.device] = ()) -> None:
+    """Put the generators back to what `capture_rng` saw; those of absent libraries and devices are left out.
+
+    The states of devices go by their place among the devices of the process, not by their index on the machine.
+    """
     python = state["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     # clone: torch reads a state with aligned instructions and crashes on a view into a file (torch 2.14)
     torch.set_rng_state(state["torch"].cpu().clone())
     if "numpy" in state:
         _set_numpy_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        for device, device_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(device_state.cpu().clone(), device)
+    for generator, saved in zip(device_generators(devices), state.get("devices", ()), strict=False):
+        generator.set_state(saved.cpu().clone())
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Restore the CPU generators on exit, whatever is drawn or seeded inside.
-
-    Costs about 85 us, 70 of them for NumPy's generator: reading its state faster would lose a cached normal.
-    """
-    python, cpu = random.getstate(), torch.default_generator.get_state()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+def isolated_rng(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Restore the CPU generators, and those of these devices, on exit, whatever is drawn or seeded inside."""
+    streams = RandomStreams(devices)
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.default_generator.set_state(cpu)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+        streams.rewind()
+
+
+def seed_devices(devices: Iterable[torch.device], seed: int, data_rank: int) -> None:
+    """Seed the generators of this process's devices by the run's seed and the rank, each with numbers of its own."""
+    for place, generator in enumerate(device_generators(devices)):
+        generator.manual_seed(derive(seed, _OF_DEVICES, data_rank, place))
+
+
+def part_ranks(devices: Iterable[torch.device], seed: int, data_rank: int) -> None:
+    """Give each data rank random numbers of its own, for dropout; rank 0 has those of a run of one process."""
+    if data_rank:
+        seed_generators(derive(seed, _OF_RANKS, data_rank))
+    seed_devices(devices, seed, data_rank)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the CPU generators of this process or worker with 64 bits, quickly; NumPy's if something imported it."""
-    torch.default_generator.manual_seed(seed)
-    if "numpy" not in sys.modules:
-        random.seed(seed)
-        return
-    numpy = sys.modules["numpy"].random
-    numpy.seed(seed & _LARGEST_SEED)
-    PYTHON_GENERATOR.seed(seed, numpy.get_bit_generator())
+    """Seed the CPU generators of this process or worker with 64 bits, in 2 us."""
+    GENERATORS.seed(seed)
 
 
-class PreservedGenerators:
-    """Leaves the CPU generators as they are, whatever is drawn or seeded inside ``with``; not to be nested.
-
-    Costs about 3 us a time, against 85 for `isolated_rng`: NumPy's generator is exchanged, not copied. That forgets
-    the second half of a pair of normals that ``np.random.randn`` keeps for its next call.
-    """
-
-    def __init__(self) -> None:
-        self._python = PYTHON_GENERATOR.get_state()
-        self._torch: Any = None
-        self._numpy: Any = None
-        self._numpy_outside: Any = None
-
-    def __enter__(self) -> None:
-        self._python = PYTHON_GENERATOR.updated(self._python)
-        self._torch = torch.default_generator.get_state()
-        self._numpy_outside = None
-        if "numpy" in sys.modules:
-            numpy = sys.modules["numpy"].random
-            self._numpy_outside = numpy.get_bit_generator()
-            self._numpy = self._numpy or numpy.MT19937(0)
-            numpy.set_bit_generator(self._numpy)
-
-    def __exit__(self, *error: object) -> None:
-        PYTHON_GENERATOR.set_state(self._python)
-        torch.default_generator.set_state(self._torch)
-        if self._numpy_outside is not None:
-            sys.modules["numpy"].random.set_bit_generator(self._numpy_outside)
-
-
-PRESERVED_GENERATORS: Final = PreservedGenerators()
-
-
-class RngStream(PreservedGenerators):
+class RngStream:
     """A stream of random numbers of its own, begun by a seed: what runs inside ``with stream:`` draws from it alone."""
 
+    __slots__ = ("_outside", "_own")
+
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._own_python = PYTHON_GENERATOR.state_after(seed)
-        self._own_torch = torch.Generator().manual_seed(seed).get_state()
-        self._numpy = sys.modules["numpy"].random.MT19937(seed) if "numpy" in sys.modules else None
+        self._outside = GENERATORS.new_state()
+        GENERATORS.seed(seed)
+        self._own = GENERATORS.new_state()
+        GENERATORS.put(self._outside)
 
     def __enter__(self) -> None:
-        super().__enter__()
-        PYTHON_GENERATOR.set_state(self._own_python)
-        torch.default_generator.set_state(self._own_torch)
+        GENERATORS.take(self._outside)
+        GENERATORS.put(self._own)
 
     def __exit__(self, *error: object) -> None:
-        self._own_python = PYTHON_GENERATOR.updated(self._own_python)
-        self._own_torch = torch.default_generator.get_state()
-        super().__exit__(*error)
+        GENERATORS.take(self._own)
+        GENERATORS.put(self._outside)
 
 
 def _numpy_state() -> dict[str, Any]:

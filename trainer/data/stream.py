@@ -47,8 +47,8 @@ class Stream(Protocol):
     def batches_done(self) -> int:
         """Return how many batches lie before the position, on the rank that has most."""
 
-    def recut(self, accumulate: int) -> None:
-        """Set the micro-batches of an optimizer step, from the next iteration on."""
+    def recut(self, cut: Cut) -> None:
+        """Cut global batches in another way, from the next iteration on."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the loader needs to go on from it."""
@@ -69,10 +69,22 @@ class Stream(Protocol):
 class Cut:
     """How the global batch is cut for one loader, as the settings say it."""
 
-    def __init__(self, accumulate: int, global_batch_size: int | None, ranks: DataRanks) -> None:
+    def __init__(
+        self,
+        accumulate: int,
+        global_batch_size: int | None,
+        ranks: DataRanks,
+        *,
+        pins_memory: bool = False,
+        micro_batch_size: int | None = None,
+    ) -> None:
         self.accumulate = accumulate
         self.global_batch_size = global_batch_size
         self.ranks = ranks
+        self.pins_memory = pins_memory
+        """Whether batches go to pinned memory, from which a GPU copies without the host."""
+        self.micro_batch_size = micro_batch_size
+        """The largest micro-batch; None for the loader's own batch size."""
         self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate
 
     @property

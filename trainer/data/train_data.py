@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -44,6 +46,8 @@ class TrainData:
         loaders = self._combined.flattened if self._combined is not None else [source]
         if not loaders:
             raise DataError(f"The training loaders are empty: {source!r:.60}; pass at least one loader.")
+        self.is_read_once = any(isinstance(loader, Iterator) for loader in loaders)
+        """Whether a loader is an iterator, which does not begin again."""
         self._streams = [stream_of(loader, seed, cut, in_order=in_order, count=count) for loader in loaders]
         self._columns = [_Column(number, stream) for number, stream in enumerate(self._streams)]
         if self._combined is not None:
@@ -52,6 +56,9 @@ class TrainData:
         _check_global_batch(cut, self.global_batch_size if len(loaders) == 1 else None, source)
         self._known_length = self._length()
         self.num_batches = limited(limit, self._known_length, "limit_train_batches", "training")
+        self._planned_per_step, self._is_whole = self._per_step, self.num_batches == self._known_length
+        self.planned_batches = self.num_batches
+        """`num_batches` with the loader's own batch size, to which settings refer that count batches."""
         if self.num_batches == 0:
             warnings.warn(
                 f"Nothing is trained: limit_train_batches={limit} of a training loader of length {self._known_length} "
@@ -85,14 +92,58 @@ class TrainData:
         """Set the micro-batches of a step, from the next epoch on."""
         if accumulate == self.accumulate:
             return
-        self._cut = Cut(accumulate, None, self._cut.ranks)
+        before = self._known_length
+        self._take(Cut(accumulate, None, self._cut.ranks))
+        if before != self._known_length:
+            self.num_batches = limited(self._limit, self._known_length, "limit_train_batches", "training")
+            self.planned_batches = self.num_batches
+
+    def cut_into(self, micro_batch_size: int, *, global_batch_size: int | None = None) -> None:
+        """Cut global batches into micro-batches of this size, from the next iteration on.
+
+        Args:
+            micro_batch_size: their largest number of samples.
+            global_batch_size: samples of a step; by default as many as now, and the steps of an epoch stay the same.
+
+        Raises:
+            ConfigError: if the data is not cut by samples, or ``limit_train_batches`` ends an epoch inside a step.
+        """
+        size = global_batch_size or self.global_batch_size
+        if size is None or not self.is_shared:
+            raise ConfigError(
+                f"Micro-batches of another size need one DataLoader that makes batches of samples, got "
+                f"{self.source!r:.80}; pass one, or choose the batch size of this data yourself."
+            )
+        if not self._ends_with_step:
+            raise ConfigError(
+                f"limit_train_batches={self._limit} ends an epoch inside an optimizer step of {self._planned_per_step} "
+                f"micro-batches, which cannot be cut in another way; give a multiple of {self._planned_per_step}."
+            )
+        self._take(Cut(1, size, self._cut.ranks, micro_batch_size=micro_batch_size))
+        length = math.inf if self._known_length is None else self._known_length
+        is_limited = math.isfinite(self.planned_batches) and not self._is_whole
+        self.num_batches = min(length, int(self.planned_batches * self.scale)) if is_limited else length
+
+    def _take(self, cut: Cut) -> None:
+        self._cut = cut
         for stream in self._streams:
-            stream.recut(accumulate)
+            stream.recut(cut)
         self._count_steps()
-        length = self._length()
-        if length != self._known_length:
-            self._known_length = length
-            self.num_batches = limited(self._limit, length, "limit_train_batches", "training")
+        self._known_length = self._length()
+
+    @property
+    def _ends_with_step(self) -> bool:
+        return self._is_whole or math.isinf(self.planned_batches) or self.planned_batches % self._planned_per_step == 0
+
+    @property
+    def scale(self) -> Fraction | int:
+        """How many micro-batches there are now for one of the loader's own batch size."""
+        is_cut = self._cut.micro_batch_size is not None
+        return Fraction(self._per_step, self._planned_per_step) if is_cut else 1
+
+    def as_planned(self, num_batches: float | Fraction) -> float | Fraction:
+        """Return how many batches of the loader's own size these micro-batches of an epoch are."""
+        return min(num_batches / self.scale, self.planned_batches)
 
     def begin_epoch(self, epoch: int) -> None:
         """Read this epoch from its beginning, unless it is the one just resumed."""
@@ -183,6 +234,27 @@ class TrainData:
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the position of every loader; where `is_shared`, the same on every rank."""
         return [stream.state_dict() for stream in self._streams]
+
+    @contextmanager
+    def kept_place(self, epoch: int) -> Iterator[None]:
+        """Go back at the end to where this epoch is read now, whatever was read inside."""
+        resumed, states, cut, num_batches = self._resumed_epoch, self.state_dict(), self._cut, self.num_batches
+        try:
+            yield
+        finally:
+            self.close()  # what workers have read ahead
+            if self._cut is not cut:
+                self._take(cut)
+                self.num_batches = num_batches
+            for stream, state in zip(self._streams, states, strict=True):
+                stream.seek(epoch, 0)
+                if resumed is not None:
+                    stream.load_state_dict(state)
+            self._resumed_epoch = resumed
+
+    def batches_done(self) -> int:
+        """Return how many micro-batches lie before the position, where `is_shared`."""
+        return self._streams[0].batches_done()
 
     def close(self) -> None:
         """Let workers go that outlive an epoch."""

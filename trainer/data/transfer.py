@@ -11,9 +11,11 @@ from ...strategies.errors import ModuleError
 from ..module.batch_size import warn_of_unclear_size
 from ..module.data_module import DataHooks, DataModule
 from ..module.train_module import TrainModule
+from .prefetch import SideStream
 from .stream import CountSamples
 
 Transfer = Callable[[Any, int], Any]
+Move = Callable[[Any], Any]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -48,14 +50,18 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
         hooks[name] = getattr(owner, name) if owner is not None else None
     before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
     precision = strategy.precision
+    device, carry = strategy.device, _carrier(strategy)
+    # converted where that is faster; a hook that moves batches itself gets them as ever
+    converts_first = device.type != "cuda" or move is not None
     if not any((before, move, after)) and strategy.device.type == "cpu" and precision.param_dtype is None:
         return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
-        batch = precision.convert_batch(batch)
-        batch = strategy.batch_to_device(batch) if move is None else move(batch, strategy.device, dataloader_idx)
+        batch = precision.convert_batch(batch) if converts_first else batch
+        batch = carry(batch) if move is None else move(batch, strategy.device, dataloader_idx)
+        batch = batch if converts_first else precision.convert_batch(batch)
         batch = after(batch, dataloader_idx) if after is not None else batch
         if batch is None:
             raise ModuleError(
@@ -65,3 +71,17 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
         return batch
 
     return transfer
+
+
+def make_move(strategy: Strategy) -> Move | None:
+    """Return what brings a batch to the device, in the dtype of the precision; None for nothing to do."""
+    precision, carry = strategy.precision, _carrier(strategy)
+    if strategy.device.type == "cpu":
+        return None if precision.param_dtype is None else precision.convert_batch
+    return lambda batch: precision.convert_batch(carry(batch))
+
+
+def _carrier(strategy: Strategy) -> Move:
+    """Return what copies a batch to the device, on a GPU beside what that computes."""
+    device, move = strategy.device, strategy.batch_to_device
+    return SideStream(move, device) if device.type == "cuda" else move

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from .csv import CSVLogger as CSVLogger
 from .dummy import DummyLogger as DummyLogger
+from .mlflow import MLFlowLogger as MLFlowLogger
 from .tensorboard import TensorBoardLogger as TensorBoardLogger
+from .wandb import WandbLogger as WandbLogger
 
 
 def default_logger(save_dir: str | Path) -> TensorBoardLogger | CSVLogger:

@@ -14,9 +14,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from ...callbacks.helpers.local_path import local_path
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
 from ...strategies.errors import ConfigError
+from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500
 
@@ -34,7 +36,7 @@ class VersionFolder:
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and (".." in Path(str(value)).parts or Path(str(value)).is_absolute()):
                 raise ConfigError(f"{argument}={value!r} must be a folder below save_dir; give a relative path.")
-        self.save_dir = Path(save_dir).expanduser()
+        self.save_dir = local_path("save_dir", save_dir)
         self.name = name or ""
         self.sub_dir = None if sub_dir is None else str(sub_dir)
         self._version = version
@@ -123,6 +125,8 @@ class FolderLogger:
         self._folder = folder
         self._prefix = prefix
         self._hparams: dict[str, Any] = {}
+        self._texts: dict[str, str] = {}
+        """The files that are still to be written, by name."""
 
     @property
     def name(self) -> str:
@@ -156,17 +160,30 @@ class FolderLogger:
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return metrics as floats, under their names with the prefix."""
-        prefix = f"{self._prefix}-" if self._prefix else ""
-        return {prefix + name: float(value) for name, value in metrics.items()}
+        return prefixed(metrics, self._prefix)
 
     def keep_hyperparams(self, params: Mapping[str, Any] | Namespace) -> dict[str, Any]:
-        """Write ``hparams.yaml`` with these hyper-parameters and those of earlier calls; return them all."""
+        """Make ``hparams.yaml`` of these hyper-parameters and those of earlier calls, and return them all."""
         import yaml
 
         self._hparams.update(plain(vars(params) if isinstance(params, Namespace) else params))
         text = yaml.safe_dump(self._hparams, sort_keys=False, allow_unicode=True)
-        replace_text(self._folder.claim() / "hparams.yaml", text)
+        self._texts["hparams.yaml"] = text
         return self._hparams
+
+    def write_texts(self) -> None:
+        """Write the files that are still to be written; one that the disk refuses stays so."""
+        if self._texts:
+            folder = self.folder()
+            for name, text in list(self._texts.items()):
+                replace_text(folder / name, text)
+                del self._texts[name]
+
+    def folder(self) -> Path:
+        """Return the folder of the run, made again if it has been deleted since."""
+        folder = self._folder.claim()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def open(self) -> None:
         """Create the folder of the run; a version number of our choice is final from here on."""
@@ -185,12 +202,20 @@ class FolderLogger:
         self._is_silent = True
 
 
+def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return metrics as floats, under their names after the prefix and ``-``, if there is one."""
+    start = f"{prefix}-" if prefix else ""
+    return {start + name: float(value) for name, value in metrics.items()}
+
+
 def plain(value: Any) -> Any:
     """Return hyper-parameters in the types of YAML: dicts, lists, numbers, bools, strings and None."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, FromEnvironment):
+        return value.interpolation
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

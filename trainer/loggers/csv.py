@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 
 from ...strategies.errors import ConfigError
+from ...strategies.state.schema import shown
 from .base import FolderLogger, VersionFolder, replace_text
 
 
@@ -40,6 +45,7 @@ class CSVLogger(FolderLogger):
         self._flushed_step = 0
         self._last_step = -1
         self._rows: list[dict[str, Any]] = []
+        self._kept: list[dict[str, str]] = []  # the rows of the step from which the run goes on
         self._columns: list[str] | None = None  # None: the file, if there is one, has yet to be read
 
     @property
@@ -57,7 +63,10 @@ class CSVLogger(FolderLogger):
         if step is None:
             step = self._last_step + 1
         self._last_step = step
-        self._rows.append({**self.named(metrics), "step": step})
+        row = {**self.named(metrics), "step": step}
+        if self._kept and _as_text(row) in self._kept:  # the end of an epoch that was logged before a kill
+            return
+        self._rows.append(row)
         if step - self._flushed_step >= self._flush_every:
             self.save()
 
@@ -68,13 +77,15 @@ class CSVLogger(FolderLogger):
         if self._is_silent:
             return
         self.keep_hyperparams(params)
+        self.write_texts()
         if metrics:
             self.log_metrics(metrics, 0)
 
     def log_text(self, tag: str, text: str) -> None:
         """Write the text into a file of its own, ``<tag>.txt``."""
         if not self._is_silent:
-            replace_text(self._folder.claim() / f"{tag.replace('/', '_')}.txt", text)
+            self._texts[f"{tag.replace('/', '_')}.txt"] = text
+            self.write_texts()
 
     def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
         """Do nothing: a table shows no graph."""
@@ -86,9 +97,13 @@ class CSVLogger(FolderLogger):
         path = self._folder.path / "metrics.csv"
         if not path.exists():
             return
-        columns, rows = _read(path)
-        replace_text(path, _table(columns, [row for row in rows if int(row["step"]) <= step]))
-        self._columns = columns
+        try:
+            columns, rows = _read(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error}); move it, or give another version.") from None
+        rows = [row for row in rows if int(row["step"]) <= step]
+        replace_text(path, _table(columns, rows))
+        self._columns, self._kept = columns, [_as_text(row) for row in rows if int(row["step"]) == step]
 
     def continue_as(self, version: int | str) -> None:
         """Continue in the table of a run that another process has opened."""
@@ -96,32 +111,48 @@ class CSVLogger(FolderLogger):
         self._columns = None
 
     def save(self) -> None:
-        """Write the rows that are still in memory."""
+        """Write the rows that are still in memory; those that the disk refuses stay there."""
+        self.write_texts()
         if not self._rows:
             return
-        rows, self._rows = self._rows, []
-        self._flushed_step = rows[-1]["step"]
-        path = self._folder.claim() / "metrics.csv"
+        self._flushed_step = self._rows[-1]["step"]  # the next attempt comes as late as after a success
+        path, rows = self.folder() / "metrics.csv", self._rows
         written: list[dict[str, Any]] = []
         columns = self._columns
-        if columns is None:
+        if columns is None or not path.exists():
             columns, written = _read(path) if path.exists() else (["step"], [])
+            self._columns = None
         wider = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
         if wider == self._columns:
-            with path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, wider).writerows(rows)
-            return
-        if self._columns is not None:
-            written = _read(path)[1]
-        replace_text(path, _table(wider, [*written, *rows]))
-        self._columns = wider
+            _append(path, wider, rows)
+        else:
+            written = _read(path)[1] if self._columns is not None else written
+            replace_text(path, _table(wider, [*written, *rows]))
+        self._columns, self._rows = wider, []
 
     def finalize(self, status: str) -> None:
         """Write the rows that are still in memory."""
         self.save()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rows": [], "_columns": None}
+        return {**self.__dict__, "_rows": [], "_texts": {}, "_columns": None}
+
+
+def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to the end of a table; all or none, should the disk be full."""
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, columns).writerows(rows)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def _as_text(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row as it is read back."""
+    return {name: str(value) for name, value in row.items() if value not in ("", None)}
 
 
 def _table(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -134,12 +165,19 @@ def _table(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """Return columns and rows, without a last line that a killed run left incomplete."""
-    text = path.read_text(encoding="utf-8")
-    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    columns, rows = list(reader.fieldnames or ["step"]), list(reader)
+    if not path.is_file():
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a named pipe would wait for a writer
+    try:
+        text = path.read_text(encoding="utf-8")
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        columns, rows = list(reader.fieldnames or ["step"]), list(reader)
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"{path} must be a table of a CSVLogger, found {shown(str(error))}; move it, or give another version."
+        ) from None
     for row in rows:
-        if not str(row.get("step")).isdecimal() or None in row:
+        if not re.fullmatch(r"[0-9]{1,18}", str(row.get("step"))) or None in row:
             raise ConfigError(
-                f"{path} must be a table of a CSVLogger, found the row {row}; move it, or give another version."
+                f"{path} must be a table of a CSVLogger, found the row {shown(row)}; move it, or give another version."
             )
     return columns, rows

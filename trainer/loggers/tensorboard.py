@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import struct
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _ROWS_AT_ONCE: Final = 50
+_ROWS_BETWEEN_FLUSHES: Final = 1000
 _SECONDS_AT_MOST: Final = 5.0
 
 
@@ -57,6 +60,8 @@ class TensorBoardLogger(FolderLogger):
         self._default_hp_metric = default_hp_metric
         self._writer: SummaryWriter | None = None
         self._rows: list[tuple[float, int, dict[str, float]]] = []
+        self._sent: list[tuple[float, int, dict[str, float]]] = []
+        """The rows given to the writer that may not be on the disk yet."""
         self._written_at = 0.0
         self._purge_step: int | None = None
         self._is_resumed = False
@@ -98,6 +103,7 @@ class TensorBoardLogger(FolderLogger):
 
         if not self.keep_hyperparams(params):
             return
+        self.write_texts()
         info = SessionStartInfo(start_time_secs=time.time())
         for name, value in flatten(self._hparams).items():
             if isinstance(value, bool):
@@ -115,6 +121,20 @@ class TensorBoardLogger(FolderLogger):
     def log_text(self, tag: str, text: str) -> None:
         """Write a text, shown as Markdown."""
         self.experiment.add_text(tag, text, 0)
+
+    def log_image(self, key: str, images: Sequence[str | Path], step: int | None = None) -> None:
+        """Write pictures from the paths of PNG files; for tensors call ``experiment.add_image``."""
+        if self._is_silent:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for index, path in enumerate(images):
+            content = Path(path).read_bytes()
+            width, height = struct.unpack(">II", content[16:24])
+            image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=content)
+            tag = key if len(images) == 1 else f"{key}/{index}"
+            summary = Summary(value=[Summary.Value(tag=tag, image=image)])
+            self.experiment._get_file_writer().add_summary(summary, step or 0)
 
     def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
         """Trace the module's ``forward`` and write its graph, if the logger was made with ``log_graph=True``.
@@ -160,9 +180,28 @@ class TensorBoardLogger(FolderLogger):
 
     def save(self) -> None:
         """Write everything logged so far to the disk."""
+        self.write_texts()
         self._write_rows()
+        self._flush()
+
+    def _flush(self) -> None:
         if self._writer is not None:
-            self._writer.flush()
+            with self._keeping_rows():
+                self._writer.flush()
+                self._sent.clear()
+
+    @contextmanager
+    def _keeping_rows(self) -> Iterator[None]:
+        """Take back, where the disk refuses, what may not be written: a new event file gets it next time."""
+        try:
+            yield
+        except OSError:
+            self._rows[:0], self._sent = self._sent, []
+            writer, self._writer = self._writer, None
+            with suppress(OSError):
+                if writer is not None:
+                    writer.close()
+            raise
 
     def finalize(self, status: str) -> None:
         """Mark the end on the HPARAMS page and close the file; what is logged later opens another one.
@@ -171,6 +210,7 @@ class TensorBoardLogger(FolderLogger):
         """
         if self._is_silent:
             return
+        self.write_texts()
         self._write_rows()
         if self._hparams and status != "interrupted" and not self._is_ended:
             self._add_end(status)
@@ -182,16 +222,21 @@ class TensorBoardLogger(FolderLogger):
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        rows, self._rows = self._rows, []
-        writer = self.experiment._get_file_writer()
-        for walltime, step, metrics in rows:
-            summary = Summary()
-            for name, value in metrics.items():
-                summary.value.add(tag=name, simple_value=value)
-            writer.add_summary(summary, step, walltime)
         self._written_at = time.time()
+        with self._keeping_rows():
+            writer = self.experiment._get_file_writer()
+            while self._rows:
+                walltime, step, metrics = self._rows[0]
+                summary = Summary()
+                for name, value in metrics.items():
+                    summary.value.add(tag=name, simple_value=value)
+                writer.add_summary(summary, step, walltime)
+                self._sent.append(self._rows.pop(0))
+        if len(self._sent) >= _ROWS_BETWEEN_FLUSHES:
+            self._flush()
 
     def _close(self) -> None:
+        self._flush()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -200,7 +245,7 @@ class TensorBoardLogger(FolderLogger):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self._folder.claim()
+        folder = self.folder()
         purge_step, self._purge_step = self._purge_step, None
         if purge_step is not None:
             _await_a_later_name(folder)
@@ -232,7 +277,7 @@ class TensorBoardLogger(FolderLogger):
         self.experiment._get_file_writer().add_summary(Summary(value=[value]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_rows": []}
+        return {**self.__dict__, "_writer": None, "_rows": [], "_sent": [], "_texts": {}}
 
 
 def _await_a_later_name(folder: Path) -> None:

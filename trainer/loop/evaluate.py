@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ...strategies.distributed.nested import map_tensors
 from ..data.evaluation_data import EvaluationBatch
+from ..data.replica_batches import compared
 from ..data.seed import isolated_rng
 from ..metrics.accumulator import to_numbers
 from ..metrics.reduction import Line
 from ..module.arguments import num_step_arguments
 from ..session.session import Session
+from .host_copy import HostCopy
 from .schedule import reload_if_due, validates
 from .shared_step import nothing_logged
 
@@ -37,7 +39,7 @@ def validate(session: Session) -> None:
     """Validate inside `fit`; the random streams of training do not notice."""
     session.writer.wait_for_copy()  # hooks may swap the weights
     session.module.on_validation_model_zero_grad()
-    with isolated_rng():
+    with isolated_rng(session.strategy.devices):
         reload_if_due(session, "validate")
         evaluate(session, "validate")
     session.progress.validated_at = session.state.global_step
@@ -53,7 +55,7 @@ def sanity_check(session: Session) -> None:
     if limit == 0 or not validates(session):
         return
     session.hooks.call("on_sanity_check_start")
-    with isolated_rng():
+    with isolated_rng(session.strategy.devices):
         evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
     session.metrics.forget()
     session.hooks.call("on_sanity_check_end")
@@ -115,8 +117,10 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     num_args = num_step_arguments(session.module, f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
     batches = data.batches(dataloader_idx, limit, session.state.global_step, session.run.current_epoch)
-    if session.strategy.forward_is_collective and session.is_shared:
+    batches = compared(batches, session.strategy, attrgetter("batch"))
+    if session.strategy.forward_is_collective and session.strategy.data_size > 1:
         batches = _in_lockstep(session, batches, action, dataloader_idx, num_args)
+    copy = HostCopy(None)
     for batch_idx, batch, indices in batches:
         metrics.begin_batch(session.count(batch) if indices is None else len(indices))
         session.progress.batch_idx, session.progress.batch_indices = batch_idx, indices or []
@@ -127,7 +131,9 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         with session.profiler.profile(action):
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
-            kept = map_tensors(Tensor.cpu, output), session.progress.batch_indices
+            copy.finish()  # that of the batch before, which ran beside this one
+            copy = HostCopy(output)
+            kept = copy.output, session.progress.batch_indices
             session.progress.predictions[dataloader_idx].append((batch_idx, kept))
         for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
@@ -135,6 +141,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
             session.log_numbers({**to_numbers(values), "step": metrics.batch - 1})
         if session.task != "fit":
             session.profiler.step()
+    copy.finish()
     metrics.in_batch, metrics.dataloader_idx = False, None
 
 
@@ -176,7 +183,7 @@ def _in_lockstep(
 
 def _gather_predictions(session: Session) -> None:
     """Put the predictions of all ranks together, with the indices of their samples. Collective: every rank calls it."""
-    gathered = session.strategy.collectives.all_gather_object(session.progress.predictions)
+    gathered = session.strategy.data_collectives.all_gather_object(session.progress.predictions)
     loaders = in_dataset_order(gathered)
     session.progress.predictions = [[prediction for prediction, _ in loader] for loader in loaders]
     session.progress.prediction_indices = [[indices for _, indices in loader] for loader in loaders]

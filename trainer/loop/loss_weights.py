@@ -20,15 +20,29 @@ class Weights:
     Args:
         window: the micro-batches of this rank, with the samples of all ranks where there are several.
         strategy: where several ranks share a step; they average their gradients.
+        is_whole: whether one loss is all there is of the step; by default if one micro-batch is.
     """
 
-    __slots__ = ("_count", "_divisor", "_is_whole", "_planned", "_ranks", "_strategy", "_used", "has_units", "losses")
+    __slots__ = (
+        "_count",
+        "_divisor",
+        "_is_whole",
+        "_planned",
+        "_ranks",
+        "_sharers",
+        "_strategy",
+        "_used",
+        "has_units",
+        "losses",
+    )
 
-    def __init__(self, window: Window, strategy: Strategy | None = None) -> None:
+    def __init__(self, window: Window, strategy: Strategy | None = None, *, is_whole: bool | None = None) -> None:
         self._strategy = strategy
         self._planned = window.size if strategy is None else window.total_size
-        self._is_whole = len(window) == 1 and strategy is None
+        self._is_whole = len(window) == 1 and strategy is None if is_whole is None else is_whole
+        # tensors are weighed by the samples of their data rank, and each `Loss` by its count among all
         self._ranks = 1 if strategy is None else strategy.data_size
+        self._sharers = 1 if strategy is None else strategy.loss_collectives.world_size
         self._used = 0
         # of the totals, as long as the counts are not known
         self._divisor: Tensor | float = 1.0
@@ -54,15 +68,19 @@ class Weights:
             if not self.has_units:
                 self.has_units = True
                 # a number that all ranks share, where there are several
-                self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._ranks
+                self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._sharers
             self._count = self._count + loss.count
             weighed = loss.total / self._divisor
         else:
             self._used += size
-            weight = self._ranks * size / self._planned
-            weighed = loss if weight == 1.0 else loss * weight
+            weighed = self.weigh_samples(loss, size)
         self.losses.append(weighed)
         return weighed
+
+    def weigh_samples(self, loss: Tensor, size: int) -> Tensor:
+        """Return the mean loss of so many samples, weighed by them."""
+        weight = self._ranks * size / self._planned
+        return loss if weight == 1.0 else loss * weight
 
     def correction(self, *, counts_units: bool) -> Tensor | float | None:
         """Return by what all gradients have yet to be multiplied; None for nothing. Collective: every rank calls it.
@@ -76,22 +94,34 @@ class Weights:
             return self._planned / self._used if is_skipped else None
         if self._strategy is None:
             like = self.losses[0]
+            if like.device.type != "cpu" and not isinstance(self._count, Tensor):  # it need not wait for two numbers
+                return self._divisor / nonzero(self._count)
             return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
         like = self._like(self._strategy)
-        count = self._strategy.collectives.all_reduce(as_tensor(self._count, like))
+        if like.device.type != "cpu":
+            # numbers travel by gloo, beside what the device is doing; it alone knows counts that are its tensors
+            is_tensor = isinstance(self._count, Tensor)
+            numbers = [0.0 if is_tensor else float(self._count), float(is_tensor)]
+            number, num_tensors = self._strategy.count_collectives.all_reduce(numbers)
+            if not num_tensors:
+                return float(self._planned / nonzero(number))
+        count = self._strategy.count_collectives.all_reduce(as_tensor(self._count, like))
         return self._planned / nonzero(count)
 
     def _like(self, strategy: Strategy) -> Tensor:
         return self.losses[0] if self.losses else torch.zeros((), device=strategy.device)
 
-    def total(self) -> Tensor:
-        """Return the loss of the step, detached: what an optimizer that evaluates it itself gets. Collective."""
+    def total(self, *, counts_units: bool) -> Tensor:
+        """Return the loss of the step, detached: what an optimizer that evaluates it itself gets. Collective.
+
+        As in `correction`, with `counts_units` the ranks return `Loss`.
+        """
         if self._strategy is None:
             total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
         else:
             like = self._like(self._strategy)
-            total = self._strategy.collectives.all_reduce(
-                sum((loss.detach() for loss in self.losses), like.detach() * 0), "mean"
-            )
-        correction = self.correction(counts_units=self.has_units)
+            # in one dtype, also on a rank that has no loss
+            own = sum((as_tensor(loss, like) for loss in self.losses), as_tensor(0.0, like))
+            total = self._strategy.count_collectives.all_reduce(own) / self._sharers
+        correction = self.correction(counts_units=counts_units)
         return total if correction is None else total * correction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from ...strategies.errors import ConfigError
 from ..data.train_data import TrainData
@@ -23,7 +24,8 @@ def plan_epoch(session: Session) -> None:
     if not isinstance(interval, int | float):
         interval = math.inf
     elif isinstance(interval, float):
-        interval = math.inf if interval == 1.0 or math.isinf(data.num_batches) else int(data.num_batches * interval)
+        planned = data.planned_batches
+        interval = math.inf if interval == 1.0 or math.isinf(planned) else int(planned * interval)
     progress.validation_interval = max(1, interval)
 
 
@@ -42,9 +44,14 @@ def is_over(session: Session) -> bool:
     last_step = progress.next_check = math.inf if settings.last_step is None else settings.last_step
     if session.meetings.is_needed:
         progress.should_stop, has_failed, meeting = session.meetings.meet(
-            state.global_step, should_stop=progress.should_stop, has_failed=session.writer.has_failed
+            state.global_step,
+            should_stop=progress.should_stop,
+            has_failed=session.writer.has_failed,
+            is_between_epochs=state.is_epoch_done or state.batches_in_epoch == 0,
         )
         progress.next_check = min(last_step, meeting)
+        if session.strategy.stage_collectives.world_size > 1:
+            session.metrics.reduce()  # what the stage with the loss has logged, for the bar and callbacks of rank 0
         if has_failed:  # all ranks raise together, and none waits for another in vain
             session.writer.close()
     epochs = state.epoch + state.is_epoch_done
@@ -66,10 +73,18 @@ def is_validation_due(session: Session, num_micro_batches: int) -> bool:
     seconds = session.settings.validation_seconds
     if seconds is not None:
         return session.interruption.agreed() - session.progress.validated_seconds >= seconds
-    across_epochs = session.settings.check_val_every_n_epoch is None
-    interval = session.progress.validation_interval
-    count = session.state.batches_seen if across_epochs else session.state.batches_in_epoch
-    return count // interval > (count - num_micro_batches) // interval
+    state, data, interval = session.state, session.train_data, session.progress.validation_interval
+    assert data is not None
+    now: float | Fraction = state.batches_in_epoch
+    before: float | Fraction = now - num_micro_batches
+    earlier: float = state.batches_before_epoch
+    if data.scale != 1:  # the interval counts batches of the loader's own size
+        now, before = data.as_planned(now), data.as_planned(before)
+        is_known = math.isfinite(data.planned_batches)
+        earlier = state.epoch * data.planned_batches if is_known else float(earlier / data.scale)
+    if session.settings.check_val_every_n_epoch is not None:
+        earlier = 0
+    return (earlier + now) // interval > (earlier + before) // interval
 
 
 def is_validation_due_at_epoch_end(session: Session) -> bool:

@@ -38,6 +38,8 @@ class SharedStep(Step):
 
     def forward_backward(self, window: Window) -> bool:
         last = len(window) - 1
+        if not window.total_size:  # one data rank, whose sequences are cut
+            window.total_size = window.size
         self.weights = self.make_weights(window)
         self.has_gradients = False
         self.metrics.position = self.state.global_step + 1

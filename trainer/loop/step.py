@@ -6,6 +6,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments
 from ..module.hooks import ModuleHooks
 from ..module.loss import loss_of, mean_of, outputs_for_hooks
-from ..module.optimizers import ManagedOptimizer, zero_grad_of
+from ..module.optimizers import ManagedOptimizer, step_of, zero_grad_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
 from .loss_weights import Weights
@@ -39,7 +40,7 @@ class Step(ABC):
     __slots__ = (
         "_clips", "_has_stepped", "_has_warned_of_loss", "_is_updating", "_managed_optimizers", "_may_leave",
         "_needs_closure", "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward",
-        "_updaters", "_updates_directly", "backward", "batch", "forward", "has_gradients", "hooks", "is_automatic",
+        "_update_fns", "_updates_directly", "backward", "batch", "forward", "has_gradients", "hooks", "is_automatic",
         "metrics", "module", "optimizers", "output", "passes_closure", "progress", "schedulers", "session",
         "set_grad_sync", "state", "strategy", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
@@ -97,11 +98,10 @@ class Step(ABC):
         strategy, module, profiler = self.strategy, self.module, self.session.profiler
         scales = strategy.precision.uses_scaler
         updates_plainly = not (scales or overrides(strategy, "step", Strategy) or profiler.is_active)
-        # the method `step` is not bound: a scheduler that is made later replaces it
-        self._updaters: list[Optimizer | ManagedOptimizer] = [
-            optimizer
+        self._update_fns: list[Callable[..., Any]] = [
+            step_of(optimizer)
             if updates_plainly
-            else ManagedOptimizer(optimizer, profiler.measured("optimizer_step", partial(strategy.step, optimizer)))
+            else profiler.measured("optimizer_step", partial(strategy.step, optimizer))
             for optimizer in self.optimizers
         ]
         self._needs_closure = [needs_closure(optimizer) for optimizer in self.optimizers]
@@ -190,8 +190,8 @@ class Step(ABC):
             self.writer.wait_for_copy()  # a checkpoint is copying what changes now
         has_updated = True
         if self._updates_directly:
-            for index, updater in enumerate(self._updaters):
-                updater.step()
+            for index, update in enumerate(self._update_fns):
+                update()
                 state.optimizer_steps[index] += 1
         else:
             has_updated = self._update_each(closure)
@@ -248,7 +248,7 @@ class Step(ABC):
 
     def _look_at_loss(self) -> None:
         """Say once, at a step that is logged, that training goes on with a loss that is not finite."""
-        loss = loss_of(self.output)
+        loss = self.output if type(self.output) is Tensor else loss_of(self.output)
         if loss is None or self.strategy.rank or math.isfinite(value := mean_of(loss).item()):
             return
         self._has_warned_of_loss = True
@@ -274,7 +274,7 @@ class Step(ABC):
                 self.module.optimizer_step(self.state.epoch, self.progress.batch_idx, managed, closure)
                 self._is_updating = False
             else:
-                self._updaters[index].step(closure if self._needs_closure[index] else None)
+                self._update_fns[index](closure if self._needs_closure[index] else None)
                 self.state.optimizer_steps[index] += 1
         return self.strategy.end_step()
 
@@ -293,7 +293,7 @@ class Step(ABC):
             self.strategy.unscale(self.optimizers[index])
             for hook in self.hooks.on_before_optimizer_step:
                 hook(self.optimizers[index])
-        self._updaters[index].step(closure)
+        self._update_fns[index](closure)
         self.state.optimizer_steps[index] += 1
         if not self.is_automatic:
             self._has_stepped = True
@@ -309,7 +309,7 @@ class Step(ABC):
 
     def _closure(self, window: Window, weights: Weights) -> Callable[[], Tensor]:
         """Return what an optimizer may call for the loss: the first time the one that is computed already."""
-        computed = [weights.total()]
+        computed = [weights.total(counts_units=self.counts_units(weights))]
 
         def closure() -> Tensor:
             return computed.pop() if computed else self._compute_again(window)
@@ -325,11 +325,14 @@ class Step(ABC):
             batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
             if last:
                 self.set_grad_sync(index == last)
-            loss = loss_of(self.forward(batch, self.progress.batch_idx))
+            self.metrics.batch_size = micro_batch.size
+            with self.metrics.evaluating_again() if index == 0 else nullcontext():
+                self.output = self.forward(batch, self.progress.batch_idx)
+            loss = loss_of(self.output)
             if loss is not None:
                 self.strategy.backward(weights.weigh(loss, micro_batch.size))
         self.correct_gradients(weights)
-        return weights.total()
+        return weights.total(counts_units=self.counts_units(weights))
 
     def begin_again(self, window: Window) -> None:
         """Drop the gradients, before the loss of a window is computed once more."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
+
+from torch import nn
 
 from ...strategies.errors import DataError
 from ..data.micro_batch import Window
+from ..data.replica_batches import compared
 from ..session.session import Session
 from .evaluate import validate
+from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, raise_if_single_sample
 from .schedule import (
     is_last_validation_due,
@@ -26,6 +31,8 @@ from .step import OneRankStep, Step
 
 def make_step(session: Session) -> Step:
     """Return the implementation of an optimizer step that fits the run."""
+    if session.strategy.stage_collectives.world_size > 1:
+        return PipelineStep(session)
     return SharedStep(session) if session.is_shared else OneRankStep(session)
 
 
@@ -38,6 +45,7 @@ def train(session: Session, step: Step) -> None:
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone = session.interruption, not session.meetings.is_needed
     watch = EndlessEpoch(session)
+    progress.first_version = _version_of(session.module)
     hooks.call("on_train_start")
     while not is_over(session):
         _begin_epoch(session)
@@ -112,7 +120,7 @@ def _windows(session: Session) -> Iterator[Window]:
     """
     data, state = session.train_data, session.state
     assert data is not None
-    windows = data.windows(state.batches_in_epoch)
+    windows = compared(data.windows(state.batches_in_epoch), session.strategy, _first_batch)
     if state.batches_in_epoch == 0:
         first = next(windows, None)
         if first is None:
@@ -124,6 +132,10 @@ def _windows(session: Session) -> Iterator[Window]:
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 
 
+def _first_batch(window: Window) -> Any:
+    return window[0].batch if window else None
+
+
 def _leave_epoch(session: Session) -> None:
     """Do what is due where training ends inside an epoch."""
     if is_last_validation_due(session):
@@ -132,7 +144,7 @@ def _leave_epoch(session: Session) -> None:
 
 
 def _log_step(session: Session) -> None:
-    session.log(session.metrics.step_values())
+    session.log({**session.metrics.step_values(), **session.strategy.step_metrics()})
     session.progress.next_log += session.settings.log_every_n_steps
 
 
@@ -156,9 +168,23 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     metrics.clear_stage()
 
 
+def _version_of(module: nn.Module) -> int:
+    """Return a number that grows with each change of a parameter in place, by whichever optimizer."""
+    return sum(parameter._version for parameter in module.parameters())  # noqa: SLF001 - torch has no other name for it
+
+
 def _warn_if_untrained(session: Session) -> None:
-    """Say that no batch of all epochs until now had a loss."""
+    """Say that no batch of all epochs until now had a loss, or that nothing has stepped in manual optimization."""
     state = session.state
+    is_manual = not session.module.automatic_optimization
+    has_stepped = any(state.optimizer_steps) or session.progress.first_version != _version_of(session.module)
+    if is_manual and session.optimizers and state.epoch == 0 and not has_stepped:
+        warnings.warn(
+            f"{type(session.module).__name__}.automatic_optimization is False, and no optimizer has stepped in the "
+            f"{state.batches_in_epoch} batches of epoch 0; call self.manual_backward(loss) and "
+            "self.optimizers().step() in training_step, or leave automatic_optimization out.",
+            stacklevel=2,
+        )
     if state.global_step == 0 and state.batches_in_epoch > 0 and session.optimizers:
         warnings.warn(
             f"training_step returned None for all {state.batches_in_epoch} batches of epoch {state.epoch}, and nothing "

@@ -65,6 +65,15 @@ class Accumulator:
         """Return the reduced value of this rank."""
         return self.result(*self.partial())
 
+    def newest(self) -> Tensor | float:
+        """Return `value`; as a number, and without torch, where one number is all there is."""
+        if self._total is not None or len(self._values) != 1 or callable(self.reduce):
+            return self.value()
+        (value,), (weight,) = self._values, self._weights
+        if isinstance(value, Tensor) or not weight:
+            return self.value()
+        return value * weight / weight if self.reduce == "mean" else float(value)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what has been added."""
         total, weight = self.partial()
@@ -80,8 +89,7 @@ class Accumulator:
             return
         values = _stack(self._values)
         if self.reduce == "mean":
-            weights = torch.tensor(self._weights, dtype=values.dtype, device=values.device)
-            folded = torch.dot(values, weights)
+            folded = torch.dot(values, _numbers_on(values.device, self._weights, values.dtype))
         elif callable(self.reduce):
             folded = values
         else:
@@ -103,14 +111,23 @@ def _stack(values: list[Tensor | float]) -> Tensor:
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        values = [value if isinstance(value, Tensor) else _numbers_on(device, [value], dtype) for value in values]
     return torch.stack([torch.as_tensor(value, device=device).reshape(()).to(dtype) for value in values])
 
 
-def to_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalars as Python numbers, waiting for the device once."""
-    if not values:
-        return {}
-    tensors = list(values.values())
-    if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
-        return {name: tensor.item() for name, tensor in values.items()}
-    return dict(zip(values, torch.stack(tensors).tolist(), strict=True))
+def _numbers_on(device: torch.device, numbers: list[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for what it has to do before."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Return numbers and scalar tensors as Python's numbers, waiting for the device once."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if len({(tensor.device, tensor.dtype) for tensor in tensors.values()}) > 1:
+        read = [tensor.item() for tensor in tensors.values()]
+    else:
+        read = torch.stack(list(tensors.values())).tolist() if tensors else []
+    numbers: dict[str, Any] = {**values, **dict(zip(tensors, read, strict=True))}
+    return numbers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -110,8 +111,8 @@ class Entry:
         """Return what is known of the metric on every rank."""
         return self.step_line if moment == "step" else self.epoch_line
 
-    def value(self, moment: Moment) -> Tensor:
-        """Return this rank's value; of an object that computes it, its own."""
+    def value(self, moment: Moment) -> Tensor | None:
+        """Return this rank's value; of an object that computes it, its own, which may be None."""
         line, accumulator, computed = self.share(moment)
         return accumulator.value() if computed is None else computed_value(line.name, computed)
 
@@ -122,6 +123,22 @@ class Entry:
             return Share(self.step_line, self.step)
         assert self.epoch is not None
         return Share(self.epoch_line, self.epoch, self.computed)
+
+    def description(self) -> dict[str, Any] | None:
+        """Return what a resumed run needs to report the epoch without logging it again; None with a function."""
+        assert self.epoch is not None
+        if callable(self.epoch.reduce):
+            return None
+        options = self.scope._replace(reduce_fx=self.epoch.reduce)._asdict()
+        place = {"name": self.step_line.name, "in_batch": self.in_batch, "is_double": self.step_line.is_double}
+        return {**place, "options": options}
+
+    @classmethod
+    def described(cls, key: str, description: Mapping[str, Any]) -> Self:
+        """Return the entry of training that `description` is of, on a rank whose values count."""
+        place = {**description, "scope": Scope(**description["options"]), "suffix": "", "dataloader_idx": None}
+        del place["options"]
+        return cls(key, **place, in_training=True, is_heard=True)
 
     def clear(self) -> None:
         """Forget the values."""

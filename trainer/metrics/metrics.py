@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from ...callbacks.run import Stage
 from ...strategies import Strategy
 from ...strategies.errors import ModuleError
+from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope
-from .reduction import ComputedMetric, Line, Reduction
+from .reduction import ComputedMetric, Line, Reduction, gather_once
 
 
 class Metrics:
@@ -80,6 +82,7 @@ class Metrics:
         elif entry.scope != options and entry.scope.differs_from(Scope(*options)):
             raise _two_ways(entry, Scope(*options), self.stage)
         if isinstance(value, Tensor):
+            value = gathered(value)
             if value.numel() != 1:
                 raise ModuleError(
                     f"self.log({name!r}, ...) must get one number, got a tensor of shape {tuple(value.shape)}; "
@@ -131,7 +134,7 @@ class Metrics:
             dataloader_idx=self.dataloader_idx,
             in_batch=self.in_batch,
             in_training=self.stage == "train",
-            is_heard=not scope.rank_zero_only or self._strategy.rank == 0,
+            is_heard=not scope.rank_zero_only or self._strategy.loss_collectives.rank == 0,
             is_double=isinstance(value, Tensor) and value.dtype == torch.float64,
         )
         if self.stage == "train" and entry.epoch is not None and key in self._resumed:
@@ -140,6 +143,8 @@ class Metrics:
 
     def _number(self, entry: Entry, value: Any) -> Tensor | float:
         if isinstance(value, ComputedMetric):
+            if entry.computed is not value:
+                gather_once(value, self._strategy)
             entry.computed = value
             newest = getattr(value, "_forward_cache", None)  # torchmetrics' value of the last batch
             return newest.detach() if isinstance(newest, Tensor) else float("nan")
@@ -151,6 +156,18 @@ class Metrics:
                 f"got {type(value).__name__} ({value!r:.60}); convert it, or use self.log_dict for a dict."
             ) from None
 
+    @contextmanager
+    def evaluating_again(self) -> Iterator[None]:
+        """Let what is logged inside replace the values of the current step; what is not logged again stays."""
+        entries = self._logged_in_step(self.stage)
+        for entry in entries:
+            entry.stamp = -1
+        try:
+            yield
+        finally:
+            for entry in entries:
+                entry.stamp = self.position
+
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
@@ -158,17 +175,16 @@ class Metrics:
         if not self._is_alone:
             self._take_step(self.stage)
 
-    def step_values(self) -> dict[str, Tensor]:
+    def step_values(self) -> Mapping[str, Tensor | float]:
         """Return what the current optimizer step logged for the loggers. Collective: every rank calls it."""
         if self._is_alone:
-            entries = [e for e in self._logged_in_step(self.stage) if e.scope.logger]
-            return {e.step_line.reported: e.value("step") for e in entries}
+            return self.batch_values()
         return {line.reported: value for line, value in self._take_step(self.stage) if line.logger}
 
-    def batch_values(self) -> dict[str, Tensor]:
-        """Return what this rank logged for the loggers in the current batch of an evaluation."""
-        entries = [e for e in self._logged_in_step(self.stage) if e.scope.logger]
-        return {e.step_line.reported: e.value("step") for e in entries}
+    def batch_values(self) -> dict[str, Tensor | float]:
+        """Return what this rank logged for the loggers in the current step, or batch of an evaluation."""
+        entries = self._logged_in_step(self.stage)
+        return {e.step_line.reported: e.step.newest() for e in entries if e.scope.logger and e.step is not None}
 
     def end_batches(self) -> list[tuple[Line, Tensor]]:
         """Compute what an epoch of the current stage has logged so far, for the hooks at its end.
@@ -183,8 +199,19 @@ class Metrics:
                 self._take_step(stage)
                 for entry in self._stages[stage].values():
                     entry.stamp = -1
+        if self.stage == "train":
+            self._register_resumed()
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
         return self._end(entries, "epoch")
+
+    def _register_resumed(self) -> None:
+        """Add what the epoch had logged before the run was resumed, and has not logged since."""
+        for key, saved in self._resumed.items():
+            if saved["metric"] is not None:
+                entry = self._entries[key] = Entry.described(key, saved["metric"])
+                assert entry.epoch is not None
+                entry.epoch.load_state_dict(saved)
+        self._resumed.clear()
 
     def end_hooks(self) -> list[tuple[Line, Tensor]]:
         """Compute what the hooks at the end of the epoch have logged after `end_batches`, and return it alike.
@@ -279,11 +306,10 @@ class Metrics:
     def _values(self, entries: list[Entry], stage: Stage, moment: Moment) -> list[tuple[Line, Tensor]]:
         """Return the values of a moment; on several ranks those of all of them, but for what each keeps to itself."""
         if self._is_alone:
-            return [(entry.line(moment), entry.value(moment)) for entry in entries]
+            return _with_values(entries, moment)
         own = [e for e in entries if not e.scope.sync_dist and e.share(moment).computed is None]
         shares = {entry.step_line.key: entry.share(moment) for entry in entries if entry not in own}
-        values = [(entry.line(moment), entry.value(moment)) for entry in own]
-        return values + self._reduction(stage, moment).values(shares)
+        return _with_values(own, moment) + self._reduction(stage, moment).values(shares)
 
     def _reduction(self, stage: Stage, moment: Moment) -> Reduction:
         if (stage, moment) not in self._reductions:
@@ -308,8 +334,11 @@ class Metrics:
             shares = {e.epoch_line.key: e.share("epoch") for e in entries if e.scope.sync_dist}
             partials = self._reduction("train", "epoch").partials(shares)
             epoch |= {key: {"total": partial.total, "weight": partial.weight} for key, partial in partials.items()}
+        known = {e.epoch_line.key: e.description() for e in entries}
+        for of_stage in self._strategy.stage_collectives.all_gather_object(known):
+            known = {**of_stage, **known}
         return {
-            "epoch": epoch,
+            "epoch": {key: {**values, "metric": known.get(key)} for key, values in epoch.items()},
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
@@ -323,8 +352,13 @@ class Metrics:
         self._resume(state_dict)
 
     def _resume(self, state_dict: Mapping[str, Any] | None) -> None:
-        is_heard = state_dict is not None and self._strategy.rank == 0  # what all ranks had counts once
+        # what all ranks had counts once, on the first of those where most is logged
+        is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.loss_collectives.rank == 0
         self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
+
+
+def _with_values(entries: Iterable[Entry], moment: Moment) -> list[tuple[Line, Tensor]]:
+    return [(entry.line(moment), value) for entry in entries if (value := entry.value(moment)) is not None]
 
 
 def _two_ways(entry: Entry, options: Scope, stage: str) -> ModuleError:

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -29,13 +29,15 @@ class ComputedMetric(Protocol):
         """Forget everything."""
 
 
-def computed_value(name: str, metric: ComputedMetric) -> Tensor:
-    """Return the value of a metric that accumulates by itself. Collective: every rank calls it.
+def computed_value(name: str, metric: ComputedMetric) -> Tensor | None:
+    """Return the value of a metric that accumulates by itself, None if it has none. Collective: every rank calls it.
 
     Raises:
         ModuleError: if it is not one number.
     """
     value: Any = metric.compute()
+    if value is None:
+        return None
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ModuleError(
@@ -43,6 +45,34 @@ def computed_value(name: str, metric: ComputedMetric) -> Tensor:
             f"returned {shown}; log its numbers under names of their own, with self.log_dict for example."
         )
     return value.detach().double().reshape(())
+
+
+class GatherOnce:
+    """torchmetrics' gathering, from the ranks whose losses count; pickled it is None, and so torchmetrics' own."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Return the state on each of these ranks, by default those whose losses count. Collective."""
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        ranks = group or self._strategy.count_collectives.device_group
+        gathered: list[Tensor] = gather_all_tensors(state, ranks)
+        return gathered
+
+    def __deepcopy__(self, memo: Any) -> GatherOnce:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def gather_once(metric: Any, strategy: Strategy) -> None:
+    """Let an object of torchmetrics that gathers from all ranks count each replica once."""
+    if isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
+        is_shared = strategy.count_collectives is not strategy.collectives
+        metric.dist_sync_fn = GatherOnce(strategy) if is_shared else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +108,8 @@ class Partial(NamedTuple):
 
     total: Tensor
     weight: float
-    first_rank: int
-    """The first rank that has a value."""
+    ranks: Sequence[int]
+    """The ranks whose values count: of those that share a loss, the first that has one."""
 
 
 class Reduction:
@@ -109,7 +139,10 @@ class Reduction:
         for key, partial in partials.items():
             line = self.lines[key]
             if line.path is not None:
-                value = self._compute(line)
+                computed = self._compute(line)
+                if computed is None:
+                    continue
+                value = computed
             elif line.reduce_fx == "function":
                 value = results[key]
             elif line.reduce_fx == "mean":
@@ -132,11 +165,16 @@ class Reduction:
             rows = self._gather(mine)
         partials = {}
         for position, (key, line) in enumerate(self.lines.items()):
-            parts = {rank: row[1 + 2 * position : 3 + 2 * position] for rank, row in enumerate(rows)}
-            found = {rank: part for rank, part in parts.items() if not math.isnan(part[1])}
-            if found:
-                totals, weights = zip(*found.values(), strict=True)
-                partials[key] = Partial(_merged(line, totals), functools.reduce(operator.add, weights), min(found))
+            column = 2 + 2 * position
+            counted: dict[float, int] = {}
+            for rank, row in enumerate(rows):
+                if not math.isnan(row[column + 1]):
+                    counted.setdefault(row[1], rank)
+            if counted:
+                ranks = tuple(counted.values())
+                total = _merged(line, [rows[rank][column] for rank in ranks])
+                weight = functools.reduce(operator.add, (rows[rank][column + 1] for rank in ranks))
+                partials[key] = Partial(total, weight, ranks)
         return self._with_values(mine, partials)
 
     def reset(self) -> None:
@@ -147,11 +185,15 @@ class Reduction:
     # --- the steps of a read -----------------------------------------------------------------------------------------
 
     def _gather(self, mine: Mapping[str, Share]) -> list[list[float]]:
-        """Return every rank's vector: whether it has something new, then total and weight (NaN: nothing) of a line."""
+        """Return every rank's vector: whether it has something new, its loss, then total and weight of each line.
+
+        The weight is NaN where a rank has nothing. Ranks with parts of one replica have the same loss, which counts
+        once.
+        """
         is_new = any(self.lines.get(key) != share.line for key, share in mine.items())
         known = {key: share.accumulator.partial() for key, share in mine.items() if key in self.lines}
         totals = to_numbers({key: total for key, (total, _) in known.items() if total.ndim == 0})
-        vector = [float(is_new)]
+        vector = [float(is_new), float(self._strategy.loss_collectives.rank)]
         for key in self.lines:
             vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
         # on the CPU, whatever the device is: the numbers are read there
@@ -192,7 +234,8 @@ class Reduction:
         keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
         if not keys:
             return partials
-        own = {key: mine[key].accumulator.partial()[0].cpu() for key in keys if key in mine}
+        rank = self._strategy.rank
+        own = {key: mine[key].accumulator.partial()[0].cpu() for key in keys if rank in partials[key].ranks}
         of_ranks = self._strategy.collectives.all_gather_object(own)
         for key in keys:
             values = torch.cat([values[key] for values in of_ranks if key in values])
@@ -208,13 +251,13 @@ class Reduction:
         own = {
             key: mine[key].accumulator.result(partials[key].total, partials[key].weight).detach().cpu()
             for key in keys
-            if partials[key].first_rank == rank
+            if partials[key].ranks[0] == rank
         }
         return {
             key: value for values in self._strategy.collectives.all_gather_object(own) for key, value in values.items()
         }
 
-    def _compute(self, line: Line) -> Tensor:
+    def _compute(self, line: Line) -> Tensor | None:
         metric = self._metrics.get(line.key)
         if metric is None:
             assert self._module is not None
@@ -227,7 +270,7 @@ class Reduction:
             return computed_value(line.name, metric)
 
 
-def _merged(line: Line, totals: tuple[float, ...]) -> Tensor:
+def _merged(line: Line, totals: Sequence[float]) -> Tensor:
     if line.reduce_fx in ("min", "max"):
         return getattr(torch.tensor(totals, dtype=torch.float64), line.reduce_fx)()  # type: ignore[no-any-return]
     return torch.tensor(functools.reduce(operator.add, totals), dtype=torch.float64)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from typing import Final
 
 from torch import nn
 
+from ...callbacks.dispatch import overrides
 from ...strategies.errors import ModuleError
+
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+_CALLED: Final = (
+    *("configure_model", "configure_callbacks", "configure_optimizers", "configure_gradient_clipping"),
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "batch_size_of"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "prepare_data"),
+    *("setup", "teardown"),
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+)
+"""Methods beside steps and hooks that the trainer calls by position."""
 
 
 def num_step_arguments(module: nn.Module, step_name: str, most: int) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step of the user takes, at most `most`."""
+    """Return how many of (batch, batch_idx, dataloader_idx) to give to a step of the user: `most`, or all it needs."""
     parameters = inspect.signature(getattr(module, step_name)).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return most
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return min(most, sum(parameter.kind in positional for parameter in parameters))
+    taken = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    required = sum(parameter.default is parameter.empty for parameter in taken)
+    return max(required, min(most, len(taken)))
 
 
 def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ...]) -> None:
@@ -30,6 +44,12 @@ def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ..
             f"{type(module).__name__}.{step_name} must take a batch, got {step_name}(dataloader_iter); "
             "define (self, batch, batch_idx), and take several micro-batches a step with accumulate_grad_batches."
         )
+    own = ", ".join(signature.parameters)
+    if own.startswith("batch_idx"):
+        raise ModuleError(
+            f"{type(module).__name__}.{step_name} must take ({', '.join(names)}) in this order, got "
+            f"{step_name}({own}); define {step_name}(self, batch, batch_idx)."
+        )
     for number in range(len(names), 0, -1):
         try:
             signature.bind(*names[:number])
@@ -41,8 +61,31 @@ def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ..
         if "optimizer_idx" in signature.parameters
         else ""
     )
-    own = ", ".join(signature.parameters)
     raise ModuleError(
         f"{type(module).__name__}.{step_name} must take ({', '.join(names)}), got {step_name}({own}); "
         f"define {step_name}(self, batch, batch_idx){hint}."
     )
+
+
+def check_called_methods(owner: object, base: type) -> None:
+    """Check that the methods of `base` that a user overrides take what the trainer calls them with.
+
+    Raises:
+        ModuleError: if one does not.
+    """
+    for name in _CALLED:
+        if not overrides(owner, name, base):
+            continue
+        signature = inspect.signature(getattr(owner, name))
+        names = [
+            parameter.name
+            for parameter in list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+            if parameter.kind in _POSITIONAL
+        ]
+        try:
+            signature.bind(*names)
+        except TypeError:
+            raise ModuleError(
+                f"{type(owner).__name__}.{name} must take ({', '.join(names)}), got "
+                f"{name}({', '.join(signature.parameters)}); define {name}({', '.join(['self', *names])})."
+            ) from None

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...strategies.errors import ConfigError, ModuleError, did_you_mean
+from .unresolved import marked_container, without_environment
 
 
 class AttributeDict(dict[str, Any]):
@@ -155,7 +156,7 @@ def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixi
         ConfigError: if they keep different values under one name.
     """
     of_module, of_data = (
-        dict(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
+        _marked(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
         for owner in (module, datamodule)
     )
     for name in of_module.keys() & of_data.keys():
@@ -166,7 +167,11 @@ def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixi
                 f"{type(datamodule).__name__}, got {value!r:.60} and {other!r:.60}; rename one, or leave it out with "
                 f"save_hyperparameters(ignore={name!r})."
             )
-    return {**of_data, **of_module}
+    return {name: without_environment(value) for name, value in {**of_data, **of_module}.items()}
+
+
+def _marked(hparams: Any) -> dict[str, Any]:
+    return marked_container(hparams) if is_omegaconf(hparams) else dict(hparams)
 
 
 def is_omegaconf(value: object) -> bool:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from ...strategies.errors import CheckpointError
+from ...strategies.state.from_environment import FromEnvironment
 from ..checkpoint.encoding import encode
 from ..checkpoint.tags import decode
-from .hparams import AttributeDict
+from .hparams import AttributeDict, is_omegaconf
+from .unresolved import marked_container
 
 
 def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -29,7 +31,7 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     stored: dict[str, Any] = {}
     omitted: list[str] = []
-    for name, value in hparams.items():
+    for name, value in (marked_container(hparams) if is_omegaconf(hparams) else hparams).items():
         try:
             stored[str(name)], _ = encode(_plain(value), f"hparams[{name!r}]", "")
         except (TypeError, CheckpointError):
@@ -63,13 +65,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, PurePath):
         return Path(value)
     if isinstance(value, str):
-        return str(value)
+        return value if isinstance(value, FromEnvironment) else str(value)
     if isinstance(value, numbers.Real):  # subclasses, and those of NumPy
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return _plain_container(value)
 
 
 def _plain_container(value: Any) -> Any:
+    if type(value).__module__.startswith("omegaconf."):
+        return _plain(marked_container(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return Namespace(**{name: _plain(getattr(value, name)) for name in fields})

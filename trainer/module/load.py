@@ -5,22 +5,46 @@ from __future__ import annotations
 import ast
 import csv
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from ...strategies.errors import CheckpointError, ConfigError
+from ...strategies.errors import CheckpointError, ConfigError, ModuleError
+from ...strategies.state.schema import shown
 from .. import checkpoint
+from ..checkpoint.saved_state import check_saved
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
+from .unresolved import escaped, is_from_environment, with_marks
 
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nn.Module)
+
+if TYPE_CHECKING:
+    classmethod_only = classmethod
+else:
+
+    class classmethod_only(classmethod):  # noqa: N801 - the name of a decorator
+        """A class method that refuses to be called on an instance, whose caller expects the instance to change."""
+
+        def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+            if instance is None:
+                return super().__get__(instance, owner)
+
+            def refuse(*args: object, **kwargs: object) -> None:
+                kind, name = type(instance).__name__, self.__func__.__name__
+                raise ModuleError(
+                    f"{name} must be called on the class, got an instance of {kind}, which it does not change; write "
+                    f"module = {kind}.{name}(...)."
+                )
+
+            return refuse
+
 
 NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
 """The parts of a checkpoint that hooks see under Lightning's names."""
@@ -47,7 +71,7 @@ def load_module(
         CheckpointError: if the checkpoint is absent or damaged, the module cannot be built, or the weights do not fit.
         ConfigError: if `strict` contradicts the ``strict_loading`` that the module sets.
     """
-    state = as_hooks_see(checkpoint.load(_resolve(path), lazy=("model",)))
+    state = as_hooks_see(_load(path))
     module = _build(cls, state, "", hparams_file, given)
     own = bool(getattr(module, "strict_loading", True))
     is_set = not own or "strict_loading" in vars(module)
@@ -72,15 +96,17 @@ def load_datamodule(
     Raises:
         CheckpointError: if the checkpoint is absent or damaged, or the data module cannot be built.
     """
-    state = checkpoint.load(_resolve(path), lazy=("model",))
+    state = _load(path)
     return _build(cls, state, "datamodule_", hparams_file, given), state.get("datamodule", {})
 
 
-def _resolve(path: str | Path) -> Path:
+def _load(path: str | Path) -> dict[str, Any]:
     folder = checkpoint.resolve(path)
     if folder is None:
         raise CheckpointError(f"checkpoint_path must be a checkpoint, got {str(path)!r}; give the path of one.")
-    return folder
+    state = checkpoint.load(folder, lazy=("model",))
+    check_saved(state, str(folder))
+    return state
 
 
 def _build(
@@ -89,46 +115,67 @@ def _build(
     """Call the constructor with the hyper-parameters that are saved under names with this prefix."""
     key = f"{prefix}hyper_parameters"
     saved: Any = from_jsonable(state.get(key, {})) if hparams_file is None else _read_hparams(Path(hparams_file))
+    unknown = [name for name, value in saved.items() if is_from_environment(value)]
+    saved = {name: value for name, value in saved.items() if name not in unknown}
     if state.get(f"{key}_type") == "omegaconf":
         from omegaconf import OmegaConf
 
-        saved = OmegaConf.create(dict(saved))
+        saved = OmegaConf.create(escaped(saved))
     arguments = init_arguments(cls, saved, state.get(f"{key}_argument"), given)
-    omitted = state.get(f"omitted_{key}")
+    omitted = [*(state.get(f"omitted_{key}") or ()), *unknown]
     try:
         built = cls(**arguments)
     except TypeError as error:
-        reason = f" {omitted} could not be stored as JSON." if omitted else ""
+        reason = f" {_reason(omitted, unknown)}." if omitted else ""
         raise CheckpointError(
             f"{cls.__name__} cannot be built with the arguments {sorted(arguments)}: {error}.{reason} "
             "Pass what is missing to load_from_checkpoint, or call save_hyperparameters() in __init__."
         ) from error
-    missing = [name for name in omitted or () if name not in arguments]
+    missing = [name for name in omitted if name not in arguments and name not in given]
     if missing:
         warnings.warn(
-            f"The arguments {missing} of {cls.__name__} could not be stored as JSON and have their defaults now; pass "
+            f"The arguments {missing} of {cls.__name__} have their defaults now: {_reason(missing, unknown)}; pass "
             "them to load_from_checkpoint.",
             stacklevel=5,
         )
     return built
 
 
+def _reason(names: Sequence[str], from_environment: Sequence[str]) -> str:
+    """Say why hyper-parameters are not in a checkpoint."""
+    read = [name for name in names if name in from_environment]
+    if not read:
+        return f"{list(names)} could not be stored as JSON"
+    rest = [name for name in names if name not in read]
+    first = f"{read} came from the environment, whose content is not stored"
+    return f"{first}, and {rest} could not be stored as JSON" if rest else first
+
+
 def _read_hparams(path: Path) -> dict[str, Any]:
     """Read hyper-parameters from YAML, or from the CSV files (``key,value``) that Lightning reads."""
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    if path.suffix != ".csv":
+    if path.suffix not in (".yaml", ".yml", ".csv"):
         raise ConfigError(f"hparams_file must end with .yaml, .yml or .csv, got {str(path)!r}; convert it.")
-    with path.open(encoding="utf-8", newline="") as file:
-        return {row["key"]: _literal(row["value"]) for row in csv.DictReader(file)}
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("no regular file")
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8", newline="") as file:
+                hparams = {row["key"]: _literal(row["value"]) for row in csv.DictReader(file)}
+        else:
+            import yaml
+
+            hparams = dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    except Exception as error:  # noqa: BLE001 - a damaged file can make a reader raise anything
+        raise ConfigError(
+            f"hparams_file={str(path)!r} must hold names and values, found {shown(str(error))}; repair it."
+        ) from None
+    return {name: with_marks(value) for name, value in hparams.items()}
 
 
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,13 +23,14 @@ from ..metrics.metrics import Metrics
 from .all_gather import all_gather
 from .batch_size import size_of
 from .data_module import DataHooks
+from .exporting import Exporting
 from .hooks import ModuleHooks
 from .hparams import HyperparametersMixin
-from .load import MapLocation, load_module
+from .load import MapLocation, classmethod_only, load_module
 from .optimization import Optimization
 
 
-class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
+class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
     """A model, its steps and its optimizers, with Lightning's names: port a ``LightningModule`` by its base class.
 
     Define `training_step` and `configure_optimizers` to fit, `validation_step`, `test_step` and `predict_step` for the
@@ -74,7 +76,15 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions for one batch; by default what ``forward`` returns for it or its first element."""
         batch = args[0]
-        return self(batch[0] if isinstance(batch, list | tuple) and batch else batch)
+        inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        try:
+            return self(inputs)
+        except TypeError as error:
+            error.add_note(
+                f"Without a predict_step, {type(self).__name__} is called with the batch or its first element, got "
+                f"{type(inputs).__name__}; define predict_step(self, batch, batch_idx) to call it in another way."
+            )
+            raise
 
     def batch_size_of(self, batch: Any) -> int:
         """Return the number of samples in a batch: what `log` and the mean over micro-batches and ranks weigh it by.
@@ -94,6 +104,13 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
 
         Called by a strategy that shards parameters, which then shards the rest; by default it chooses the parts, too.
         """
+
+    def sequence_dims(self, batch: Any) -> Any:
+        """Return which dimension of each tensor in a batch is a sequence, None for no one, in the batch's structure.
+
+        Asked by a strategy that cuts sequences over ranks (``cp``); by default its ``sequence_dim`` holds for all.
+        """
+        return None
 
     def configure_callbacks(self) -> Callback | Sequence[Callback]:
         """Return callbacks that this module brings along; they replace the trainer's of the same class."""
@@ -301,9 +318,9 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
             parameter.requires_grad = True
         return self.train()
 
-    @classmethod
+    @classmethod_only
     def load_from_checkpoint(
-        cls,
+        cls,  # noqa: N805 - ruff does not know the decorator
         checkpoint_path: str | Path,
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
@@ -326,14 +343,25 @@ class TrainModule(Optimization, ModuleHooks, DataHooks, HyperparametersMixin, nn
 
         Raises:
             CheckpointError: if the checkpoint is absent or damaged, or the weights do not fit.
+            ModuleError: if it is called on an instance, which stays as it is: the new module is returned.
             ConfigError: if `strict` contradicts the `strict_loading` that the module sets.
         """
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the run behind: a copied or pickled module belongs to no trainer."""
-        return {key: value for key, value in self.__dict__.items() if key not in _OF_THE_RUN}
+        """Leave the run and compiled code behind: a copied or pickled module belongs to no trainer."""
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {key: value for key, value in state.items() if key not in _OF_THE_RUN}
 
+
+_kinds = TrainModule.__mro__[:-2]
+# TorchScript leaves alone what asks for a trainer, and what it has no type for
+TrainModule.__jit_unused_properties__ = [  # type: ignore[attr-defined]
+    name for kind in _kinds for name, value in vars(kind).items() if isinstance(value, property)
+]
+TrainModule.__jit_ignored_attributes__ = [  # type: ignore[attr-defined]
+    name for kind in _kinds for name in inspect.get_annotations(kind)
+]
 
 _OF_THE_RUN = {"_trainer", "_metrics", "_managed_optimizers", "_manual_backward"}
 

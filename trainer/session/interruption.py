@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import threading
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Final
+from types import TracebackType
+from typing import Any
+
+from ...strategies.launch.signal_handlers import handling
 
 _log = logging.getLogger(__name__)
-
-_SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
-_ECHO: Final = 1.0
-"""Seconds within which a second signal to one of several processes counts as the same."""
 
 
 class Interruption:
@@ -39,7 +35,6 @@ class Interruption:
         self._seconds = math.inf if max_time is None else max_time.total_seconds()
         self._agreed_seconds = 0.0
         self.start(0.0)
-        self._received_at = 0.0
         self.received: int | None = None
         """The signal that has come to this process."""
         self.signal: int | None = None
@@ -71,30 +66,14 @@ class Interruption:
         """Whether ``max_time`` is over."""
         return self.agreed() >= self._seconds
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle signals inside the block, in the main thread; elsewhere Python leaves them to their handlers.
+    def listening(self) -> AbstractContextManager[None]:
+        """Return the context in which this handles signals, as `handling` does."""
+        return handling(self._handle)
 
-        Ignored signals stay ignored: SIGINT under nohup, and in a worker, to which the caller passes on its signals.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._handle) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int) -> None:
         if self.received is not None:
-            # schedulers that signal every process also signal the one that passes it on to these
-            if number == self.received and not self._is_alone and time.monotonic() - self._received_at < _ECHO:
-                return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        self.received, self._received_at = number, time.monotonic()
+        self.received = number
         if self._is_alone:
             self.signal = number
 
@@ -106,11 +85,31 @@ class Interruption:
             SystemExit: with 143 after SIGTERM or SIGUSR1.
         """
         if self.signal == signal.SIGINT:
-            raise KeyboardInterrupt(f"Training ended at a step boundary; {_way_on(checkpoint)}.")
+            raise _interrupted(f"Training ended at a step boundary; {_way_on(checkpoint)}.") from None
         if self.signal is not None:
             name = signal.Signals(self.signal).name
             _log.warning("%s received: training ended at a step boundary; %s", name, _way_on(checkpoint))
-            raise SystemExit(143)
+            raise SystemExit(143) from None
+
+
+def _interrupted(message: str) -> KeyboardInterrupt:
+    """Return the end that Ctrl-C asked for; where nobody catches it, it is shown without a traceback.
+
+    It is of no class of its own, because Python looks at that to end the program as SIGINT does.
+    """
+    error = KeyboardInterrupt(message)
+    vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {message}"]  # for IPython and notebooks
+    before = sys.excepthook
+    if before.__module__ != __name__:
+
+        def show(kind: type[BaseException], error: Any, traceback: TracebackType | None) -> None:
+            if kind is KeyboardInterrupt and hasattr(error, "_render_traceback_"):
+                sys.stderr.write("\n".join([*error._render_traceback_(), ""]))
+            else:
+                before(kind, error, traceback)
+
+        sys.excepthook = show
+    return error
 
 
 def _way_on(checkpoint: Path | None) -> str:

@@ -24,6 +24,8 @@ class Progress:
     """The training micro-batch that runs, or ran last."""
     is_in_step: bool = False
     """Whether a training micro-batch has begun whose gradients have not updated the parameters yet."""
+    first_version: int = 0
+    """What training began with: a number that grows with each change of a parameter."""
     should_stop: bool = False
     """Whether a hook asked to end training."""
     next_log: float = math.inf
@@ -50,9 +52,13 @@ class Progress:
     """Of the samples of all ranks' predictions, for each batch of each loader."""
     last_checkpoint: Path | None = None
     """The newest checkpoint of this run that training can be resumed from."""
+    known_folders: set[Path] = field(default_factory=set)
+    """The folders whose checkpoints all are older than what this run saves next."""
     checkpoint_seconds: float = 0.0
     """How long training has waited for checkpoints and snapshots."""
     is_taking_snapshot: bool = False
     """Whether the state is being taken for a snapshot in memory."""
     accumulate_grad_batches: int = 1
     """Micro-batches of a step, from the next epoch on."""
+    found: dict[str, float] = field(default_factory=dict)
+    """The attributes of module and data module that finders have set."""

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
+from ...callbacks.helpers.loggers import outlives_disk_errors
 from ...callbacks.run import Logger, Run
 from ...strategies import Strategy
 from ..checkpoint import MemoryWriter, Writer
+from ..checkpoint.manifest import Origin
 from ..data.evaluation_data import EvaluationData
 from ..data.stream import CountSamples
 from ..data.train_data import TrainData
@@ -64,6 +66,8 @@ class Session:
     writer: Writer
     interruption: Interruption
     state: TrainState
+    origin: Origin
+    """The lineage of the run, and when it saved last."""
     progress: Progress = field(default_factory=Progress)
     meetings: Meetings = field(init=False)
     transfer: Transfer | None = field(init=False)
@@ -82,6 +86,8 @@ class Session:
     """The checkpoint that this run begins with."""
     named_checkpoint: Path | None = None
     """The checkpoint that the user named to begin with, by its path or as ``best``."""
+    saved_list: Path | None = None
+    """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""
     is_built: bool = False
     """Whether all that a checkpoint holds is there: the strategy has the module, a fit its data and optimizers."""
     has_failed: bool = False
@@ -97,7 +103,7 @@ class Session:
     @property
     def is_shared(self) -> bool:
         """Whether several ranks share each optimizer step."""
-        return self.strategy.data_size > 1
+        return self.strategy.count_collectives.world_size > 1
 
     @property
     def is_restarted(self) -> bool:
@@ -109,7 +115,7 @@ class Session:
         """What ``self.log`` writes to; None to ignore it."""
         return None if self.settings.barebones else self.metrics
 
-    def log(self, values: Mapping[str, Tensor]) -> None:
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Send values to the loggers, with the epoch, at the current step."""
         if values:
             self.log_numbers(to_numbers(values))
@@ -124,4 +130,5 @@ class Session:
         else:
             numbers, step = {**numbers, "epoch": self.state.current_epoch}, self.state.global_step
         for logger in self.loggers:
-            logger.log_metrics(numbers, step)
+            with outlives_disk_errors(logger):
+                logger.log_metrics(numbers, step)

@@ -37,6 +37,32 @@ _WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
 }
 """Arguments of Lightning's Trainer, and what to do instead."""
 
+OF_LIGHTNING_1: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("gpus", "num_gpus", "auto_select_gpus"), "accelerator='gpu' and devices=, the number of them"),
+    **dict.fromkeys(("tpu_cores", "ipus"), "accelerator='auto': CPUs, CUDA and MPS are what there is"),
+    "num_processes": "devices=",
+    "distributed_backend": "strategy=",
+    **dict.fromkeys(("amp_backend", "amp_level"), "precision='bf16-mixed' or '16-mixed'"),
+    "resume_from_checkpoint": "fit(..., ckpt_path=)",
+    "checkpoint_callback": "enable_checkpointing=, or a ModelCheckpoint in callbacks=",
+    "weights_save_path": "default_root_dir=, or ModelCheckpoint(dirpath=)",
+    **dict.fromkeys(("progress_bar_refresh_rate", "process_position"), "TQDMProgressBar(refresh_rate=) in callbacks="),
+    **dict.fromkeys(("weights_summary",), "enable_model_summary=, or ModelSummary(max_depth=) in callbacks="),
+    **dict.fromkeys(("auto_lr_find", "auto_scale_batch_size"), "short runs with max_steps"),
+    "stochastic_weight_avg": "StochasticWeightAveraging() in callbacks=",
+    "terminate_on_nan": "NaNGuard() in callbacks=",
+    "track_grad_norm": "self.log with torch.nn.utils.get_total_norm in on_before_optimizer_step",
+    "log_gpu_memory": "DeviceStatsMonitor() in callbacks=",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": "use_distributed_sampler=",
+    "flush_logs_every_n_steps": "CSVLogger(flush_logs_every_n_steps=)",
+    "multiple_trainloader_mode": "CombinedLoader(loaders, mode=) for train_dataloaders",
+    "truncated_bptt_steps": "manual optimization in training_step",
+    "prepare_data_per_node": "rank_zero_first(local=True) in setup",
+    "move_metrics_to_cpu": "nothing: metrics need no memory of the device",
+}
+"""Arguments of the Trainer of Lightning 1, and what does their work now."""
+
 _SWITCHED_OFF: Final = (
     *("logger", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
     *("num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler"),
@@ -204,6 +230,19 @@ class Settings:
         }
 
 
+def _unknown_argument(name: str, value: object, known: Sequence[str]) -> ConfigError:
+    if name in _WITHOUT_COUNTERPART:
+        return ConfigError(
+            f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; {_WITHOUT_COUNTERPART[name]}."
+        )
+    if name in OF_LIGHTNING_1:
+        return ConfigError(
+            f"Trainer has no argument {name!r} (given as {value!r:.80}), which was Lightning 1's; use "
+            f"{OF_LIGHTNING_1[name]}."
+        )
+    return ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
+
+
 def accepting(
     build: Callable[P, Settings],
 ) -> Callable[[Callable[[S, Settings], None]], Callable[Concatenate[S, P], None]]:
@@ -219,14 +258,8 @@ def accepting(
             for name in unneeded:  # None or an empty list asks for nothing
                 del kwargs[name]
             for name, value in kwargs.items():
-                if name in known:
-                    continue
-                if name in _WITHOUT_COUNTERPART:
-                    raise ConfigError(
-                        f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; "
-                        f"{_WITHOUT_COUNTERPART[name]}."
-                    )
-                raise ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
+                if name not in known:
+                    raise _unknown_argument(name, value, known)
             if kwargs.get("barebones"):
                 _check_barebones(kwargs)
             initialise(self, build(*args, **kwargs))

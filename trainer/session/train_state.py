@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from ...callbacks.run import Stage
 from ...strategies.errors import CheckpointError
+from ...strategies.state.schema import COUNT, INTEGER, SECONDS, check, shown
 
 Status = Literal["initializing", "running", "finished", "interrupted"]
 _UNSAVED: Final = "is_epoch_over"
+_SCHEMA: Final = {
+    "seed": INTEGER,
+    "global_step": COUNT,
+    "optimizer_steps": [COUNT],
+    "skipped_steps": COUNT,
+    "epoch": COUNT,
+    "is_epoch_done": bool,
+    "batches_in_epoch": COUNT,
+    "batches_before_epoch": COUNT,
+    "samples_seen": COUNT,
+    "seconds": SECONDS,
+    "data_size": COUNT,
+    "global_batch_size": (COUNT, None),
+}
 
 
 @dataclass(slots=True)
@@ -73,12 +88,13 @@ class TrainState:
         Raises:
             CheckpointError: if they are not those of a TrainState.
         """
-        names = {f.name for f in fields(self)} - {_UNSAVED}
-        if set(state_dict) != names:
+        check(state_dict, dict, "The saved training state")
+        if state_dict.keys() != _SCHEMA.keys():
             raise CheckpointError(
-                f"The saved training state holds {sorted(state_dict)}, not {sorted(names)}; "
+                f"The saved training state holds {shown(sorted(map(str, state_dict)))}, not {sorted(_SCHEMA)}; "
                 "it is of another version of echelon: load the weights only (echelon.load_weights)."
             )
+        check(state_dict, _SCHEMA, "The saved training state")
         for name, value in state_dict.items():
             setattr(self, name, value)
         self.is_epoch_over = self.is_epoch_done

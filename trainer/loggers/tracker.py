@@ -1,0 +1,194 @@
+"""TrackerLogger: the base of loggers that write to an experiment tracker, whose points cannot be taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+from torch import Tensor
+
+from ...callbacks.helpers.loggers import tell
+from ...callbacks.run import Logger
+from ...strategies.errors import ConfigError
+from .base import prefixed
+
+LogModel = bool | Literal["all"]
+
+_LARGEST: Final = 1.79e308
+"""What some stores write for an infinite value is above this."""
+
+
+class Saver(Protocol):
+    """A ModelCheckpoint, as a logger of checkpoints sees it."""
+
+    monitor: str | None
+    mode: str
+    save_top_k: int
+
+    @property
+    def kept_paths(self) -> list[str]:
+        """The paths of all checkpoints that are kept."""
+
+    @property
+    def best_model_path(self) -> str:
+        """The best of them."""
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The monitored value of each of the top k, by path."""
+
+
+@dataclass(frozen=True)
+class LoggedCheckpoint:
+    """A checkpoint for the tracker: its folder, and what the tracker shows beside it."""
+
+    path: Path
+    aliases: list[str]
+    metadata: dict[str, Any]
+
+
+class TrackerLogger:
+    """Base of loggers of an experiment tracker: the id of the run, what stands there already, and checkpoints.
+
+    A tracker keeps every point that it gets. So that a run that is resumed from a checkpoint is one curve, it leaves
+    out the points that the run had logged after that checkpoint, where they have the same value. A logger is pickled
+    for the processes of a run, where rank 0's writes; the connection stays behind.
+    """
+
+    _is_silent = False
+    _is_copy = False
+    """Whether this is the logger of a process that was started for one run."""
+
+    def __init__(self, run_id: str | None, prefix: str, log_model: LogModel) -> None:
+        if log_model not in (True, False, "all"):
+            raise ConfigError(f"log_model must be True, False or 'all', got {log_model!r}; choose one.")
+        self._run_id = run_id
+        self._is_id_given = run_id is not None
+        self._prefix = prefix
+        self._log_model: LogModel = log_model
+        self._known: dict[int, dict[str, float]] = {}
+        """The values after the step at which the run goes on that the tracker has, by step."""
+        self._savers: list[Saver] = []
+        self._pending: dict[str, LoggedCheckpoint] = {}
+        """The checkpoints that are still to be logged, by path: they may not be on the disk yet."""
+        self._logged: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """The name of the project or experiment, and of the folder of its runs' checkpoints."""
+        raise NotImplementedError
+
+    @property
+    def version(self) -> str | None:
+        """The id of the run; None before it begins."""
+        return self._run_id
+
+    def open(self) -> None:
+        """Begin the run, or go on with it."""
+        raise NotImplementedError
+
+    def continue_saved(self, version: str) -> None:
+        """Go on with the run that a checkpoint names, unless an id was given or a run has begun."""
+        self._run_id = self._run_id or version
+
+    def continue_as(self, version: int | str) -> None:
+        """Go on with a run that another process has begun: rank 0, or the workers of a `fit`."""
+        self._run_id = str(version)
+
+    def silence(self) -> None:
+        """Write nothing from here on: another process writes the same."""
+        self._is_silent = True
+
+    def numbers(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+        """Return metrics as floats, under their names with the prefix, without those that the tracker has."""
+        known = self._known.get(step, {})
+        values = prefixed(metrics, self._prefix)
+        return {name: value for name, value in values.items() if not (name in known and is_same(value, known[name]))}
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def after_save_checkpoint(self, checkpoint_callback: Saver) -> None:
+        """Note the checkpoints of a ModelCheckpoint that has just begun to write one; those before it are written."""
+        if self._is_silent or not self._log_model:
+            return
+        self._log_pending()
+        if checkpoint_callback not in self._savers:
+            self._savers.append(checkpoint_callback)
+        if self._log_model == "all" or checkpoint_callback.save_top_k == -1:
+            self._note_checkpoints(checkpoint_callback)
+
+    def log_checkpoints(self, status: str) -> None:
+        """Log what is to be logged at the end of a run: of one that failed or was interrupted nothing more."""
+        if status == "success":
+            for saver in self._savers:
+                self._note_checkpoints(saver)
+            self._log_pending()
+        self._savers, self._pending = [], {}
+
+    def upload(self, checkpoint: LoggedCheckpoint) -> None:
+        """Copy the folder of a checkpoint into the tracker."""
+        raise NotImplementedError
+
+    def _note_checkpoints(self, saver: Saver) -> None:
+        scores = saver.best_k_models
+        for path in saver.kept_paths:
+            if path in self._logged:
+                continue
+            metadata: dict[str, Any] = {
+                "monitor": saver.monitor,
+                "mode": saver.mode,
+                "original_filename": Path(path).name,
+            }
+            if saver.monitor and path in scores:
+                metadata["score"] = scores[path].item()
+            aliases = ["latest", "best"] if path == saver.best_model_path else ["latest"]
+            self._pending[path] = LoggedCheckpoint(Path(path), aliases, metadata)
+
+    def _log_pending(self) -> None:
+        for path, checkpoint in list(self._pending.items()):
+            if checkpoint.path.is_dir():
+                self.upload(checkpoint)
+                self._logged.add(path)
+                del self._pending[path]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": {}, "_savers": [], "_pending": {}, "_is_copy": True}
+
+
+def tracker_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
+    """Return what a checkpoint keeps of the loggers of trackers: which of their runs is this one."""
+    return [
+        {"type": type(logger).__name__, "name": str(logger.name), "version": str(logger.version)}
+        for logger in loggers
+        if hasattr(logger, "continue_saved") and logger.version is not None
+    ]
+
+
+def continue_saved_runs(loggers: Sequence[Logger], runs: Sequence[Mapping[str, str]]) -> None:
+    """Let loggers of trackers go on with their runs in a checkpoint: each with the next one of its type and name."""
+    left = list(runs)
+    for logger in loggers:
+        of_it = [run for run in left if (run["type"], run["name"]) == (type(logger).__name__, str(logger.name))]
+        if of_it:
+            tell([logger], "continue_saved", of_it[0]["version"])
+            left.remove(of_it[0])
+
+
+def is_same(value: float, stored: float) -> bool:
+    """Return whether a value reads back as `stored`."""
+    if math.isnan(value) or math.isnan(stored):
+        return math.isnan(value) and math.isnan(stored)
+    return value == stored or (math.isinf(value) and abs(stored) > _LARGEST and (value > 0) == (stored > 0))
+
+
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    """Raise whatever the client of a tracker raises as an error of the system, of which training warns, and goes on."""
+    try:
+        yield
+    except Exception as error:  # a client has errors of its own, of its database, of the network
+        raise OSError(str(error) or type(error).__name__) from error

@@ -1,0 +1,40 @@
+"""HostCopy: the output of a step on its way from a GPU to the host, while the next step runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategies.distributed.nested import map_tensors
+
+
+class HostCopy:
+    """A copy of an output on the CPU; on a GPU it is there once `finish` has been called."""
+
+    def __init__(self, output: Any) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._event: Any = None
+        self.output: Any = map_tensors(self._begin, output)
+        """The output, its tensors on the CPU; those that were there are not copied."""
+        if self._pairs:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def _begin(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return tensor.cpu()
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged.copy_(tensor, non_blocking=True)
+        self._pairs.append((kept, staged))
+        return kept
+
+    def finish(self) -> None:
+        """Wait for the copy; the pinned memory through which it went is used again for the next one."""
+        if self._event is not None:
+            self._event.synchronize()
+        for kept, staged in self._pairs:
+            kept.copy_(staged)
+        self._pairs, self._event = [], None

@@ -1,0 +1,211 @@
+"""Exporting: a module's forward pass as a program that runs without its class: ONNX, torch.export, TorchScript."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from ...strategies.distributed.nested import to_device
+from ...strategies.errors import MissingDependencyError, ModuleError, RunError
+from ...strategies.state.dtensor import is_dtensor
+from ..checkpoint.atomic_folder import sync
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.onnx import ONNXProgram
+
+_LARGEST_FILE: Final = 1 << 30
+"""Bytes of weights beyond which an ONNX model keeps them in a second file: a protobuf message ends at 2 GiB."""
+
+Sample = Any
+"""A tensor, a tuple of arguments, or a dict of keyword arguments of ``forward``."""
+
+
+class Exporting:
+    """Methods that write what ``forward`` computes in eval mode; the module and its modes stay as they are.
+
+    Files appear whole or not at all. In a run whose strategy cuts parameters, export when `fit` has returned, or load
+    the checkpoint.
+    """
+
+    example_input_array: Any
+
+    def to_onnx(
+        self, file_path: str | Path | BytesIO | None = None, input_sample: Sample = None, **kwargs: Any
+    ) -> ONNXProgram | None:
+        """Return ``forward`` as an ONNX program, and write it.
+
+        Args:
+            file_path: the file; None to write none. Weights of more than 1 GiB go to ``<file_path>.data`` beside it.
+            input_sample: a tensor, a tuple of arguments, or a dict of keyword arguments; by default
+                `example_input_array`. Its sizes are fixed but for those in ``dynamic_shapes``.
+            kwargs: arguments of ``torch.onnx.export``, such as ``dynamic_shapes`` and ``input_names``.
+
+        Returns:
+            The program; None with ``dynamo=False``, torch's old exporter.
+
+        Raises:
+            MissingDependencyError: if onnx or onnxscript is not installed.
+            ModuleError: without an input.
+            RunError: if this rank holds parts of parameters only.
+        """
+        missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+        if missing:
+            raise MissingDependencyError(
+                f"to_onnx needs {' and '.join(missing)}, which is not installed; run: pip install onnx onnxscript."
+            )
+        module = self._exported()
+        args, named = _arguments(module, "to_onnx", "input_sample", input_sample)
+        options = {"verbose": False, **kwargs, "kwargs": {**named, **(kwargs.get("kwargs") or {})} or None}
+        with _in_eval_mode(module):
+            if not options.get("dynamo", True):
+                _write(file_path, lambda file: torch.onnx.export(module, args, file, **options))
+                return None
+            num_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+            has_data_file = bool(options.pop("external_data", num_bytes > _LARGEST_FILE))
+            program = torch.onnx.export(module, args, **options)
+        assert program is not None
+        _write(file_path, lambda file: program.save(file, external_data=has_data_file))
+        return program
+
+    def to_exported_program(
+        self, file_path: str | Path | BytesIO | None = None, input_sample: Sample = None, **kwargs: Any
+    ) -> ExportedProgram:
+        """Return ``forward`` as a program of ``torch.export``, and write it for ``torch.export.load``.
+
+        Args:
+            file_path: the file, ``.pt2`` by custom; None to write none.
+            input_sample: as in `to_onnx`.
+            kwargs: arguments of ``torch.export.export``, such as ``dynamic_shapes``.
+
+        Raises:
+            ModuleError: without an input.
+            RunError: if this rank holds parts of parameters only.
+        """
+        module = self._exported()
+        args, named = _arguments(module, "to_exported_program", "input_sample", input_sample)
+        with _in_eval_mode(module):
+            program = torch.export.export(module, args, named, **kwargs)
+        _write(file_path, lambda file: torch.export.save(program, file))
+        return program
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: str = "script",
+        example_inputs: Sample = None,
+        **kwargs: Any,
+    ) -> torch.jit.ScriptModule:
+        """Return ``forward`` as TorchScript, which torch has deprecated: prefer `to_exported_program`.
+
+        Args:
+            file_path: the file for ``torch.jit.load``; None to write none.
+            method: ``"script"`` compiles the code of ``forward``; ``"trace"`` notes what it does with an input.
+            example_inputs: for ``"trace"``, as `to_onnx` takes it.
+            kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Raises:
+            ModuleError: for another method, or without an input to trace.
+            RunError: if this rank holds parts of parameters only.
+        """
+        if method not in ("script", "trace"):
+            raise ModuleError(f"to_torchscript: method must be 'script' or 'trace', got {method!r}; give one of them.")
+        warnings.warn(
+            "TorchScript is deprecated in torch; call to_exported_program() for torch.export, or to_onnx().",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        module = self._exported()
+        with _in_eval_mode(module), _with_trainer(module, object()), torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit")  # that each of its functions is deprecated
+            if method == "script":
+                scripted: Any = torch.jit.script(module, **kwargs)
+            else:
+                args, named = _arguments(module, "to_torchscript", "example_inputs", example_inputs)
+                scripted = torch.jit.trace(module, args or None, example_kwarg_inputs=named or None, **kwargs)
+            _write(file_path, lambda file: torch.jit.save(scripted, str(file)))
+        return scripted  # type: ignore[no-any-return]
+
+    def _exported(self) -> nn.Module:
+        """Return this module, if it can be exported here."""
+        assert isinstance(self, nn.Module)
+        sharded = [name for name, parameter in self.named_parameters() if is_dtensor(parameter) or parameter.is_meta]
+        if sharded:
+            raise RunError(
+                f"{type(self).__name__} cannot be exported here, got {len(sharded)} parameters of which this rank has "
+                f"a part ({sharded[0]}, ...); call this after fit, or load the checkpoint with load_from_checkpoint."
+            )
+        return self
+
+
+def _arguments(module: nn.Module, method: str, name: str, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``forward``, by position and by name, on the module's device."""
+    if sample is None:
+        sample = module.example_input_array
+    if sample is None:
+        raise ModuleError(
+            f"{method} needs an input of {type(module).__name__}.forward, got {name}=None and "
+            f"example_input_array=None; pass {name}=..., or set self.example_input_array in __init__."
+        )
+    parameter = next(module.parameters(), None)
+    sample = to_device(sample, torch.device("cpu") if parameter is None else parameter.device)
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put all parts in eval mode, uncompiled; afterwards each has its own mode again."""
+    names = ("training", "_compiled_call_impl")  # of the second torch has no public name
+    before = [
+        (vars(part), {name: vars(part)[name] for name in names if name in vars(part)}) for part in module.modules()
+    ]
+    module.eval()
+    for attributes, _ in before:
+        attributes.pop("_compiled_call_impl", None)
+    try:
+        yield
+    finally:
+        for attributes, own in before:
+            attributes.update(own)
+
+
+def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) -> None:
+    """Write a file, and others that lie beside it, under their names only when they are whole; or a buffer."""
+    if target is None or isinstance(target, BytesIO):
+        if target is not None:
+            write(target)
+        return
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.{secrets.token_hex(4)}") as folder:
+        write(Path(folder, target.name))
+        written = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)  # the one that refers last
+        for file in written:
+            file.replace(target.parent / file.name)
+    sync(target.parent)
+
+
+@contextmanager
+def _with_trainer(module: nn.Module, trainer: object) -> Iterator[None]:
+    """Let a module and those inside of it have a trainer that has nothing: TorchScript asks for every attribute."""
+    parts = [vars(part) for part in module.modules() if isinstance(part, Exporting)]
+    before = [part.get("_trainer") for part in parts]
+    for part in parts:
+        part["_trainer"] = trainer
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            part["_trainer"] = own

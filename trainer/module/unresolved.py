@@ -1,0 +1,97 @@
+"""Interpolations kept in stored values: what came from the environment is stored as ``${oc.env:TOKEN}``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, Final
+
+from ...strategies.state.from_environment import FromEnvironment
+
+_RESOLVER: Final = re.compile(r"\$\{[^{}]*:")
+
+
+def unresolved(raw: Any, value: Any) -> Any:
+    """Return a resolved value with the interpolations left in it whose result came from a resolver.
+
+    A plain reference copies the value that it refers to: what holds a secret is found by its text.
+    """
+    return _merged(raw, value, {"${", *_results_of_resolvers(raw, value)})
+
+
+def without_environment(value: Any) -> Any:
+    """Return hyper-parameters in which texts from the environment are replaced by their interpolations."""
+    if isinstance(value, FromEnvironment):
+        return value.interpolation
+    if type(value).__module__.startswith("omegaconf."):
+        marked = marked_container(value)
+        return without_environment(marked) if is_from_environment(marked) else value
+    if isinstance(value, dict):
+        return type(value)({key: without_environment(item) for key, item in value.items()})
+    return type(value)(map(without_environment, value)) if type(value) in (list, tuple, set) else value
+
+
+def marked_container(container: Any) -> Any:
+    """Return the content of a container of OmegaConf, where texts carry the interpolations that gave them."""
+    from omegaconf import OmegaConf
+
+    raw, value = (OmegaConf.to_container(container, resolve=resolve) for resolve in (False, True))
+    return FromEnvironment.mark(value, unresolved(raw, value))
+
+
+def is_from_environment(value: Any) -> bool:
+    """Return whether a text from the environment is in a hyper-parameter."""
+    if isinstance(value, Mapping):
+        return any(map(is_from_environment, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(is_from_environment, value))
+    return isinstance(value, FromEnvironment)
+
+
+def with_marks(value: Any) -> Any:
+    """Return what a logger has written, with its interpolations as texts from the environment."""
+    if isinstance(value, dict):
+        return {name: with_marks(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [with_marks(item) for item in value]
+    return FromEnvironment(value, value) if isinstance(value, str) and _RESOLVER.search(value) else value
+
+
+def escaped(value: Any) -> Any:
+    """Return loaded values in which OmegaConf finds no interpolation: a file may not call resolvers."""
+    if isinstance(value, Mapping):
+        return {name: escaped(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _merged(raw: Any, value: Any, kept: Set[str]) -> Any:
+    """Return a resolved value with those interpolations left in it whose result holds one of the texts in `kept`."""
+    if isinstance(raw, dict):
+        return {str(key): _merged(item, value[key], kept) for key, item in raw.items()}
+    if isinstance(raw, list):
+        return [_merged(*items, kept) for items in zip(raw, value, strict=True)]
+    if not isinstance(raw, str) or "${" not in raw:
+        return value
+    return raw if any(text in leaf for leaf in _texts(value) for text in kept) else value
+
+
+def _results_of_resolvers(raw: Any, value: Any) -> Iterator[str]:
+    """Yield the texts inside a resolved value that come from resolvers, such as ``${oc.env:TOKEN}``."""
+    if isinstance(raw, dict):
+        for key, item in raw.items():
+            yield from _results_of_resolvers(item, value[key])
+    elif isinstance(raw, list):
+        for items in zip(raw, value, strict=True):
+            yield from _results_of_resolvers(*items)
+    elif isinstance(raw, str) and _RESOLVER.search(raw):
+        yield from filter(None, _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if items is None:
+        yield str(value)
+    for item in items or ():
+        yield from _texts(item)

@@ -1,0 +1,75 @@
+"""Trials: what callbacks that look for a setting ask of the trainer (`callbacks.run.Tunable`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..callbacks.callback import Callback
+from .runner import Runner
+from .session.session import Session
+from .tuning import attribute, configure_again, trial
+
+
+class Trials:
+    """Steps of the current fit that are taken back, and settings that are found by them."""
+
+    _runner: Runner
+
+    def try_steps(
+        self,
+        callback: Callback,
+        num_steps: int,
+        *,
+        micro_batch_size: int | None = None,
+        num_micro_batches: int | None = None,
+    ) -> None:
+        """Train some steps with no other callback than this, then put everything back as it was. Collective."""
+        trial.try_steps(
+            self._runner.session,
+            callback,
+            num_steps,
+            self._as_current,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+        )
+
+    @contextmanager
+    def _as_current(self, session: Session) -> Iterator[None]:
+        runner = self._runner
+        before = runner.current, runner.state
+        runner.current, runner.state = session, session.state
+        try:
+            yield
+        finally:
+            runner.current, runner.state = before
+
+    def configure_again(self) -> None:
+        """Give optimizers and schedulers the settings that ``configure_optimizers`` returns now."""
+        configure_again.configure_again(self._runner.session)
+
+    def find_attribute(self, *names: str) -> str | None:
+        """Return the first of these names that the module, the data module, or the ``hparams`` of one has."""
+        session = self._runner.session
+        return attribute.find_attribute((session.module, session.datamodule), names)
+
+    def set_attribute(self, name: str, value: float, *, is_saved: bool = True) -> None:
+        """Set an attribute of the module, the data module, or their ``hparams``; in the caller's objects, too."""
+        session = self._runner.session
+        attribute.set_attribute((session.module, session.datamodule), name, value, is_saved=is_saved)
+        session.progress.found[name] = value
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """The samples of an optimizer step in the current fit; None where its data does not tell."""
+        data = self._runner.session.train_data
+        return data.global_batch_size if data is not None else None
+
+    def set_micro_batch_size(self, size: int) -> None:
+        """Cut the steps of the current fit into micro-batches of a size; the steps stay the same."""
+        session = self._runner.session
+        data = session.train_data
+        assert data is not None
+        data.cut_into(size)
+        session.progress.accumulate_grad_batches = data.accumulate
+        session.state.batches_in_epoch = data.batches_done()

@@ -1,0 +1,42 @@
+"""Attributes of a module or data module that finders set, such as ``lr`` and ``batch_size``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..module.hparams import HyperparametersMixin
+
+Owner = HyperparametersMixin | None
+
+
+def find_attribute(owners: Sequence[Owner], names: Sequence[str]) -> str | None:
+    """Return the first of these names that an owner, or its ``hparams``, has as an attribute; None if none has."""
+    return next((name for name in names if any(True for _ in _holders(owners, name))), None)
+
+
+def set_attribute(owners: Sequence[Owner], name: str, value: Any, *, is_saved: bool = True) -> None:
+    """Set an attribute of owners and in their ``hparams``; with `is_saved` in the ``hparams`` of checkpoints, too."""
+    for owner, is_hparams in list(_holders(owners, name)):
+        if is_hparams:
+            _set_item(owner, name, value, is_saved=is_saved)
+        else:
+            setattr(owner, name, value)
+
+
+def _set_item(owner: HyperparametersMixin, name: str, value: Any, *, is_saved: bool) -> None:
+    owner.hparams[name] = value
+    saved = vars(owner).get("_hparams_initial")
+    if is_saved and saved is not None and name in saved:
+        saved[name] = value
+
+
+def _holders(owners: Sequence[Owner], name: str) -> Iterator[tuple[Any, bool]]:
+    """Yield who has an attribute, and whether among its ``hparams``."""
+    for owner in owners:
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            yield owner, False
+        if name in owner.hparams:
+            yield owner, True
