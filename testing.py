@@ -1,4 +1,4 @@
-"""Helper that runs a function on several real ranks of this machine, for tests of strategies, ours and users'."""
+"""Helpers for tests, ours and users': a function on several real ranks of this machine, and layouts held together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .strategies.launch.launcher import launch_all
+from .trainer.verify import Layout, Report, verify
+
+__all__ = ["Layout", "Report", "run_ranks", "verify"]
 
 T = TypeVar("T")
 

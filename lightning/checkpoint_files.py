@@ -1,0 +1,51 @@
+"""Checkpoints for libraries that open them themselves: their state under Lightning's names, or as a file in memory."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..strategies.errors import CheckpointError
+from ..trainer import checkpoint
+from ..trainer.module.load import as_hooks_see
+
+
+class CheckpointFiles:
+    """A file system of fsspec's on which a checkpoint, a folder, opens as a file that ``torch.load`` reads."""
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def open(self, path: str | Path, mode: str = "rb", **options: Any) -> Any:
+        """Open a file as fsspec does; a checkpoint as bytes in memory, which hold plain values and tensors only."""
+        if mode != "rb" or not Path(path).is_dir():
+            return self._files.open(path, mode, **options)
+        content = BytesIO()
+        torch.save(load_checkpoint(path), content)
+        content.seek(0)
+        return content
+
+
+def get_filesystem(path: str | Path, **options: Any) -> Any:
+    """Return fsspec's file system for a path, on which checkpoints can be opened."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    return CheckpointFiles(url_to_fs(str(path), **options)[0])
+
+
+def load_checkpoint(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """Return the state of a checkpoint of Echelon, under Lightning's names, on the CPU.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    folder = checkpoint.resolve(path)
+    if folder is None:
+        raise CheckpointError(f"path must be a checkpoint of Echelon, got {str(path)!r}; give the path of one.")
+    return as_hooks_see(checkpoint.load(folder))

@@ -1,0 +1,96 @@
+"""Imports of a Lightning program: the names that they bind, and the imports of Echelon in their place."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Final
+
+from .names import PUBLIC_AT_ROOT, RENAMED, has_counterpart, is_known
+from .stand_in import MODULES, ROOTS
+
+ELSEWHERE: Final = "echelon.lightning"
+"""Where those names are that Echelon itself does not have, and those that raise when they are used."""
+
+_ROOMS: Final = {"callbacks", "strategies"}
+"""Modules of Lightning's that the root of Echelon has under the same name."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a name of the program stands for: a module of Lightning's, or one of its names."""
+
+    path: str
+    is_module: bool
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The text in place of an import, what it binds, and what to say of it."""
+
+    text: str
+    bound: dict[str, Bound]
+    unknown: tuple[str, ...] = ()
+    """Names that nothing is known of, which stay as they are."""
+    source: str | None = None
+    """The module that all names come from, if it is one: then the layout of the line can stay."""
+
+
+def is_lightning(path: str | None) -> bool:
+    """Return whether a module is one of Lightning's."""
+    return path is not None and path.partition(".")[0] in ROOTS
+
+
+def new_name(name: str) -> str:
+    """Return what Echelon calls a class or a function of Lightning's."""
+    return RENAMED.get(name, name)
+
+
+def rewrite_import(node: ast.Import) -> Rewritten:
+    """Return ``import echelon`` in place of ``import lightning``; what else the line imports stays."""
+    texts, bound, has_root = [], {}, False
+    for alias in node.names:
+        if not is_lightning(alias.name):
+            texts.append(ast.unparse(alias))
+            continue
+        own = alias.asname or alias.name.partition(".")[0]
+        bound[own] = Bound(alias.name if alias.asname else own, is_module=True)
+        text = f"echelon as {alias.asname}" if alias.asname else "echelon"
+        if alias.asname or not has_root:
+            texts.append(text)
+        has_root = has_root or not alias.asname
+    return Rewritten(f"import {', '.join(texts)}", bound)
+
+
+def rewrite_from(node: ast.ImportFrom, indent: str) -> Rewritten:
+    """Return the imports in place of ``from lightning... import ...``: from Echelon, and from `ELSEWHERE`."""
+    module = node.module or ""
+    groups: dict[str, list[str]] = {}
+    bound, unknown = {}, []
+    lines = []
+    for alias in node.names:
+        own, path = alias.asname or alias.name, f"{module}.{alias.name}"
+        if alias.name == "*":
+            groups.setdefault("echelon", []).append("*")
+            bound.update({name: Bound(f"{module}.{name}", is_module=False) for name in RENAMED})
+        elif path in MODULES:
+            bound[own] = Bound(path, is_module=True)
+            in_room = alias.name in _ROOMS
+            lines.append(f"from echelon import {ast.unparse(alias)}" if in_room else f"import echelon as {own}")
+        elif not is_known(alias.name):
+            unknown.append(alias.name)
+            groups.setdefault(module, []).append(ast.unparse(alias))
+        else:
+            bound[own] = Bound(path, is_module=False)
+            new = new_name(alias.name)
+            source = "echelon" if alias.name in PUBLIC_AT_ROOT and has_counterpart(alias.name) else ELSEWHERE
+            shown = new if source == "echelon" else alias.name
+            groups.setdefault(source, []).append(f"{shown} as {alias.asname}" if alias.asname else shown)
+    only = next(iter(groups)) if len(groups) == 1 and not lines else None
+    lines += [f"from {source} import {', '.join(names)}" for source, names in groups.items()]
+    return Rewritten(f"\n{indent}".join(lines), bound, tuple(unknown), only)

@@ -1,0 +1,95 @@
+"""Objects that a checkpoint cannot hold: left out of it with a warning, and made again when it is loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final
+
+from ..strategies.errors import CheckpointError
+from ..trainer.checkpoint.encoding import encode
+
+KEPT_OUT: Final = "kept_out"
+"""Under which a checkpoint lists the places of what was left out, each with the names that lead to it."""
+
+_OURS: Final = frozenset(
+    {"state_dict", "optimizer_states", "lr_schedulers", "precision", "loop", "data", "metrics", "rng", KEPT_OUT}
+)
+"""The parts that hold nothing of a library's; those of the strategy are sharded, and encoded by it."""
+
+
+def keep_out(checkpoint: dict[str, Any]) -> None:
+    """Remove from a checkpoint's state what it cannot hold, and warn of it: it is never pickled.
+
+    Of a dict only the items are removed that hold such an object; a list that holds one is removed whole, since half a
+    list would be another list.
+    """
+    places: list[list[Any]] = []
+    for name in [name for name in checkpoint if name not in _OURS]:
+        _prune(checkpoint, name, [name], places)
+    if not places:
+        return
+    checkpoint[KEPT_OUT] = [*checkpoint.get(KEPT_OUT, []), *places]
+    shown = ", ".join("".join(f"[{part!r}]" for part in place) for place in places)
+    warnings.warn(
+        f"The checkpoint is saved without {shown}: only a pickle could hold these objects. When it is loaded, the "
+        "module that is built anew gives its own.",
+        stacklevel=3,
+    )
+
+
+def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> None:
+    """Put in what was kept out, as far as a module saves it now.
+
+    Args:
+        checkpoint: what was loaded.
+        save: the ``on_save_checkpoint`` of the module that is being loaded.
+    """
+    places = checkpoint.get(KEPT_OUT)
+    if not places:
+        return
+    known = {part: dict(value) if isinstance(value, dict) else value for part, value in checkpoint.items()}
+    try:
+        save(known)
+    except Exception as error:  # noqa: BLE001 - anything may be missing in a module that no run has set up
+        warnings.warn(
+            f"The checkpoint was saved without {places}, and the module cannot give them outside a run "
+            f"({type(error).__name__}: {error}); set them after loading.",
+            stacklevel=3,
+        )
+        return
+    for place in places:
+        _copy(place, known, checkpoint)
+
+
+def _prune(holder: MutableMapping[Any, Any], name: Any, place: list[Any], places: list[list[Any]]) -> None:
+    value = holder[name]
+    if _is_storable(value):
+        return
+    if not isinstance(value, dict) or not all(isinstance(key, str | int) for key in value):
+        del holder[name]
+        places.append(place)
+        return
+    plain = dict(value)  # also of a subclass, which the checkpoint would refuse; the module's own stays as it is
+    for key in list(plain):
+        _prune(plain, key, [*place, key], places)
+    holder[name] = plain
+
+
+def _is_storable(value: Any) -> bool:
+    try:
+        encode(value, "", "")
+    except CheckpointError:
+        return False
+    return True
+
+
+def _copy(place: list[Any], source: Any, target: Any) -> None:
+    """Put the value at a place in `source` there in `target`, where something leads there in both."""
+    *parents, last = place
+    for name in parents:
+        if not isinstance(source, dict) or name not in source or not isinstance(target, dict):
+            return
+        source, target = source[name], target.setdefault(name, {})
+    if isinstance(source, dict) and isinstance(target, dict) and last in source:
+        target[last] = source[last]

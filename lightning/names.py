@@ -1,0 +1,234 @@
+"""Names of Lightning's: the module of ours that has each, and for those without a counterpart what to use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, Final
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..strategies.errors import ConfigError, did_you_mean
+
+VERSION: Final = "2.6.6+echelon"
+"""The version of Lightning whose names these are, as libraries ask for it."""
+
+_SHELVES: Final = (
+    "callbacks",
+    "strategies",
+    "trainer.loggers",
+    "trainer.session.profiler",
+    "trainer.session.detailed_profilers",
+    "lightning.parts",
+    "lightning.checkpoint_files",
+)
+"""Modules of ours whose public names are Lightning's as well."""
+
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    "LightningModule": "lightning.module:LightningModule",
+    "LightningDataModule": "lightning.module:LightningDataModule",
+    "Trainer": "lightning.trainer:LightningTrainer",
+    "seed_everything": "trainer.data.seed:seed_everything",
+    "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
+    "rank_zero_only": "strategies.distributed.rank_zero:rank_zero_only",
+    "Checkpoint": "callbacks:ModelCheckpoint",
+    "LRSchedulerConfig": "trainer.module.optimizers:LRSchedulerConfig",
+    "LightningOptimizer": "trainer.module.optimizers:ManagedOptimizer",
+    "AttributeDict": "trainer.module.hparams:AttributeDict",
+    "HyperparametersMixin": "trainer.module.hparams:HyperparametersMixin",
+    "DummyExperiment": "trainer.loggers.dummy:DummyExperiment",
+    "TrainerState": "trainer.session.train_state:TrainerState",
+    "MisconfigurationException": "strategies.errors:EchelonError",
+    "_AcceleratorConnector": "lightning.parts:AcceleratorChoice",
+    "pl_load": "lightning.checkpoint_files:load_checkpoint",
+}
+"""Those that stand elsewhere, or have another name there."""
+
+_IN_ONE_MODULE: Final[Mapping[tuple[str, str], str]] = {
+    ("utilities.model_summary", "ModelSummary"): "callbacks:Summary",
+    ("utilities.model_summary.model_summary", "ModelSummary"): "callbacks:Summary",
+}
+"""Those that mean something else in one of Lightning's modules."""
+
+_OTHER_MEANING: Final = frozenset({"ParallelStrategy", "Precision"})
+"""Names of ours that mean something else in Lightning."""
+
+_OF_OTHERS: Final[Mapping[str, str]] = {
+    "LightningEnum": "enum:StrEnum",
+    "PossibleUserWarning": "builtins:UserWarning",
+    "LightningDeprecationWarning": "builtins:DeprecationWarning",
+    "Tqdm": "tqdm.auto:tqdm",
+}
+"""Those for which a class of Python's or of tqdm's does the same."""
+
+ANNOTATIONS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(
+        (
+            *("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "OptimizerLRScheduler", "LRSchedulerType"),
+            *("LRSchedulerTypeUnion", "LRSchedulerPLType", "OptimizerConfig", "OptimizerLRSchedulerConfig", "ArgsType"),
+            *("LRSchedulerConfigType", "_EVALUATE_OUTPUT", "_PREDICT_OUTPUT", "_PATH", "_MAP_LOCATION_TYPE", "_DEVICE"),
+        ),
+        Any,
+    ),
+    "LRSchedulerTypeTuple": (LRScheduler, ReduceLROnPlateau),
+}
+"""Names that only annotations use."""
+
+WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
+    "LightningCLI": "`echelon fit config.yaml`",
+    "SaveConfigCallback": "`echelon fit config.yaml`, which keeps the config",
+    "LightningArgumentParser": "`echelon fit config.yaml`",
+    "instantiate_class": "the class itself, or `_target_` in a config",
+    "Fabric": "plain torch, or manual optimization",
+    "Tuner": "LearningRateFinder and BatchSizeFinder in callbacks",
+    "BaseFinetuning": "submodule.requires_grad_(False), and True again in on_train_epoch_start",
+    "BackboneFinetuning": "submodule.requires_grad_(False), and True again in on_train_epoch_start",
+    "RichModelSummary": "ModelSummary",
+    "WandbLogger": "a logger of your own: docs/logging.md says what one needs",
+    "MLFlowLogger": "a logger of your own: docs/logging.md says what one needs",
+    "CometLogger": "a logger of your own: docs/logging.md says what one needs",
+    "NeptuneLogger": "a logger of your own: docs/logging.md says what one needs",
+    "LitLogger": "a logger of your own: docs/logging.md says what one needs",
+    "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
+    "SpikeDetection": "LossSpikePolicy",
+    "ModelPruning": "torch.nn.utils.prune in a hook",
+    "AsyncCheckpointIO": "nothing: checkpoints are written beside the steps",
+    "LayerSync": "Trainer(sync_batchnorm=True)",
+    "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
+    "Precision": "Trainer(precision=...)",
+    "MixedPrecision": "Trainer(precision='bf16-mixed')",
+    "HalfPrecision": "Trainer(precision='bf16-true')",
+    "DoublePrecision": "Trainer(precision='64-true')",
+    "FSDPPrecision": "Trainer(precision=...)",
+    "BitsandbytesPrecision": "Trainer(precision='bf16-mixed'), and convert the layers in configure_model",
+    "TransformerEnginePrecision": "Trainer(precision='bf16-mixed'), and convert the layers in configure_model",
+    "DeepSpeedPrecision": "Trainer(precision=...)",
+    "DeepSpeedStrategy": "FSDPStrategy",
+    "ModelParallelStrategy": "ParallelStrategy of Echelon",
+    "ParallelStrategy": "Strategy, or the strategy's name",
+    "XLAStrategy": "DDPStrategy",
+    "XLAAccelerator": "accelerator='auto'",
+    "XLAProfiler": "SimpleProfiler",
+    "ClusterEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "LightningEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "SLURMEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "TorchElasticEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "KubeflowEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "LSFEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "MPIEnvironment": "the launcher: `echelon launch`, torchrun and Slurm are recognised",
+    "ServableModule": "a server of your own; docs/what_echelon_does_not_do.md",
+    "ServableModuleValidator": "a server of your own; docs/what_echelon_does_not_do.md",
+    "find_usable_cuda_devices": "devices=, a number",
+    "isolate_rng": "torch.random.fork_rng",
+    "is_picklable": "pickle.dumps",
+    "measure_flops": "torch.utils.flop_counter, or ThroughputMonitor",
+    "from_compiled": "the module's _orig_mod",
+    "to_uncompiled": "the module's _orig_mod",
+    "find_shared_parameters": "named_parameters(remove_duplicate=False)",
+    "set_shared_parameters": "the module itself: parameters that are shared stay so",
+    "save_hparams_to_yaml": "the logger's hparams.yaml",
+    "load_hparams_from_yaml": "load_from_checkpoint(hparams_file=...)",
+    "update_hparams": "hparams.update",
+    "suggested_max_num_workers": "os.process_cpu_count or a number",
+    "disable_possible_user_warnings": "warnings.filterwarnings",
+    "SIGTERMException": "on_exception: SIGTERM ends fit with SystemExit",
+}
+"""Names that raise when they are used."""
+
+
+RENAMED: Final[Mapping[str, str]] = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule"}
+"""Classes that Echelon calls otherwise."""
+
+PUBLIC_AT_ROOT: Final = frozenset(
+    {
+        *("AdvancedProfiler", "BasePredictionWriter", "BatchSizeFinder", "LearningRateFinder", "RichProgressBar"),
+        *("CSVLogger", "Callback", "CombinedLoader", "DDPStrategy"),
+        *("DeviceStatsMonitor", "EMAWeightAveraging", "EarlyStopping", "FSDPStrategy", "GradientAccumulationScheduler"),
+        *("LambdaCallback", "LearningRateMonitor", "LightningDataModule", "LightningModule", "Logger"),
+        *("ModelCheckpoint", "ModelSummary", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"),
+        *("SingleDeviceStrategy", "StochasticWeightAveraging", "Strategy", "TQDMProgressBar", "TensorBoardLogger"),
+        *("ThroughputMonitor", "Timer", "Trainer", "WeightAveraging", "rank_zero_only", "seed_everything"),
+    }
+)
+"""Lightning's names that ``import echelon`` has, under this name or that of `RENAMED`."""
+
+
+def find(name: str, module: str = "") -> Any:
+    """Return what stands for a name of Lightning's.
+
+    Args:
+        name: the name.
+        module: the module below ``lightning.pytorch`` that it is taken from, for the few that mean two things.
+
+    Raises:
+        AttributeError: for a name that nothing is known of.
+    """
+    place = _IN_ONE_MODULE.get((module, name)) or _ELSEWHERE.get(name)
+    if place is not None:
+        return _at(place)
+    for shelf in _SHELVES:
+        if name in _public(shelf):
+            return _public(shelf)[name]
+    if name in _OF_OTHERS:
+        owner, _, attribute = _OF_OTHERS[name].partition(":")
+        return getattr(importlib.import_module(owner), attribute)
+    if name in ANNOTATIONS:
+        return ANNOTATIONS[name]
+    if name in WITHOUT_COUNTERPART:
+        return refusal(name)
+    near = difflib.get_close_matches(name, known(), n=1)
+    raise AttributeError(f"{name!r} is not known.{did_you_mean(name, near)}")
+
+
+@cache
+def known() -> frozenset[str]:
+    """Return every name that stands for one of Lightning's or is refused by name."""
+    shelves = (name for shelf in _SHELVES for name in _public(shelf))
+    return frozenset({*_ELSEWHERE, *shelves, *_OF_OTHERS, *ANNOTATIONS, *WITHOUT_COUNTERPART})
+
+
+def is_known(name: str) -> bool:
+    """Return whether a name stands for something, or is refused by name."""
+    return name in known()
+
+
+def has_counterpart(name: str) -> bool:
+    """Return whether a name stands for something that works."""
+    return name in known() and (name not in WITHOUT_COUNTERPART or any(name in _public(shelf) for shelf in _SHELVES))
+
+
+def refusal(name: str) -> type:
+    """Return a class of this name that libraries may import and derive from, and that raises when it is called."""
+    use = WITHOUT_COUNTERPART[name]
+
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
+        raise ConfigError(f"{name} has no counterpart in Echelon, got {type(self).__name__}(...); use {use}.")
+
+    return type(name, (), {"__init__": __init__, "__doc__": f"Use {use}."})
+
+
+@cache
+def _public(shelf: str) -> Mapping[str, Any]:
+    module = _module(shelf)
+    found = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module))}
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("_")
+        and name not in _OTHER_MEANING
+        # what a module has imported for itself is none of its names
+        and getattr(value, "__module__", module.__name__).startswith(module.__name__)
+        and not isinstance(value, ModuleType)
+    }
+
+
+def _at(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(_module(module), name)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"..{name}", __package__)

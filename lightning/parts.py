@@ -1,0 +1,319 @@
+"""Classes and functions of Lightning's that libraries derive from or call, made of Echelon's and torch's."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from abc import ABC
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from ..callbacks import Callback, ProgressDisplay
+from ..callbacks.dispatch import overrides
+from ..callbacks.run import Run
+from ..strategies.distributed.rank_zero import rank_zero_only
+from ..trainer.loggers.dummy import DummyExperiment
+from ..trainer.module.data_module import DataModule
+from ..trainer.module.train_module import TrainModule
+from .checkpoint_files import load_checkpoint
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorChoice",
+    "AcceleratorRegistry",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "CheckpointIO",
+    "MPSAccelerator",
+    "ProgressBar",
+    "Registry",
+    "RunningStage",
+    "StrategyRegistry",
+    "TorchCheckpointIO",
+    "TrainerFn",
+    "TrainerStatus",
+    "cli_lightning_logo",
+    "get_init_args",
+    "grad_norm",
+    "is_overridden",
+    "move_data_to_device",
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_experiment",
+    "rank_zero_info",
+    "rank_zero_warn",
+]
+
+_log = logging.getLogger("echelon.lightning")
+
+# --- the state of a trainer, whose own words these are ---
+
+
+class TrainerFn(StrEnum):
+    """The methods of a trainer."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(StrEnum):
+    """What runs in them."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class TrainerStatus(StrEnum):
+    """How far a trainer is."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+
+# --- bases ---
+
+
+class ProgressBar(Callback, ABC):
+    """Base of progress bars; a trainer with one of these shows no other."""
+
+    def __init__(self) -> None:
+        self._trainer: Run | None = None
+        self._current_eval_dataloader_idx: int | None = None
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer of the current run.
+
+        Raises:
+            TypeError: before the first one, as Lightning.
+        """
+        if self._trainer is None:
+            raise TypeError(f"{type(self).__name__}.trainer is None before a run; read it in hooks.")
+        return self._trainer
+
+    def setup(self, trainer: Run, module: Any, stage: str) -> None:
+        self._trainer = trainer
+        if not trainer.is_global_zero:
+            self.disable()
+
+    def disable(self) -> None:
+        """Show nothing; override it."""
+
+    def enable(self) -> None:
+        """Show again; override it."""
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print as Python's ``print``; override it to keep the bar in its place."""
+        print(*values, **options)  # noqa: T201 - what it is for
+
+    def get_metrics(self, trainer: Run, module: Any) -> dict[str, Any]:
+        """Return the numbers behind the bar: what was logged with ``prog_bar=True``, and the logger's version."""
+        version = trainer.loggers[0].version if trainer.loggers else None
+        own = {} if version is None else {"v_num": version[-4:] if isinstance(version, str) else version}
+        return {**own, **trainer.progress_bar_metrics}
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of an epoch."""
+        count: int | float = self.trainer.num_training_batches
+        return count
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Batches of a validation."""
+        counts: Sequence[int | float] = self.trainer.num_val_batches
+        return sum(counts)
+
+    @property
+    def total_val_batches_current_dataloader(self) -> int | float:
+        """Batches of the validation loader that runs, or of the sanity check."""
+        trainer = self.trainer
+        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        return counts[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
+
+    @property
+    def total_test_batches_current_dataloader(self) -> int | float:
+        """Batches of the test loader that runs."""
+        return self.trainer.num_test_batches[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> int | float:
+        """Batches of the loader to predict that runs."""
+        return self.trainer.num_predict_batches[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Return whether another loader runs than when this was called before."""
+        before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
+        return before != dataloader_idx
+
+
+ProgressBar.register(ProgressDisplay)  # type: ignore[type-abstract]
+
+
+class CheckpointIO:
+    """Base of checkpoint plugins, which a trainer leaves out: Echelon reads and writes its checkpoints itself."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """Lightning's plugin for pickled files; it has nothing to do here."""
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state of a checkpoint of Echelon, under Lightning's names."""
+        return load_checkpoint(path)
+
+
+class Accelerator:
+    """Base of accelerators, which a trainer takes by name only: ``cpu``, ``cuda`` and ``mps``."""
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether there is such a device."""
+        return False
+
+
+class CPUAccelerator(Accelerator):
+    """The CPU."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+class CUDAAccelerator(Accelerator):
+    """CUDA devices."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return the number of them."""
+        return torch.cuda.device_count()
+
+
+class MPSAccelerator(Accelerator):
+    """The GPU of a Mac."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.backends.mps.is_available()
+
+
+class Registry(dict[str, Any]):
+    """Names that a library registers; a trainer knows its own only, and refuses the others by name."""
+
+    def register(self, name: str, kind: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Keep a name; without a class, decorate one."""
+        if kind is None:
+            return lambda decorated: self.register(name, decorated)
+        self[name] = kind
+        return kind
+
+
+AcceleratorRegistry: Final = Registry()
+StrategyRegistry: Final = Registry()
+
+
+class AcceleratorChoice:
+    """The accelerator and the devices that ``"auto"`` stands for: what libraries read of Lightning's connector."""
+
+    def __init__(self, accelerator: str = "auto", devices: Any = "auto", **_: Any) -> None:
+        found = next(
+            name
+            for name, kind in (("cuda", CUDAAccelerator), ("mps", MPSAccelerator), ("cpu", CPUAccelerator))
+            if kind.is_available()
+        )
+        self._accelerator_flag = found if accelerator == "auto" else "cuda" if accelerator == "gpu" else accelerator
+        count = CUDAAccelerator.auto_device_count() if self._accelerator_flag == "cuda" else 1
+        self._devices_flag = count if devices == "auto" else devices
+
+
+# --- functions ---
+
+
+def rank_zero_experiment(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a logger's ``experiment``: other ranks than 0 get one that takes every call and does nothing."""
+    return rank_zero_only(default=DummyExperiment())(function)
+
+
+@rank_zero_only
+def rank_zero_info(*values: Any, **options: Any) -> None:
+    """Log on rank 0 at level INFO."""
+    _log.info(*values, **options)
+
+
+@rank_zero_only
+def rank_zero_debug(*values: Any, **options: Any) -> None:
+    """Log on rank 0 at level DEBUG."""
+    _log.debug(*values, **options)
+
+
+@rank_zero_only
+def rank_zero_warn(message: Any, stacklevel: int = 4, category: type[Warning] = UserWarning, **_: Any) -> None:
+    """Warn on rank 0."""
+    warnings.warn(str(message), category, stacklevel=stacklevel)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: Any, stacklevel: int = 5, **_: Any) -> None:
+    """Warn on rank 0 of what is deprecated."""
+    warnings.warn(str(message), DeprecationWarning, stacklevel=stacklevel)
+
+
+def cli_lightning_logo() -> None:
+    """Do nothing: Lightning prints its logo."""
+
+
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """Return a message with the rank before it."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the ``__init__`` that runs in a frame, without ``self``; ``**kwargs`` taken apart."""
+    values = inspect.getargvalues(frame)
+    if frame.f_code.co_name != "__init__":
+        return {}
+    named = {name: values.locals[name] for name in values.args[1:]}
+    return {**named, **(values.locals[values.keywords] if values.keywords else {})}
+
+
+def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
+    """Return a batch with its tensors on a device."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+
+
+def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:
+    """Return the norm of each parameter's gradient and of all together, under Lightning's names."""
+    grads = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    if not grads:
+        return {}
+    order = float(norm_type)
+    prefix = f"grad_{norm_type}_norm"
+    norms = {f"{prefix}{group_separator}{name}": grad.norm(order) for name, grad in grads.items()}
+    total = torch.nn.utils.get_total_norm(grads.values(), order)
+    return {name: norm.item() for name, norm in {**norms, f"{prefix}_total": total}.items()}
+
+
+def is_overridden(method: str, instance: object, parent: type | None = None) -> bool:
+    """Return whether an object's class defines a method other than its base's."""
+    if parent is None:
+        parent = next((kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind)), None)
+    return parent is not None and hasattr(parent, method) and overrides(instance, method, parent)

@@ -1,0 +1,75 @@
+"""LightningTrainer: `Trainer` with the arguments that only Lightning's has."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from ..callbacks import ProgressDisplay
+from ..strategies.errors import ConfigError
+from ..trainer.trainer import Trainer
+from .parts import CheckpointIO, ProgressBar, TorchCheckpointIO
+
+
+class LightningTrainer(Trainer):
+    """A `Trainer` that libraries built on Lightning construct; further arguments are `Trainer`'s.
+
+    Args:
+        plugins: checkpoint plugins are left out with a warning, since a checkpoint of Echelon is a folder without
+            pickles; others are refused.
+        suggest_integrations: ignored; nothing is advertised.
+
+    Raises:
+        ConfigError: for other plugins, and as `Trainer`.
+    """
+
+    def __init__(self, *, plugins: Any = None, suggest_integrations: bool = True, **settings: Any) -> None:
+        plugins = _as_list(plugins)
+        _check_plugins(plugins)
+        if any(_is_foreign_bar(callback) for callback in _as_list(settings.get("callbacks"))):
+            settings["enable_progress_bar"] = False  # one bar is enough: the callback's
+        super().__init__(**settings)
+        # nothing reads or writes with it: libraries only look at it
+        self.strategy.checkpoint_io = plugins[0] if plugins else TorchCheckpointIO()  # type: ignore[attr-defined]
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar, if there is one; also one that derives from Lightning's `ProgressBar`."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+
+def _is_foreign_bar(callback: object) -> bool:
+    """Return whether a callback is a progress bar that the trainer does not know as one."""
+    return isinstance(callback, ProgressBar) and not isinstance(callback, ProgressDisplay)
+
+
+def _check_plugins(plugins: Iterable[Any]) -> None:
+    for plugin in plugins:
+        if not isinstance(plugin, CheckpointIO):
+            raise ConfigError(
+                f"plugins must hold checkpoint plugins only, got {plugin!r:.80}; set precision= and strategy=, and "
+                "start the processes with `echelon launch` or torchrun."
+            )
+        warnings.warn(
+            f"{type(plugin).__name__} is left out: checkpoints are folders of safetensors and JSON, which Echelon "
+            "reads and writes itself.",
+            stacklevel=3,
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+
+
+def _signature() -> inspect.Signature:
+    """Return the arguments by name, as libraries ask for them."""
+    own = inspect.signature(Trainer.__init__)
+    only = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("plugins",)]
+    return own.replace(parameters=[*own.parameters.values(), *only])
+
+
+LightningTrainer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
