@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,9 +25,25 @@ def pytest_configure():
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-SLOW_FOLDERS = {"benchmarks", "docs", "elastic", "equivalence", "examples", "faults", "launch", "ports"}
+# asks NVML: tests fork, and a process that has asked CUDA itself spoils it for its children
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+PRETENDS_GPU = os.environ.get("GPU_TESTS_ON") == "cpu"
+
+SLOW_FOLDERS = {"benchmarks", "docs", "elastic", "equivalence", "examples", "faults", "gpu", "launch", "ports"}
+LONGEST_FIRST = (
+    "elastic",
+    "faults",
+    "trainer/tour",
+    "equivalence",
+    "launch",
+    "strategies/launch",
+    "benchmarks",
+    "examples",
+)
+"""Folders whose files take a minute."""
 STARTS_PROCESSES = re.compile(
-    r"run_ranks\(|run_program\(|launch_all\(|as_rank|two_nodes\(|subprocess\.\w+\(|os\.fork\(|devices=[2-9]\b"
+    r"run_ranks\(|run_program\(|Program\(|launch_all\(|as_rank|two_nodes\(|subprocess\.\w+\(|os\.fork\(|devices=[2-9]\b"
 )
 
 
@@ -37,15 +54,41 @@ def is_slow(path):
     return folder in SLOW_FOLDERS or STARTS_PROCESSES.search(path.read_text()) is not None
 
 
+def turn(path):
+    """Return what sorts files: pytest-xdist hands them out in order, and no worker may be left with a long one."""
+    folders = [Path(__file__).parent / folder for folder in LONGEST_FIRST]
+    place = next((place for place, folder in enumerate(folders) if folder in path.parents), len(folders))
+    return not is_slow(path), place
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: turn(item.path))
     for item in items:
         if is_slow(item.path):
             item.add_marker("slow")
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not (NUM_GPUS or PRETENDS_GPU):
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device here"))
+        if item.get_closest_marker("multigpu") and NUM_GPUS < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA devices, found {NUM_GPUS}"))
+
+
+@pytest.fixture(autouse=True)
+def kept_path(monkeypatch):
+    """Undo what a test, or a command that it runs in this process, adds to the places that Python imports from.
+
+    The root of this project holds a folder `lightning`: with it on the path, no later test finds Lightning.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture(autouse=True)
+def hidden_gpus(request, monkeypatch):
+    """Hide CUDA from tests that are not marked `gpu`, and from what they start: they are about the CPU."""
+    if NUM_GPUS and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+FLOORS = ("strategies", "callbacks", "trainer", "lightning")
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match)
 
 
@@ -41,7 +42,7 @@ def package_sources(root: Path) -> list[Source]:
     """Return every file of the package whose root folder is given."""
     files = [
         *root.glob("*.py"),
-        *(file for floor in ("strategies", "callbacks", "trainer") for file in root.glob(f"{floor}/**/*.py")),
+        *(file for floor in FLOORS for file in root.glob(f"{floor}/**/*.py")),
     ]
     return [Source(str(file.relative_to(root)), file.read_text()) for file in sorted(files)]
 

@@ -13,13 +13,17 @@ ROOT = Path(__file__).parents[1]
 # top of that folder which are not named themselves. The root, `__main__` and `testing` stand above all.
 LEVELS = (
     ("strategies.errors",),
+    ("strategies.torch_internals",),
     ("strategies.cluster",),
     ("strategies.distributed",),
     ("strategies.launch", "strategies.state"),
     ("strategies.module", "strategies.snapshots"),
-    ("strategies.parallel", "strategies.resilience"),
+    ("strategies.context_parallel", "strategies.pipeline", "strategies.tensor_parallel"),
+    ("strategies.parallel", "strategies.resilience", "strategies.servers", "strategies.doctor"),
+    ("strategies.estimate",),
     ("strategies",),
-    ("callbacks.samples", "callbacks.goodput"),
+    ("callbacks.samples", "callbacks.goodput", "callbacks.figures"),
+    ("callbacks.finders",),
     ("callbacks.callback", "callbacks.dispatch", "callbacks.run"),
     ("callbacks.helpers",),
     ("callbacks",),
@@ -30,14 +34,16 @@ LEVELS = (
     ("trainer.session",),
     ("trainer.loop",),
     ("trainer.resume",),
+    ("trainer.planning", "trainer.engine", "trainer.tuning"),
     ("trainer",),
+    ("trainer.verify", "lightning"),
     ("trainer.cli",),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
-FLOORS = ("strategies", "callbacks", "trainer")
+FLOORS = ("strategies", "callbacks", "trainer", "lightning")
 LARGEST_ROOM = 16
 # It has one file for each callback.
-LARGEST_FLOOR = {"callbacks": 30}
+LARGEST_FLOOR = {"callbacks": 32}
 
 
 def source_files(root):
@@ -176,3 +182,9 @@ def write(root, texts):
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+
+
+def test_the_names_of_test_files_are_unique():
+    # pytest imports them by their names alone
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []

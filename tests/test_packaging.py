@@ -6,11 +6,13 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import venv
 import zipfile
 from email import message_from_string
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -89,7 +91,7 @@ def test_the_listed_packages_are_those_of_the_tree():
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(tree, wheel):
-    assert installed_files(wheel) == {*source_files(tree), "echelon/py.typed"}
+    assert installed_files(wheel) == {*source_files(tree), "echelon/py.typed", "echelon/examples/digits.py"}
 
 
 def test_the_wheel_of_the_source_distribution_is_the_same(tree, wheel):
@@ -107,6 +109,60 @@ def test_the_installed_wheel_is_imported_from_any_folder_and_brings_the_command(
     assert import_from(site, elsewhere) == site / "echelon" / "__init__.py"
     scripts = next(site.glob("*.dist-info/entry_points.txt")).read_text()
     assert "echelon = echelon.trainer.cli.main:main" in scripts
+
+
+PROGRAM = """
+import pathlib, sys
+import torch, echelon
+
+assert pathlib.Path(echelon.__file__).is_relative_to(sys.prefix), echelon.__file__
+
+
+class Line(echelon.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch):
+        self.log("ranks", float(self.trainer.world_size))
+        return (self.layer(batch) - 1).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+trainer = echelon.Trainer(strategy="ddp", devices=2, max_epochs=2, accelerator="cpu")
+trainer.fit(Line(), torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2))
+print("ranks", trainer.callback_metrics["ranks"].item(), "steps", trainer.global_step)
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    """Install the wheel as a user does, beside the packages that it needs; return the folder of its commands."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip())
+    (site / "needed.pth").write_text(str(Path(torch.__file__).parents[1]))
+    pip("--python", python, "install", "--no-index", "--no-deps", wheel, folder=folder)
+    return folder / "bin"
+
+
+def test_an_installed_wheel_trains_on_two_processes_from_a_script_anywhere(environment, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert "ranks 2.0 steps 4" in run(environment / "python", "-W", "error", "train.py", folder=tmp_path)
+
+
+def test_the_demo_of_an_installed_wheel_trains_tests_and_says_where_to_look(environment, tmp_path):
+    words = ("demo", "--strategy", "ddp", "--devices", "2", "--epochs", "2")
+    output = run(environment / "echelon", *words, folder=tmp_path)
+    assert float(re.search(r"accuracy/test +│ +([\d.]+)", output)[1]) > 0.8
+    assert (tmp_path / re.search(r"Curves: +(\S+)", output)[1]).stat().st_size > 10_000
+    assert re.search(r"TensorBoard: +\S+ -m tensorboard.main --logdir echelon_logs\n", output)
+    program = Path(re.search(r"The program: +(\S+)", output)[1])
+    assert program.is_relative_to(environment.parent)
+    assert program.read_text() == (ROOT / "examples" / "digits.py").read_text()
 
 
 def test_an_editable_install_is_imported_from_any_folder(tree, tmp_path):

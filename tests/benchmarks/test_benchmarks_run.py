@@ -21,7 +21,7 @@ SIZE = ("--steps", "3", "--warmup", "1", "--rounds", "2", "--contests", "2")
 
 def test_overhead_prints_every_kind_of_run_relative_to_the_plain_loop(tmp_path):
     title, header, *lines = run("overhead.py", *SIZE, folder=tmp_path).splitlines()
-    assert title.split()[:5] == ["plain", "loop", "echelon", "echelon", "barebones"]
+    assert title.split()[:7] == ["plain", "loop", "echelon", "engine", "echelon", "echelon", "barebones"]
     assert header.split()[:6] == ["loader", "optimizer", "us/step", "ratio", "+-", "excess"]
     kinds = itertools.product(("shuffled", "ready", "iterable", "list"), ("100", "300"), ("sgd", "adam"))
     assert [line.split()[:3] for line in lines] == [[loader, name, step] for loader, step, name in kinds]
@@ -38,7 +38,7 @@ def test_overhead_of_one_kind_as_json_holds_every_turn(clock, index, tmp_path):
     [found] = result["kinds"]
     contenders = found.pop("contenders")
     assert found == kind and contenders["plain loop"]["ratio"] == 1.0
-    assert list(contenders)[:3] == ["plain loop", "echelon", "echelon barebones"]
+    assert list(contenders)[:3] == ["plain loop", "echelon engine", "echelon"]
     for row in contenders.values():
         turns = [turn[index] for contest in row["rounds"] for turn in contest]
         assert len(turns) == 4 and row["us_per_step"] == pytest.approx(sum(turns) / 4)

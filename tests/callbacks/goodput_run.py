@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from echelon.callbacks.goodput_monitor import GoodputMonitor
 
 
 class Waiting(Scripted):
-    """Stops in the middle of a step until somebody writes to its standard input."""
+    """Stops in the middle of a step until a signal ends it."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -24,7 +25,7 @@ class Waiting(Scripted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == self.step:
             print("waiting", flush=True)
-            sys.stdin.read()
+            signal.pause()
         return super().training_step(batch, batch_idx)
 
 

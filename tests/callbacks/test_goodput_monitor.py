@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import WatchedProgram, run_program
 from recording_logger import RecordingLogger
 from scripted import Scripted, batches, trainer_in
 
@@ -50,7 +49,10 @@ def pause(seconds: float = 0.05) -> Callable[..., None]:
 
 
 class Slow:
-    """A loader that takes its time."""
+    """A loader that takes its time; it has a length, as an epoch without one that takes seconds is warned of."""
+
+    def __len__(self) -> int:
+        return len(batches())
 
     def __iter__(self) -> Iterator[Any]:
         for one in batches():
@@ -64,20 +66,17 @@ class Slow:
 def test_a_killed_run_that_is_resumed_tells_which_steps_were_redone(tmp_path: Path) -> None:
     folder = tmp_path / "csv" / "version_0"
     began = time.time()
-    with subprocess.Popen(
-        [sys.executable, PROGRAM, tmp_path, "13"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "waiting\n"
-        while not (folder / "checkpoints" / "epoch=2-step=10.ckpt").is_dir():
-            time.sleep(0.01)  # it is written in the background
-        os.kill(run.pid, signal.SIGKILL)
+    run = WatchedProgram([PROGRAM, tmp_path, "13"], folder=tmp_path)
+    assert run.readline() == "waiting\n"
+    while not (folder / "checkpoints" / "epoch=2-step=10.ckpt").is_dir():
+        time.sleep(0.01)  # it is written in the background
+    run.close()
     killed = time.time()
     assert run.returncode == -signal.SIGKILL
     assert account_of(folder).rounds[0].last_step == 13
     assert read_ledger(folder / "goodput.jsonl").rounds[0].end is None
 
-    subprocess.run([sys.executable, PROGRAM, tmp_path], check=True, timeout=100)
+    assert run_program(PROGRAM, tmp_path, folder=tmp_path).returncode == 0
     goodput = account_of(folder)
     assert [(one.first_step, one.last_step, one.lost_steps, one.end) for one in goodput.rounds] == [
         (0, 13, 3, "killed"),

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import IterableDataset
 
 from echelon import Callback, Trainer
 from echelon.callbacks import LambdaCallback, TQDMProgressBar
-from echelon.callbacks.helpers.bars import LineBar, TqdmBar, open_bar
+from echelon.callbacks.helpers.bars import TqdmBar
 from echelon.callbacks.helpers.console import current_console, say
 from echelon.strategies.errors import ConfigError, RunError
 
@@ -331,10 +332,19 @@ def test_widgets_are_used_only_where_they_are_installed(monkeypatch: pytest.Monk
     assert current_console() == "notebook"
 
 
-def test_below_the_first_bar_there_is_a_second_only_where_the_cursor_moves() -> None:
-    settings: dict[str, Any] = {"make": object, "leave": False, "seconds_between_lines": 30.0}
-    assert open_bar("plain_notebook", line=1, **settings) is None
-    assert open_bar("file", line=1, **settings) is None
-    assert isinstance(open_bar("file", line=0, **settings), LineBar)
-    assert isinstance(open_bar("plain_notebook", line=0, **settings), TqdmBar)
-    assert isinstance(open_bar("terminal", line=1, **settings), TqdmBar)
+def test_below_the_first_bar_there_is_a_second_only_where_the_cursor_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[tuple[str, str]] = []
+
+    class Noted(Callback):
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            bar = trainer.progress_bar_callback
+            kinds.append((type(bar._training).__name__, type(bar._evaluation).__name__))
+
+    for run in range(3):
+        with terminal(monkeypatch) if run else nullcontext(), monkeypatch.context() as patch:
+            if run == 2:
+                pretend_kernel(patch, {"IPKernelApp": {}})
+            trainer_with_bar(tmp_path, Noted(), max_epochs=1).fit(Shown(), batches(), batches(4))
+    assert kinds == [("LineBar", "NoneType"), ("TqdmBar", "TqdmBar"), ("TqdmBar", "NoneType")]

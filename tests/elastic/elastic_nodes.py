@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from elastic_program import STEPS_OF_EPOCH, Plan, train, write
-from two_nodes import MARK, Node, kill_marked
+from forked_server import MARK
+from programs import ForkedProgram
+from two_nodes import Node, kill_marked, start
 
 from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.callbacks.goodput.spans import account
@@ -37,7 +39,7 @@ class Program:
     """One node's program."""
 
     name: str
-    process: subprocess.Popen[str]
+    process: ForkedProgram
     log: Path
 
 
@@ -66,9 +68,7 @@ class Nodes:
         if self.namespaces:
             command = self.namespaces[slot].command(*command)
         environ = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}
-        with log.open("w") as file:
-            process = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT, text=True)
-        self.programs.append(Program(name, process, log))
+        self.programs.append(Program(name, start(command, environ, log), log))
         return self.programs[-1]
 
     # --- where the run is --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ from echelon import (
     ElasticStrategy,
     FSDPStrategy,
     ModelCheckpoint,
+    ParallelStrategy,
     SampleLedger,
     Trainer,
     TrainModule,
     seed_everything,
 )
 
-_INNER = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+TP_PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+_INNER = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "tp": partial(ParallelStrategy, tp=2, tp_plan=TP_PLAN)}
 SAMPLES, BATCH = 100, 8
 STEPS_OF_EPOCH = -(-SAMPLES // BATCH)
 

@@ -1,17 +1,20 @@
 """Every strategy takes the steps of one process, on real processes, and the page of the results names every case."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matrix import CASES, LINES, UNEVEN, compare, run, train
+from matrix import ALONE, CASES, LINES, UNEVEN, compare, largest, run, train
 
 from echelon.strategies.placement import BY_NAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 ONE_PROCESS = LINES[0]
+STRATEGIES = {line.strategy for line in LINES if line.is_named}
 SQUARES = [(line, case) for line in LINES for case in CASES if line.takes(case)]
-LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2}
+WITH_ENGINE = [line for line in LINES if line.has_engine]
+LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2 and line.is_named}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,9 @@ def ends_of():
 
 
 @pytest.fixture(scope="module")
-def expected(ends_of):
-    return {case: end for case, (end,) in ends_of(ONE_PROCESS).items()}
+def expected_of(ends_of):
+    """Return what one process leaves of a case and a network."""
+    return lambda network, case: ends_of(ALONE[network])[case][0]
 
 
 def check(end, expected, case):
@@ -43,19 +47,29 @@ def check(end, expected, case):
 
 
 @pytest.mark.parametrize(("line", "case"), SQUARES, ids=[f"{line.title}-{case.title}" for line, case in SQUARES])
-def test_every_rank_ends_like_one_process(line, case, ends_of, expected):
+def test_every_rank_ends_like_one_process(line, case, ends_of, expected_of):
     for end in ends_of(line)[case]:
-        check(end, expected[case], case)
+        check(end, expected_of(line.network, case), case)
+
+
+@pytest.mark.parametrize("line", WITH_ENGINE, ids=[line.title for line in WITH_ENGINE])
+def test_a_loop_of_ones_own_ends_like_the_trainer_on_one_process(line, ends_of, expected_of):
+    ends = {case: states for case, states in ends_of(line).items() if case.by_engine}
+    assert len(ends) > 5
+    for case, states in ends.items():
+        expected = expected_of("dense", replace(case, by_engine=False)).state
+        bound = 0 if line is ONE_PROCESS else case.bound
+        assert max(largest(state, expected) for state in states) <= bound, case
 
 
 @pytest.mark.parametrize("line", LAUNCHED.values(), ids=LAUNCHED)
-def test_a_fit_that_starts_processes_ends_in_the_caller_like_one_process(line, expected):
+def test_a_fit_that_starts_processes_ends_in_the_caller_like_one_process(line, expected_of):
     case = next(case for case in CASES if case.optimizer == "sgd" and case.accumulate == 2 and case.samples == UNEVEN)
-    check(train(case, line, devices=line.processes), expected[case], case)
+    check(train(case, line, devices=line.processes), expected_of(line.network, case), case)
 
 
 def test_every_strategy_is_in_the_matrix():
-    assert {line.strategy for line in LINES} == set(BY_NAME), "give each a Line of LINES in tests/equivalence/matrix.py"
+    assert set(BY_NAME) == STRATEGIES, "give each a Line of LINES in tests/equivalence/matrix.py"
 
 
 def test_the_page_of_the_results_has_every_line_and_case():

@@ -3,20 +3,17 @@
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
+from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp.py"
 COMMAND = "import sys; from echelon.trainer.cli.main import main; sys.exit(main())"
 
 
 def run(folder, *command):
-    return subprocess.run(
-        [sys.executable, "-W", "error", *command], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
+    return run_program("-W", "error", *command, folder=folder)
 
 
 def test_two_processes_show_what_each_has_and_train_below_the_limit(tmp_path):

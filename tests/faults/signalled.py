@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, ModelCheckpoint, Trainer, TrainModule, seed_everything
+from echelon.strategies.launch.signal_handlers import ECHO
 from echelon.trainer import checkpoint
 
 CASES: dict[str, tuple[list[signal.Signals], bool]] = {
@@ -101,7 +102,7 @@ def main(folder: Path) -> None:
         assert select.select([pipe], [], [], 30)[0], f"{name}: the fork did not come to its fourth step"
         for number in numbers:
             os.kill(pid, number)
-            time.sleep(0.1)  # two of one kind that come at once are one
+            time.sleep(1.1 * ECHO if for_good else 0)  # two of one kind that come at once are one
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         saved = [found.path for found in checkpoint.list_checkpoints(folder / name)]
         for path in saved:

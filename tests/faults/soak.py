@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +48,7 @@ PROGRAM: Final = Path(__file__).with_name("soak_program.py")
 EXACT: Final = 1e-12
 ACTIONS: Final = ("kill", "stop", "exit", "raise", "hang")
 MAY_GROW: Final = Sample(6.0, 6.0, 0, 0, 0, 0, 512.0, 4)
-"""From the first quarter of the rounds to the last; in memory the list of the rounds grows."""
+"""From the first half of the rounds to the last quarter; in memory the list of the rounds grows."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Seen:
 
     faults: list[tuple[float, str]] = field(default_factory=list)
     """When, and of which kind."""
-    samples: dict[int, Sample] = field(default_factory=dict)
-    """By round, once it has taken its first snapshots."""
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    """By round, from when it has taken its first snapshots."""
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """When rank 0 has completed a step, of which round, and its number."""
 
@@ -89,14 +89,19 @@ class Seen:
         return [before + 1 - step for (_, one, before), (_, other, step) in pairs if one != other]
 
     def quarters(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the medians of what the run held, in the first and the last quarter of its rounds."""
+        """Return the most that the run held in the first half of its rounds, and the least in the last quarter.
+
+        What grows is above all that was before. What comes and goes, as a file that is open for a moment, is not.
+        """
         rounds = [self.samples[number] for number in sorted(self.samples)]
-        length = max(1, len(rounds) // 4)
-        first, last = (
-            {one.name: statistics.median(getattr(sample, one.name) for sample in part) for one in fields(Sample)}
-            for part in (rounds[:length], rounds[-length:])
-        )
-        return first, last
+        early = itertools.chain(*rounds[: max(1, len(rounds) // 2)])
+        late = itertools.chain(*rounds[-max(1, len(rounds) // 4) :])
+        return _each(max, early), _each(min, late)
+
+
+def _each(choose: Callable[[Iterable[float]], float], samples: Iterable[Sample]) -> dict[str, float]:
+    kept = list(samples)
+    return {one.name: choose(getattr(sample, one.name) for sample in kept) for one in fields(Sample)}
 
 
 @contextlib.contextmanager
@@ -157,8 +162,8 @@ def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -
                 continue
             if time.monotonic() > begun + seconds and seen.faults:
                 write(folder / "last", str(max(step for _, _, step in seen.steps)))
-            elif (number := seen.round_that_has_done(2 * plan["snapshot_every"])) not in (None, *seen.samples):
-                seen.samples[number] = take_sample(process.pid, mark, folder / "temporary")
+            elif (number := seen.round_that_has_done(2 * plan["snapshot_every"])) is not None:
+                seen.samples.setdefault(number, []).append(take_sample(process.pid, mark, folder / "temporary"))
         seen.note(course.readlines())
         assert process.returncode == 0, f"it ended with {process.returncode}:\n{tail(folder)}"
         check_nothing_is_left(process.pid, mark, files, folder)
@@ -234,7 +239,7 @@ def report(seen: Seen) -> str:
         seconds = [taken for name, taken in recoveries if name == kind] or [0.0]
         rows.append(f"{kind:12}{count:8d}{statistics.median(seconds):12.2f}{max(seconds):10.2f}")
     rows.append(f"steps done again: {sum(redone)}, at most {max(redone, default=0)} at a time")
-    rows += ["", f"{'held':14}{'first quarter':>14}{'last':>10}"]
+    rows += ["", f"{'held':14}{'early':>14}{'late':>10}"]
     first, last = seen.quarters()
     rows += [f"{name:14}{first[name]:14.1f}{last[name]:10.1f}" for name in first]
     return "\n".join(rows)
@@ -250,7 +255,7 @@ def check_growth(seen: Seen) -> None:
     grown = {
         name: f"{first[name]} -> {last[name]}" for name in first if last[name] - first[name] > getattr(MAY_GROW, name)
     }
-    assert not grown, f"held by the run, first and last quarter: {grown}"
+    assert not grown, f"held by the run, early and late: {grown}"
 
 
 def soak(folder: Path, options: argparse.Namespace) -> None:

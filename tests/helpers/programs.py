@@ -5,17 +5,22 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from echelon.strategies.launch.agent import blank_main, preload
+from forked_server import MARK, fork_in_advance, show
+
+from echelon.strategies.launch.fork_server import blank_main, preload
 
 _TESTS = str(Path(__file__).parents[1])
 
@@ -25,54 +30,192 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *words`` in a folder, as `subprocess.run` would, but with torch and Echelon imported before.
 
-    `words` are a script, or ``-c`` and code, perhaps after ``-W error``; and arguments.
+    `words` are a script, ``-m`` and a module, or ``-c`` and code, perhaps after ``-W error``; and arguments.
     """
-    preload(())
     with tempfile.TemporaryDirectory() as place:
         output, errors = Path(place, "output"), Path(place, "errors")
-        path = [entry for entry in sys.path if not entry.startswith(_TESTS)]
-        with blank_main():
-            process = multiprocessing.get_context("forkserver").Process(
-                target=_become, args=([str(word) for word in words], folder, dict(environ), path, output, errors)
-            )
-            process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-            raise subprocess.TimeoutExpired(words, timeout, output.read_text(), errors.read_text())
-        code = process.exitcode
-        process.close()
+        program = ForkedProgram(words, folder=folder, environ=environ, output=output, errors=errors)
+        try:
+            code = program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+            raise subprocess.TimeoutExpired(words, timeout, output.read_text(), errors.read_text()) from None
         return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
 
 
-def _become(
-    words: list[str], folder: Path, environ: dict[str, str], path: list[str], output: Path, errors: Path
-) -> None:
-    """Be the program: in the forked process, which has nothing of the test's but what is passed."""
-    os.setsid()
-    for number, file in enumerate((Path(os.devnull), output, errors)):
-        opened = os.open(file, os.O_RDWR | os.O_CREAT)
-        os.dup2(opened, number)
-        os.close(opened)
-    multiprocessing.set_start_method(None, force=True)  # that of this process is the fork server's
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environ
-    if words[0] == "-W":
-        sys.warnoptions.append(words[1])  # which processes that it starts inherit
-        warnings.simplefilter(words[1])  # type: ignore[arg-type]
-        words = words[2:]
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    if words[0] == "-c":
-        source, name, sys.argv, place = words[1], "<string>", ["-c", *words[2:]], ""
-    else:
-        source, name, sys.argv, place = Path(words[0]).read_text(), words[0], words, str(Path(words[0]).parent)
-        vars(main)["__file__"] = name
-    sys.path[:] = [place, *path]
-    try:
+class ForkedProgram:
+    """``python *words`` in a folder, as of `run_program`; like a `subprocess.Popen` that writes to files.
+
+    Args:
+        words: what follows ``python``.
+        folder: the working directory.
+        environ: the environment, in which `MARK` may be.
+        output: the file for standard output.
+        errors: the file for standard error; by default the same.
+        namespace: the network namespace to run in; by default this one.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        *,
+        folder: Path,
+        environ: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        preload(())
+        self.args = words
+        path = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        path += [entry for entry in sys.path if not entry.startswith(_TESTS)]
+        streams = (Path(os.devnull), output, errors or output)
+        program = _Program([str(word) for word in words], folder, dict(environ), path, streams, namespace)
+        with blank_main():
+            self._process = multiprocessing.get_context("forkserver").Process(target=program.run)
+            self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative after a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: if there is none in so many seconds.
+        """
+        if self.returncode is None:
+            self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+class WatchedProgram(ForkedProgram):
+    """A forked program whose output is read while it runs, as through the pipes of a `subprocess.Popen`.
+
+    Args:
+        words: what follows ``python``.
+        folder: the working directory.
+        environ: the environment.
+    """
+
+    def __init__(self, words: Sequence[str | Path], *, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        files = [Path(self._place.name, name) for name in ("output", "errors")]
+        for file in files:
+            file.touch()
+        self._files = [file.open() for file in files]
+        super().__init__(words, folder=folder, environ=environ, output=files[0], errors=files[1])
+
+    def readline(self) -> str:
+        """Return the next line of standard output once it is whole, or what is left once the program has ended."""
+        line, has_ended = "", False
+        while not line.endswith("\n"):
+            has_ended = self.poll() is not None
+            line += self._files[0].readline()
+            if has_ended:
+                break
+            time.sleep(0.01)
+        return line
+
+    def communicate(self, timeout: float = 100.0) -> tuple[str, str]:
+        """Wait for the end; return what it has written since to standard output, and all of standard error.
+
+        Raises:
+            subprocess.TimeoutExpired: if it does not end in so many seconds.
+        """
+        self.wait(timeout)
+        output, errors = (file.read() for file in self._files)
+        self.close()
+        return output, errors
+
+    def close(self) -> None:
+        """Kill the program if it runs, and remove its files."""
+        self.kill()
+        self.wait()
+        for file in self._files:
+            file.close()
+        self._place.cleanup()
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a forked process becomes; it has nothing of the test's but this."""
+
+    words: list[str]
+    folder: Path
+    environ: dict[str, str]
+    path: list[str]
+    streams: tuple[Path, ...]
+    namespace: str | None
+
+    def run(self) -> None:
+        """Be the program."""
+        self._take_over()
+        words = self.words
+        if words[0] == "-W":
+            sys.warnoptions.append(words[1])  # which processes that it starts inherit
+            warnings.simplefilter(words[1])  # type: ignore[arg-type]
+            words = words[2:]
+        fork_in_advance()
+        show([sys.executable, *self.words], self.environ, MARK)  # the other, which waits, is no process of the test's
+        try:
+            if words[0] == "-m":
+                sys.argv, sys.path[:] = words[1:], ["", *self.path]
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                self._execute(words)
+        finally:  # what an interpreter does at its end, and a process of multiprocessing does not
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+
+    def _take_over(self) -> None:
+        """Take the session, streams, folder and environment of a program that was started."""
+        os.setsid()
+        for number, file in enumerate(self.streams):
+            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            os.dup2(opened, number)
+            os.close(opened)
+        if self.namespace is not None:
+            _enter(self.namespace)
+        multiprocessing.set_start_method(None, force=True)  # that of this process is the fork server's
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in self.environ
+
+    def _execute(self, words: list[str]) -> None:
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        if words[0] == "-c":
+            source, name, sys.argv, place = words[1], "<string>", ["-c", *words[2:]], ""
+        else:
+            source, name, sys.argv, place = Path(words[0]).read_text(), words[0], words, str(Path(words[0]).parent)
+            vars(main)["__file__"] = name
+        sys.path[:] = [place, *self.path]
         exec(compile(source, name, "exec"), vars(main))  # noqa: S102 - a program of ours
-    finally:  # what an interpreter does at its end, and a process of multiprocessing does not
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+
+
+def _enter(namespace: str) -> None:
+    """Have this process use a network namespace that `ip netns` has made."""
+    import ctypes  # os.setns() is there from Python 3.12 on
+
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")

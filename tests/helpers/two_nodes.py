@@ -5,15 +5,18 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked_server import MARK
+from programs import ForkedProgram
 
 INTERFACE = "node0"
-MARK = "echelonTEST_MARK"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,20 @@ def _connect(nodes):
         done = subprocess.run(["ip", *step.split()], capture_output=True, text=True, timeout=20, check=False)
         if done.returncode:
             return f"ip {step}: {done.stderr.strip()}"
+    for node in nodes:
+        _await_carrier(node)
     return None
+
+
+def _await_carrier(node):
+    """Wait until the kernel has seen both ends of the cable: until then TensorPipe takes the interface for absent."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        shown = ["ip", "-n", node.namespace, "-oneline", "link", "show", "dev", INTERFACE]
+        if " state UP " in subprocess.run(shown, capture_output=True, text=True, timeout=20, check=True).stdout:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{INTERFACE} of {node.namespace} does not come up")
 
 
 def absent(reason):
@@ -78,13 +94,20 @@ def run_together(commands, *, timeout=100.0, cwd=None):
     mark = uuid.uuid4().hex
     end = time.monotonic() + timeout
     try:
-        running = [_start(command, {**variables, MARK: mark}, cwd) for command, variables in commands]
-        outputs = [one.communicate(timeout=max(0.1, end - time.monotonic()))[0] for one in running]
-        return [(one.returncode, output) for one, output in zip(running, outputs, strict=True)]
-    except subprocess.TimeoutExpired as error:
-        kill_marked(mark)
-        told = "\n".join(f"{one.args}:\n{one.communicate()[0]}" for one in running)
-        raise AssertionError(f"not done after {timeout} s\n{told}") from error
+        with tempfile.TemporaryDirectory() as place:
+            outputs = [Path(place, str(number)) for number in range(len(commands))]
+            running = [
+                start(command, {**variables, MARK: mark}, output, cwd)
+                for (command, variables), output in zip(commands, outputs, strict=True)
+            ]
+            try:
+                codes = [one.wait(max(0.1, end - time.monotonic())) for one in running]
+            except subprocess.TimeoutExpired as error:
+                told = "\n".join(
+                    f"{one.args}:\n{output.read_text()}" for one, output in zip(running, outputs, strict=True)
+                )
+                raise AssertionError(f"not done after {timeout} s\n{told}") from error
+            return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
     finally:
         kill_marked(mark)
 
@@ -100,13 +123,11 @@ def kill_marked(mark):
     return killed
 
 
-def _start(command, variables, cwd):
+def start(command, variables, output, cwd=None):
+    """Start a command that writes to a file; Python in a forked process, on a node as well."""
     environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    namespace, words = (command[3], command[4:]) if command[:3] == ["ip", "netns", "exec"] else (None, command)
+    if words[0] == sys.executable:
+        return ForkedProgram(words[1:], folder=Path(cwd or "."), environ=environ, output=output, namespace=namespace)
+    with output.open("w") as file:
+        return subprocess.Popen(command, cwd=cwd, env=environ, stdout=file, stderr=subprocess.STDOUT, text=True)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched_fit import fit
+from programs import WatchedProgram
 from two_nodes import INTERFACE, MARK, kill_marked, run_together, two_nodes
 
 from echelon.strategies.launch.failures import Failure, WorkerExit
@@ -47,8 +47,7 @@ def folder():
 
 def start(folder, *options, **variables):
     environ = {**os.environ, "TMPDIR": str(folder / "temporary"), MARK: str(folder), **variables}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*ECHELON, "--nproc", "2", *options], cwd=folder / "work", env=environ, **pipes)
+    return WatchedProgram([*ECHELON[1:], "--nproc", "2", *options], folder=folder / "work", environ=environ)
 
 
 def end(launch, folder):
@@ -104,7 +103,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(exit_code, error, code):
 
 def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
     launch = start(folder, "--nodes", "1", "program.py", "wait")
-    lines = [launch.stdout.readline() for _ in range(4)]
+    lines = [launch.readline() for _ in range(4)]
     launch.send_signal(signal.SIGTERM)
     _, errors, code = end(launch, folder)
     assert lines.count("ready\n") == 2

@@ -41,6 +41,14 @@ def test_echelon_launch_listens_on_loopback_only():
     assert {seen["interface"] for seen in found} == {"lo"}
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_ranks_that_are_started_by_hand_on_one_machine_listen_on_loopback_only(address):
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    found = members(*(([PYTHON, MEMBER], {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)))
+    assert places(found) == [(0, 0, 0, 11.0), (1, 1, 0, 11.0)]
+    assert {address for seen in found for address in seen["listening"]} == LOOPBACK
+
+
 def test_mpirun():
     if shutil.which("mpirun") is None:
         absent("no `mpirun` on PATH; apt-get install openmpi-bin")

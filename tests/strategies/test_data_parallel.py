@@ -259,7 +259,10 @@ def test_an_error_names_the_part_and_leaves_the_module_and_no_thread_behind():
     x = torch.arange(6.0, dtype=torch.float64)[:, None].expand(6, 4)
     with pytest.raises(KeyError, match="five") as caught:
         trainer_on(3).fit(module, DataLoader(TensorDataset(x, x[:, :1]), 6))
-    assert caught.value.__notes__ == ["training_step failed on slice 3 of 3 of the batch, on cpu."]
+    assert caught.value.__notes__ == [
+        "training_step failed on slice 3 of 3 of the batch, on cpu.",
+        "The batch of micro-batch 0 of epoch 0 is [0] float64[6, 4], [1] float64[6, 1].",
+    ]
     assert "log" not in vars(module)
     assert set(threading.enumerate()) <= before
 

@@ -109,7 +109,7 @@ def test_lightnings_names_of_what_is_here_are_known():
         ("deepspeed_stage_3", "use 'fsdp' instead"),
         ("xla", "use 'ddp' instead"),
         ("single_xla", "use 'single' instead"),
-        ("model_parallel", "use 'fsdp' instead"),
+        ("model_parallel", "use 'tp' instead"),
         ("dddp", "strategy='dddp' is not a known strategy. Did you mean 'ddp'"),
         ("quantum", f"Choose one of: {', '.join(sorted([*BY_NAME, 'auto']))}"),
         (DDPStrategy, r"got the class DDPStrategy; write strategy=DDPStrategy\(\)"),

@@ -1,11 +1,12 @@
 """A program that a launcher starts once for each rank; its exit code is the truth about the run.
 
-Usage: job_of_ranks.py uneven|raise|signal FOLDER
+Usage: job_of_ranks.py uneven|raise|signal|slow FOLDER
 """
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
@@ -16,7 +17,7 @@ from echelon import Callback, ModelCheckpoint
 
 
 class Troubles(Callback):
-    """Makes rank 1 fail, or get a signal, in the third batch."""
+    """Makes rank 1 fail, or get a signal, in the third batch; or be slow at the end."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -28,6 +29,11 @@ class Troubles(Callback):
             raise ValueError("rank 1 has had enough")
         if self.kind == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def teardown(self, trainer, module, stage):
+        if self.kind == "slow" and trainer.strategy.rank == 1:
+            time.sleep(8)
+            trainer.strategy.group.store.check(["late"])  # as the thread does that writes a checkpoint
 
 
 def main(kind, folder):

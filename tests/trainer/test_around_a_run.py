@@ -43,7 +43,13 @@ OF_THE_USER = {
     *("training_step", "validation_step", "test_step", "predict_step", "example_input_array", "strict_loading"),
     *("configure_model", "configure_sharding", "configure_optimizers", "configure_callbacks", "optimizer_step"),
     *("configure_gradient_clipping", "automatic_optimization", "attach", "attach_optimizers", "load_from_checkpoint"),
-    *("batch_size_of", "CHECKPOINT_HYPER_PARAMS_TYPE", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_KEY"),
+    *(
+        "batch_size_of",
+        "sequence_dims",
+        "CHECKPOINT_HYPER_PARAMS_TYPE",
+        "CHECKPOINT_HYPER_PARAMS_NAME",
+        "CHECKPOINT_HYPER_PARAMS_KEY",
+    ),
 }
 """What the user defines, or the trainer calls; and what needs neither."""
 

@@ -309,6 +309,11 @@ def test_a_job_with_uneven_data_succeeds(tmp_path):
     assert output.count("counted 61") == 2
 
 
+def test_a_job_whose_last_rank_is_slow_succeeds_on_all(tmp_path):
+    codes, output = start("slow", tmp_path)
+    assert codes == (0, 0), output
+
+
 def test_a_job_of_which_one_rank_fails_fails(tmp_path):
     code, output = torchrun("raise", tmp_path)
     assert code != 0

@@ -289,7 +289,7 @@ def test_a_ckpt_path_that_is_absent_a_file_or_foreign_is_refused_unread(tmp_path
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "model.ckpt")
     with raises(CheckpointError, "foreign' is not a checkpoint", "manifest.json", "weights.bin", "give another"):
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "foreign")
-    with raises(ConfigError, "ckpt_path='best'", "got ''", "pass a path"):
+    with raises(ConfigError, "ckpt_path='best'", "got none in", "pass a path"):
         quiet().test(Steps(), data, ckpt_path="best")
     assert data.dataset.reads == []
 
@@ -417,3 +417,27 @@ def test_a_checkpoint_behind_a_url_is_refused(tmp_path: Path) -> None:
         trainer.save_checkpoint("memory://a.ckpt")
     with raises(ConfigError, "storage_options must be None", "{'key': 1}"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options={"key": 1})  # type: ignore[arg-type]
+
+
+def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Regression(), loader())
+    trainer.save_checkpoint(tmp_path / "done.ckpt")
+    with caplog.at_level("WARNING", "echelon"):
+        quiet(max_epochs=1).fit(Regression(), loader(), ckpt_path=tmp_path / "done.ckpt")
+    [said] = [record.getMessage() for record in caplog.records if "Nothing is left" in record.getMessage()]
+    assert "epoch 1 and global_step 4, with max_epochs=1 and max_steps=-1; raise them to go on" in said
+
+
+def test_an_evaluation_step_that_needs_the_index_of_its_loader_gets_it() -> None:
+    class Indexed(Regression):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+            self.validated.append(dataloader_idx)
+
+        def test_step(self, batch: Any, batch_idx: int, temperature: float = 0.5) -> None:  # type: ignore[override]
+            self.validated.append(temperature)
+
+    module = Indexed()
+    quiet(max_epochs=1).fit(module, loader(), loader(4))
+    quiet().test(module, loader(4))
+    assert module.validated == [0, 0, 0.5, 0.5]

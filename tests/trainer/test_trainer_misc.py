@@ -343,7 +343,7 @@ def test_best_and_last_are_weights_of_this_runs_checkpoints(tmp_path):
 def test_best_without_a_checkpoint_is_refused():
     trainer = quiet(max_epochs=1)
     trainer.fit(Evaluated(), loader())
-    with pytest.raises(ConfigError, match=r"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got ''"):
+    with pytest.raises(ConfigError, match=r"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got none in"):
         trainer.test(ckpt_path="best", dataloaders=loader())
 
 

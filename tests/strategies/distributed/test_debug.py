@@ -105,9 +105,9 @@ def test_a_disagreement_is_an_error_with_a_table_on_every_rank():
 
 def disagree_through_the_strategy():
     strategy = DDPStrategy()
-    _, strategy.collectives = checked_collectives(20)
+    _, strategy.data_collectives = checked_collectives(20)
     with pytest.raises(CollectiveError) as caught:
-        strategy.all_reduce(torch.ones(1 + strategy.collectives.rank))
+        strategy.all_reduce(torch.ones(1 + strategy.data_collectives.rank))
     return str(caught.value)
 
 

@@ -2,11 +2,11 @@
 
 import functools
 import importlib.util
-import subprocess
 import sys
 import threading
 
 import pytest
+from programs import run_program
 from torch import nn
 
 from echelon.strategies.distributed.pickling import find_culprit, pack, unpack
@@ -107,4 +107,5 @@ def test_a_named_tuple_of_the_main_program_travels(tmp_path):
         "[pair] = run_ranks(swapped, 1, Pair(1))\n"
         "assert pair == (2, 1) and type(pair) is Pair, pair\n"
     )
-    assert subprocess.run([sys.executable, script], timeout=60, check=False).returncode == 0
+    done = run_program(script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr

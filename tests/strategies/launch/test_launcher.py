@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import logging
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,11 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon import ModelCheckpoint
 from echelon.strategies.cluster.environment import Environment
 from echelon.strategies.errors import ConfigError, ProcessError
-from echelon.strategies.launch.agent import PRELOADED
 from echelon.strategies.launch.failures import RankTraceback
+from echelon.strategies.launch.fork_server import PRELOADED
 from echelon.strategies.launch.launcher import launch, static_agents
+from echelon.strategies.launch.signal_handlers import ECHO
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MINUTE = timedelta(minutes=1)
@@ -203,9 +207,36 @@ def test_an_exception_keeps_its_type_and_tells_its_rank_and_place(tmp_path):
         launched(run)
     pids = [int((tmp_path / name).read_text()) for name in "01"]
     assert caught.value.__notes__ == [f"Raised on rank 1 of 2 (process {pids[1]})."]
-    assert isinstance(caught.value.__cause__, RankTraceback)
-    assert "in this_one_fails" in str(caught.value.__cause__)
+    calls = traceback.extract_tb(caught.value.__traceback__)
+    assert [call.name for call in calls[-2:]] == ["run", "this_one_fails"]
+    assert calls[-1].line == 'raise ValueError("bad batch")'
+    assert caught.value.__cause__ is None
     assert not any(map(is_there, pids))
+
+
+def test_what_led_to_an_exception_is_shown_and_echelons_own_frames_are_in_the_log(caplog):
+    def run():
+        try:
+            {}["width"]
+        except KeyError as error:
+            raise ValueError("no width") from error
+
+    with caplog.at_level(logging.DEBUG, "echelon"), pytest.raises(ValueError, match="no width") as caught:
+        launched(run, 1)
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert "KeyError: 'width'" in str(caught.value.__cause__)
+    assert "in run_worker" not in "".join(traceback.format_exception(caught.value))
+    assert "in run_worker" in caplog.text
+    assert "no width" in caplog.text
+
+
+def test_an_error_that_echelon_raises_in_a_worker_keeps_all_frames():
+    def run():
+        ModelCheckpoint(mode="best")
+
+    with pytest.raises(ConfigError, match="'best'") as caught:
+        launched(run, 1)
+    assert {"run_worker", "run", "__init__"} <= {call.name for call in traceback.extract_tb(caught.value.__traceback__)}
 
 
 def test_the_cause_is_told_and_not_that_its_peers_lost_it():
@@ -294,6 +325,7 @@ def test_a_second_signal_kills(tmp_path):
 
     def run():
         def insist(*_):
+            time.sleep(1.1 * ECHO)
             os.kill(caller, signal.SIGTERM)
 
         signal.signal(signal.SIGTERM, insist)
@@ -302,6 +334,25 @@ def test_a_second_signal_kills(tmp_path):
 
     with pytest.raises(SystemExit):
         launched(run, 1)
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once(tmp_path):
+    """`timeout` sends it to the program, and then to its process group."""
+    caller = os.getpid()
+
+    def run():
+        told = []
+        signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
+        os.kill(caller, signal.SIGTERM)
+        wait_until(lambda: told)
+        os.kill(caller, signal.SIGTERM)
+        time.sleep(0.3)
+        return told
+
+    results = []
+    with pytest.raises(SystemExit):
+        launched(run, 1, on_result=results.append)
+    assert results == [["SIGTERM"]]
 
 
 def test_a_signal_that_comes_before_there_is_an_agent_is_not_lost(tmp_path):

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -49,6 +50,20 @@ def test_a_folder_is_removed_once_its_owner_is_dead_and_not_before(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_fork_server_of_another_program_is_asked_nothing(tmp_path):
+    folder = tmp_path / "pymp-0"
+    folder.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX) as listener:  # as multiprocessing's; a connection without a request ends that
+        listener.bind(str(folder / "listener-0"))
+        listener.listen()
+        listener.settimeout(0.1)
+        os.utime(folder, (0, 0))
+        with NodeFolder.create(tmp_path):
+            assert folder.exists()
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
 def test_a_folder_of_another_user_is_neither_removed_nor_trusted(tmp_path):
     theirs = tmp_path / "echelon-node-1-theirs"
     theirs.mkdir(mode=0o700)

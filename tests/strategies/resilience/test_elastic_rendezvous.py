@@ -20,9 +20,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousJ
 from two_nodes import run_together, two_nodes
 
 from echelon.strategies.errors import ConfigError, ProcessError
-from echelon.strategies.resilience import store_process
 from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode, SpareError, meeting
-from echelon.strategies.resilience.store_process import CLOCK, KEPT, check_clock, reach_store
+from echelon.strategies.resilience.store_process import KEPT, reach_store
 
 MEMBER = Path(__file__).with_name("member_of_nodes.py")
 HELPERS = MEMBER.parents[2] / "helpers"
@@ -224,18 +223,6 @@ def test_no_store():
     told = r"There is no store for the rendezvous at 127\.0\.0\.2:1 .* `echelon rendezvous --listen 127\.0\.0\.2:1`"
     with pytest.raises(ProcessError, match=told):
         reach_store("127.0.0.2", 1, timedelta(seconds=0.1))
-
-
-def test_clocks_that_differ(monkeypatch):
-    monkeypatch.setattr(store_process, "_TRY", timedelta(seconds=0.1))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    check_clock(store)
-    store.set(CLOCK, str(time.time() + 7.0))
-    with pytest.raises(
-        ConfigError,
-        match=r"The clock of this machine must agree with .*, got a difference of -[67]\.\d s; set the clocks by NTP",
-    ):
-        check_clock(store)
 
 
 @pytest.mark.parametrize(

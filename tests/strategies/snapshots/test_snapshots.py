@@ -35,6 +35,7 @@ class World:
     world_size: int
     cpu_group: Any
     node_rank: int = 0
+    device_group: Any = None
 
 
 def join(world_size: int) -> World:

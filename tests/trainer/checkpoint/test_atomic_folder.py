@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 from echelon.strategies.errors import CheckpointError
 from echelon.trainer.checkpoint import load, newest_valid, point, remove, save, verify
@@ -42,8 +43,7 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
 )
 def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_everywhere.py")
-    command = [sys.executable, str(script), str(tmp_path / "run"), mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_program(script, tmp_path / "run", mode, folder=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= at_least
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 import runpy
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from small import Regression, loader, quiet
 from torch import nn
 
 from echelon.trainer.checkpoint import encoding, point, save, tags
+from echelon.trainer.checkpoint.manifest import read_manifest
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 
@@ -53,6 +56,17 @@ def test_the_page_lists_every_tag() -> None:
     texts = [Path(str(module.__file__)).read_text() for module in (encoding, tags)]
     found = {tag for text in texts for tag in re.findall(r'"(\$[a-z]+)"', text)}
     assert found == set(re.findall(r'\{"(\$[a-z]+)"', PAGE.read_text()))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_page_lists_every_part_of_a_run(tmp_path: Path, weights_only: bool) -> None:
+    rows = PAGE.read_text().partition("## The parts of a run\n")[2].partition("\n## ")[0].splitlines()
+    parts = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows if row.startswith("| `")]
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(Regression(), loader())
+    trainer.save_checkpoint(tmp_path / "whole.ckpt", weights_only=weights_only)
+    saved = read_manifest(tmp_path / "whole.ckpt").parts
+    assert sorted(saved) == sorted(chain(*parts[: 2 if weights_only else None]))
 
 
 def test_the_data_begins_at_a_multiple_of_64(folder: Path) -> None:

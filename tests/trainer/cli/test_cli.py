@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import run_program
+from programs import WatchedProgram, run_program
 from test_config import CONFIG, PARTS
 
 from echelon.trainer.cli.main import COMMANDS, main
@@ -93,7 +93,8 @@ def test_print_config_shows_overrides_and_resolved_values_and_runs_nothing(
     assert "lr: 5\n" in shown
     assert "epochs: 9\n" in shown
     assert "precision: 32-true\n" in shown
-    assert "config_parts" not in sys.modules
+    assert "\n  width: 2\n" in shown  # a default of the module's class
+    assert sorted(path.name for path in folder.rglob("*.ckpt")) == []
 
 
 @pytest.mark.parametrize(
@@ -170,16 +171,16 @@ def test_a_signal_ends_a_run_with_the_code_that_schedulers_know_and_a_checkpoint
 ) -> None:
     path = folder / "configs" / "config_parts.py"
     path.write_text(PARTS.replace('self.log("loss", loss)', 'print("step", self.global_step, flush=True)'))
-    words = [sys.executable, *_ECHELON, "fit", "configs/run.yaml", "trainer.max_epochs=-1", "trainer.logger=true"]
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        while run.stdout.readline() != "step 3\n":
-            assert run.poll() is None
-        run.send_signal(number)
-        _, errors = run.communicate(timeout=60)
+    words = [*_ECHELON, "fit", "configs/run.yaml", "trainer.max_epochs=-1", "trainer.logger=true"]
+    run = WatchedProgram(words, folder=folder)
+    while run.readline() != "step 3\n":
+        assert run.poll() is None
+    run.send_signal(number)
+    _, errors = run.communicate()
     assert run.returncode == code, errors
     assert "Traceback" not in errors
-    assert list(folder.glob("echelon_logs/version_0/checkpoints/*.ckpt"))
+    [saved] = folder.glob("echelon_logs/version_0/checkpoints/*.ckpt")
+    assert f"go on with fit(..., ckpt_path='{saved.relative_to(folder)}')" in errors
 
 
 def test_every_command_runs_and_checkpoints_have_one_of_their_own(

@@ -3,11 +3,11 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
+from programs import WatchedProgram
 from two_nodes import MARK, kill_marked
 
 from echelon.trainer.cli.main import main
@@ -97,14 +97,7 @@ def start(folder, *options):
         MARK: str(folder),
         "EXPECTED_THREADS": str(threads),
     }
-    return subprocess.Popen(
-        [*ECHELON, *options],
-        cwd=folder / "work",
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return WatchedProgram([*ECHELON[1:], *options], folder=folder / "work", environ=environ)
 
 
 def end(launch, folder):
@@ -138,7 +131,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(folder, program, given, c
 def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
     launch = start(folder, "--nproc", "2", "program.py", "--wait")
     try:
-        while [launch.stdout.readline() for _ in range(2)].count("ready\n") == 0:
+        while [launch.readline() for _ in range(2)].count("ready\n") == 0:
             assert launch.poll() is None
         launch.send_signal(signal.SIGTERM)
     finally:

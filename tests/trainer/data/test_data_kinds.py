@@ -50,6 +50,16 @@ class OldStyle:
         return list(loader(6, 2))[index]
 
 
+class WebLoader(IterableDataset):
+    """As webdataset's of this name: a data set by its class, and a loader of batches by what it does."""
+
+    def __init__(self, *args, **options):
+        self.inner = DataLoader(*args, **options)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
 FOUR = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -401,3 +411,11 @@ def test_data_that_turns_out_to_be_empty_is_refused():
 def test_a_loader_that_can_be_read_only_once_is_refused_in_the_second_epoch():
     with pytest.raises(DataError, match=r"gave no batch in epoch 1; if it can be read only once, set max_epochs=1"):
         quiet(max_epochs=2).fit(Regression(), iter(loader()))
+
+
+@pytest.mark.filterwarnings("ignore:The batch size is not clear")
+def test_the_loader_of_webdataset_is_a_loader():
+    module = Regression()
+    quiet(max_epochs=1).fit(module, WebLoader(samples(), 2), WebLoader(samples(4), 2))
+    assert indices(module.seen) == FOUR
+    assert indices(module.validated) == FOUR[:2]

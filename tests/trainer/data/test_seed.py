@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.strategies.errors import ConfigError
+from echelon.trainer.data.generators import GENERATORS, Generators, MappedGenerators
 from echelon.trainer.data.seed import (
     RngStream,
     capture_rng,
@@ -199,8 +200,13 @@ def test_quick_seeding_gives_each_library_numbers_of_its_own():
     correlations = np.corrcoef(np.array(rows).T) - np.eye(12)
     assert abs(correlations).max() < 5 / math.sqrt(2000)
     seed_generators(5)
-    words = {random.getrandbits(32) for _ in range(3000)}
-    assert not words & set(np.random.randint(0, 2**32, 3000, dtype=np.uint64).tolist()) - {0}
+    words = [
+        {random.getrandbits(32) for _ in range(3000)},
+        set(np.random.randint(0, 2**32, 3000, dtype=np.uint64).tolist()),
+        set(torch.empty(3000, dtype=torch.int64).random_(0, 2**32 - 1).tolist()),
+    ]
+    assert len(set.union(*words)) > 3 * 3000 - 30
+    assert all(len(own) > 2990 for own in words)
 
 
 def test_quick_seeding_follows_another_generator_of_numpy():
@@ -214,3 +220,95 @@ def test_quick_seeding_follows_another_generator_of_numpy():
         assert (random.random(), np.random.rand(), random.gauss()) == expected
     finally:
         np.random.set_bit_generator(before)
+
+
+# --- how generators are reached ---
+
+WAYS = {"memory": MappedGenerators, "public functions": Generators}
+
+
+def many_draws():
+    """An odd number of normals, of which every second is kept for the next call, and numbers of many words."""
+    normals = random.gauss(), float(np.random.randn()), torch.randn((), dtype=torch.float64).item()
+    return *draw(), *normals, random.getrandbits(70_000), np.random.bytes(9_000), torch.rand(5_000).sum().item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generators_go_on_exactly_where_they_were_put_aside(way):
+    generators = WAYS[way]()
+    seed_everything(51)
+    for num_before in range(3):
+        for _ in range(num_before):
+            many_draws()
+        state = generators.new_state()
+        expected = many_draws(), many_draws()
+        for seed in (1, 2):
+            generators.seed(seed)
+            many_draws()
+        generators.put(state)
+        assert (many_draws(), many_draws()) == expected
+        generators.put(state)
+        assert (many_draws(), many_draws()) == expected, "a state may be put back twice"
+
+
+def test_both_ways_to_seed_give_the_same_numbers():
+    for seed in (0, 1, 2**32 + 1, 2**64 - 1):
+        drawn = []
+        for generators in (kind() for kind in WAYS.values()):
+            draw()
+            generators.seed(seed)
+            drawn.append((many_draws(), torch.initial_seed()))
+        assert drawn[0] == drawn[1]
+        assert drawn[0][1] == seed
+
+
+def test_this_machine_s_generators_are_reached_in_memory():
+    assert type(GENERATORS) is MappedGenerators
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937])
+def test_what_is_seeded_inside_leaves_any_generator_of_numpy_alone(way, kind):
+    generators = WAYS[way]()
+    before = np.random.get_bit_generator()
+    generators.seed(9)
+    expected_inside = draw()
+    try:
+        outside = kind(3)
+        np.random.set_bit_generator(outside)
+        expected = np.random.rand(5).tolist()
+        np.random.set_bit_generator(outside := kind(3))
+        state = generators.new_state()
+        for number in range(5):
+            generators.take(state)
+            generators.seed(9)
+            assert draw() == expected_inside
+            if number % 2:  # the data set does as it likes
+                np.random.set_bit_generator(np.random.MT19937(4))
+                np.random.rand()
+            generators.put(state)
+            assert np.random.get_bit_generator() is outside
+            assert np.random.rand() == expected[number]
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_with_half_a_pair_of_normals(way):
+    def normals():
+        return random.gauss(0, 1), float(np.random.randn()), torch.randn((), dtype=torch.float64).item()
+
+    generators = WAYS[way]()
+    generators.seed(12)
+    alone = [normals() for _ in range(4)]
+    generators.seed(12)
+    state = generators.new_state()
+    mixed = []
+    for number in range(4):
+        mixed.append(normals())
+        generators.take(state)
+        generators.seed(number)
+        inside = normals()
+        generators.put(state)
+        assert inside != alone[0]
+    assert mixed == alone

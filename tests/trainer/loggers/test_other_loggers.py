@@ -115,6 +115,9 @@ def test_a_logger_that_lacks_a_method_is_refused_by_its_name(as_list: bool) -> N
 
     with raises(ConfigError, "a Half without log_hyperparams;", "define what is missing"):
         quiet(logger=[Half()] if as_list else Half())
+    trainer = quiet()
+    with raises(ConfigError, "a Half without log_hyperparams;"):
+        trainer.loggers = [Half()]
 
 
 def test_a_dummy_logger_takes_every_call_and_travels() -> None:

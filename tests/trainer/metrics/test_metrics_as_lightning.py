@@ -188,6 +188,26 @@ def test_a_metric_object_of_several_numbers_is_named():
         quiet().validate(Wrong(), loader(8, 2))
 
 
+class Unseen(Vector):
+    """A metric that has nothing to say, as those of anomalib without annotations."""
+
+    def compute(self):
+        return None
+
+
+def test_a_metric_object_without_a_value_is_left_out():
+    class Sparse(Regression):
+        def __init__(self):
+            super().__init__()
+            self.unseen = Unseen()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("unseen", self.unseen)
+            self.log("seen", 1.0)
+
+    assert quiet().validate(Sparse(), loader(8, 2), verbose=False) == [{"seen": 1.0}]
+
+
 def test_a_collection_keeps_its_compute_groups():
     torchmetrics = pytest.importorskip("torchmetrics")
     with warnings.catch_warnings():

@@ -34,7 +34,15 @@ def joined():
     group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
     collectives = Collectives(group, torch.device("cpu"))
-    return SimpleNamespace(rank=group.rank, world_size=group.world_size, collectives=collectives)
+    return SimpleNamespace(
+        rank=group.rank,
+        world_size=group.world_size,
+        collectives=collectives,
+        loss_collectives=collectives,
+        count_collectives=collectives,
+        stage_collectives=Collectives(None, torch.device("cpu")),
+        has_loss=True,
+    )
 
 
 def log(metrics, name, value, batch_size=1, **options):

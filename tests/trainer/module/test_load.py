@@ -40,6 +40,13 @@ class Late(Net):
         self.loaded = set(checkpoint)
 
 
+def test_hyper_parameters_may_be_true_or_false(tmp_path):
+    trainer = quiet()
+    trainer.fit(Net(bias=True, freeze=False), loader(4, 2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert dict(Net.load_from_checkpoint(tmp_path / "a.ckpt").hparams)["bias"] is True
+
+
 class Data(DataModule):
     def __init__(self, size=4, batch_size=2):
         super().__init__()

@@ -1,11 +1,14 @@
 """Whatever configure_optimizers returns is stepped when it should be, and only then."""
 
+import functools
+
 import pytest
 import torch
 from small import Regression, loader, quiet
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from echelon import Callback
 
@@ -113,6 +116,19 @@ def test_several_optimizers_step_with_the_gradients_of_one_backward():
     one = Regression()
     quiet(max_epochs=2).fit(one, loader())
     assert torch.equal(weights(both), weights(one))
+
+
+def test_several_optimizers_in_automatic_mode_are_told_once_in_the_log(caplog):
+    class Both(Regression):
+        def configure_optimizers(self):
+            return [SGD([self.net.weight], lr=0.1), Adam([self.net.bias], lr=0.1)]
+
+    with caplog.at_level("INFO", "echelon"):
+        quiet(max_epochs=2).fit(Both(), loader())
+    [said] = [record.getMessage() for record in caplog.records if "automatic_optimization" in record.getMessage()]
+    assert said.startswith(
+        "SGD and Adam of Both step together, with every loss; set self.automatic_optimization = False"
+    )
 
 
 # --- when schedulers are stepped ---
@@ -335,6 +351,59 @@ def test_a_scheduler_may_be_made_and_stepped_by_a_callback():
     trainer = quiet(max_epochs=2, callbacks=Schedules())
     trainer.fit(configured(sgd), loader())
     assert rate(trainer) == pytest.approx(0.1 * 0.1**2)
+
+
+ANY_STEP = {"any pre": register_optimizer_step_pre_hook, "any post": register_optimizer_step_post_hook}
+
+
+class StepsWatched(Callback):
+    """Watches the optimizer's steps in one way, from the second on."""
+
+    def __init__(self, way):
+        self.way, self.seen = way, []
+
+    def note(self, *_):
+        self.seen.append(self.global_step())
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx != 1:
+            return
+        optimizer, self.global_step = trainer.optimizers[0], lambda: trainer.global_step
+        if self.way == "profiler":
+            self.profile = torch.autograd.profiler.profile()
+            self.profile.__enter__()
+        elif self.way == "replaced":
+            method = optimizer.step
+            optimizer.step = functools.wraps(method)(lambda *args: (self.note(), method(*args)))
+        elif self.way.startswith("any "):
+            self.handle = ANY_STEP[self.way](self.note)
+        else:
+            getattr(optimizer, f"register_step_{self.way}_hook")(self.note)
+
+    def on_train_end(self, trainer, module):
+        if self.way == "profiler":
+            self.profile.__exit__(None, None, None)
+            steps = [event for event in self.profile.function_events if event.name.startswith("Optimizer.step#SGD")]
+            self.seen = list(range(1, 1 + len(steps)))
+        elif self.way.startswith("any "):
+            self.handle.remove()
+
+
+@pytest.mark.parametrize("has_scheduler", [False, True])
+@pytest.mark.parametrize("way", ["pre", "post", "any pre", "any post", "replaced", "profiler"])
+def test_who_watches_an_optimizer_sees_each_of_its_steps(way, has_scheduler):
+    def both(module):
+        return [optimizer := sgd(module)], [StepLR(optimizer, 1)] if has_scheduler else []
+
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        module = configured(both)
+        quiet(max_epochs=1, callbacks=list(callbacks)).fit(module, loader(8, 2))
+        return weights(module)
+
+    watch = StepsWatched(way)
+    assert torch.equal(trained(watch), trained())
+    assert watch.seen == [1, 2, 3]
 
 
 class CountsZeroGrad(SGD):

@@ -34,6 +34,7 @@ class Group:
     rank: int
     world_size: int
     cpu_group: Any
+    device_group: Any = None
 
 
 def state_at(step: int, rank: int) -> dict[str, Any]:

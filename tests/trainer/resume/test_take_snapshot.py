@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -157,9 +156,8 @@ def test_state_goes_through_memory_to_other_numbers_of_ranks_and_nodes(memory_pa
 def test_whichever_rank_is_killed_whenever_a_whole_snapshot_is_left(memory_path: Path) -> None:
     """Two nodes of three ranks; now and then one is lost as well. The program compares every tensor."""
     program = Path(__file__).with_name("killed_in_snapshot.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(program), str(memory_path), "8"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run_program(program, memory_path, "8", folder=memory_path, environ=environ)
     assert done.returncode == 0, done.stderr
     steps = [int(word) for word in done.stdout.split()]
     assert steps[0] == 0

@@ -3,6 +3,7 @@
 import csv
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from echelon import Callback, CSVLogger, TensorBoardLogger
+from echelon.strategies.launch.signal_handlers import ECHO
 
 
 class Ends(Regression):
@@ -172,6 +174,7 @@ def test_a_second_ctrl_c_does_not_wait():
     class Impatient(Regression):
         def training_step(self, batch, batch_idx):
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.1 * ECHO)
             os.kill(os.getpid(), signal.SIGINT)
             raise AssertionError("the second one ends the step")
 

@@ -216,6 +216,13 @@ def a_checkpoint_that_does_not_exist() -> None:
     quiet().fit(Regression(), loader(), ckpt_path="nowhere.ckpt")
 
 
+@tour.answered_by(
+    ModuleError, "on the class, got an instance of Regression", "module = Regression.load_from_checkpoint"
+)
+def a_checkpoint_loaded_into_an_instance() -> None:
+    Regression().load_from_checkpoint(save(Regression()))
+
+
 @tour.answered_by(CheckpointError, "model.ckpt' is a file", "echelon.load_weights")
 def a_checkpoint_of_lightning() -> None:
     torch.save({"state_dict": Regression().state_dict()}, "model.ckpt")

@@ -11,7 +11,7 @@ from small import Regression, loader, quiet
 from torch.optim import SGD
 from tour import Mistake, Tour
 
-from echelon import ModuleError, RunError
+from echelon import DataModule, ModelCheckpoint, ModuleError, RunError
 
 tour = Tour()
 
@@ -75,6 +75,58 @@ def a_loader_that_is_not_returned() -> None:
             loader()
 
     quiet(max_epochs=1).fit(Unreturned())
+
+
+@tour.answered_by(ModuleError, "got configure_optimizers(lr)", "define configure_optimizers(self)")
+def optimizers_with_an_argument() -> None:
+    class Rate(Regression):
+        def configure_optimizers(self, lr: float) -> Any:  # type: ignore[override]
+            return SGD(self.parameters(), lr=lr)
+
+    fit(Rate())
+
+
+@tour.answered_by(ModuleError, "optimizer_idx", "define optimizer_step(self, epoch, batch_idx, optimizer,")
+def the_optimizer_step_of_lightning_1() -> None:
+    class Old(Regression):
+        def optimizer_step(  # type: ignore[override]
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_idx: int, closure: Any, on_tpu: bool
+        ) -> None:
+            optimizer.step(closure)
+
+    fit(Old())
+
+
+@tour.answered_by(ModuleError, "got transfer_batch_to_device(batch)", "(self, batch, device, dataloader_idx)")
+def a_transfer_with_too_few_arguments() -> None:
+    class Few(Regression):
+        def transfer_batch_to_device(self, batch: Any) -> Any:  # type: ignore[override]
+            return batch
+
+    fit(Few())
+
+
+@tour.answered_by(ModuleError, "Data.setup must take (stage), got setup()", "define setup(self, stage)")
+def a_setup_of_data_without_its_stage() -> None:
+    class Data(DataModule):
+        def setup(self) -> None:  # type: ignore[override]
+            pass
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    quiet(max_epochs=1).fit(Regression(), Data())
+
+
+@tour.answered_by(RunError, "roll_back was called inside an optimizer step", "call it in on_train_step_end")
+def a_roll_back_inside_a_step() -> None:
+    class Back(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                self.trainer.roll_back()
+            return super().training_step(batch, batch_idx)
+
+    fit(Back(), enable_checkpointing=True, callbacks=ModelCheckpoint("runs", every_n_train_steps=1))
 
 
 # --- what it logs ---

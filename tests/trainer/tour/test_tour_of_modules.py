@@ -110,6 +110,24 @@ def a_step_with_too_many_arguments() -> None:
     fit(Many())
 
 
+@tour.answered_by(ModuleError, "in this order, got training_step(batch_idx, batch)", "(self, batch, batch_idx)")
+def a_step_with_its_arguments_exchanged() -> None:
+    class Exchanged(Regression):
+        def training_step(self, batch_idx: int, batch: Any) -> Any:  # type: ignore[override]
+            return self(batch[0]).mean()
+
+    fit(Exchanged())
+
+
+@tour.answered_by(ModuleError, "validation_step must take a batch", "validation_step(dataloader_iter)")
+def a_validation_step_that_takes_the_loader() -> None:
+    class Iterating(Regression):
+        def validation_step(self, dataloader_iter: Any) -> None:
+            next(dataloader_iter)
+
+    fit(Iterating())
+
+
 @tour.answered_by(ModuleError, "optimizer_idx", "automatic_optimization = False")
 def a_step_with_an_optimizer_index() -> None:
     class Indexed(Regression):

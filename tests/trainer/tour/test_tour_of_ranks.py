@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +42,42 @@ def a_collective_on_one_rank() -> None:
                 self.trainer.strategy.barrier()
 
     fit(OneRank(), strategy=DDPStrategy(check_collectives=True, timeout=timedelta(seconds=5)))
+
+
+class Early(Regression):
+    """Calls collectives on one rank only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            self.all_gather(torch.ones(3))
+        return super().training_step(batch, batch_idx)
+
+
+class Late(Regression):
+    """The same, where the other rank has left training."""
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            self.trainer.strategy.barrier()
+
+
+@tour.answered_by(
+    CollectiveError,
+    "different ways at collective",
+    "0    | all_gather | ",
+    "test_tour_of_ranks.py",
+    "1    | (none)     | last: ",
+    "Make the same calls in the same order on all ranks",
+)
+def a_collective_of_one_rank_in_a_step() -> None:
+    fit(Early(), strategy=DDPStrategy(timeout=timedelta(seconds=3)))
+
+
+@tour.answered_by(
+    CollectiveError, "0    | barrier ", "test_tour_of_ranks.py", "1    |", "look for a branch that depends on the rank"
+)
+def a_barrier_of_one_rank_at_the_end() -> None:
+    fit(Late(), strategy=DDPStrategy(timeout=timedelta(seconds=3)))
 
 
 @tour.answered_by(
@@ -146,18 +185,29 @@ sys.path.insert(0, {helpers!r})
 from small import Regression, loader
 import echelon
 
+program = os.getpid()
+
 class Stopped(Regression):
     def on_train_batch_end(self, *args):
-        if self.global_step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+        if self.global_step == 2 and self.global_rank == 0:
+            os.kill(program, signal.SIGINT)
 
-echelon.Trainer(max_epochs=50, accelerator="cpu", enable_progress_bar=False).fit(Stopped(), loader())
+devices, silent = {devices}, dict(enable_progress_bar=False, enable_model_summary=False)
+echelon.Trainer(max_epochs=5000, accelerator="cpu", devices=devices, strategy={strategy!r}, **silent).fit(
+    Stopped(), loader()
+)
 """
 
 
-def test_ctrl_c_says_where_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
+def test_ctrl_c_says_where_to_go_on_without_a_traceback(strategy: str, devices: int, tmp_path: Path) -> None:
     helpers = str(Path(__file__).parents[2] / "helpers")
-    ended = run_program("-c", INTERRUPTED.format(helpers=helpers), folder=tmp_path)
+    program = INTERRUPTED.format(helpers=helpers, strategy=strategy, devices=devices)
+    # an interpreter of its own, as it is the one that shows what a program ends with
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110)
+    assert ended.returncode == -signal.SIGINT
+    assert "Traceback" not in ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
     assert "KeyboardInterrupt: Training ended at a step boundary; go on with fit(..., ckpt_path='" in last
     assert Path(tmp_path, last.split("'")[1]).is_dir()

@@ -16,8 +16,10 @@ from echelon import (
     Callback,
     ConfigError,
     CSVLogger,
+    DataModule,
     DDPStrategy,
     EarlyStopping,
+    LearningRateMonitor,
     ModelCheckpoint,
     ModuleError,
     RunError,
@@ -64,6 +66,16 @@ def a_time_in_words() -> None:
 @tour.answered_by(ConfigError, "max_epoch", "3", "Did you mean 'max_epochs'?")
 def a_misspelt_argument() -> None:
     Trainer(max_epoch=3)  # type: ignore[call-arg]
+
+
+@tour.answered_by(ConfigError, "'gpus' (given as 1)", "Lightning 1's", "accelerator='gpu' and devices=")
+def an_argument_of_lightning_1() -> None:
+    Trainer(gpus=1)  # type: ignore[call-arg]
+
+
+@tour.answered_by(ConfigError, "'resume_from_checkpoint' (given as 'x.ckpt')", "fit(..., ckpt_path=)")
+def a_checkpoint_for_the_trainer() -> None:
+    Trainer(resume_from_checkpoint="x.ckpt")  # type: ignore[call-arg]
 
 
 @tour.answered_by(ConfigError, "keyword arguments only", "write Trainer(max_epochs=3)")
@@ -301,6 +313,16 @@ def a_logger_of_python() -> None:
     Trainer(logger=logging.getLogger("x"))  # type: ignore[arg-type]
 
 
+@tour.answered_by(ConfigError, "save_dir must be a local path, got the URL 's3://bucket/logs'", "mount the store")
+def logs_in_an_object_store() -> None:
+    CSVLogger("s3://bucket/logs")
+
+
+@tour.answered_by(ConfigError, "LearningRateMonitor needs a logger", "logger=False", "drop the callback")
+def learning_rates_without_a_logger() -> None:
+    fit(callbacks=LearningRateMonitor())
+
+
 @tour.answered_by(ConfigError, "Two loggers of type CSVLogger", "different names or versions")
 def two_loggers_into_one_folder() -> None:
     Trainer(logger=[CSVLogger("logs", name="a", version=0), CSVLogger("logs", name="a", version=0)])
@@ -327,6 +349,15 @@ def the_data_before_the_module() -> None:
 @tour.answered_by(ConfigError, "datamodule=", "is a DataLoader", "or pass loaders")
 def a_loader_as_a_data_module() -> None:
     quiet().fit(Regression(), datamodule=loader())  # type: ignore[arg-type]
+
+
+@tour.answered_by(ConfigError, "is a type", "such as Data(), or pass loaders")
+def a_data_module_class() -> None:
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    quiet().fit(Regression(), datamodule=Data)  # type: ignore[arg-type]
 
 
 @tour.answered_by(ModuleError, "defines no test_step", "trainer.test()")

@@ -26,7 +26,8 @@ def test_everything_that_the_package_is_built_from_is_copied_and_nothing_is_kept
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {name.split(".")[1] for name in project["tool"]["setuptools"]["packages"] if "." in name}
     assert folders <= set(SOURCES)
-    assert {project["project"]["readme"], *project["project"]["license-files"], "*.py", "py.typed"} <= set(SOURCES)
+    files = {*project["project"]["license-files"], *project["tool"]["setuptools"]["package-data"]["echelon"]}
+    assert {project["project"]["readme"], *files, "*.py"} <= set(SOURCES)
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert [source for source in SOURCES if not any(fnmatch.fnmatch(source, one) for one in allowed)] == []
 
@@ -35,3 +36,8 @@ def test_the_last_stage_runs_without_root_and_without_a_shell_in_the_way():
     last = TEXT[TEXT.rindex("\nFROM ") :]
     assert re.findall(r"^USER (.*)$", last, re.MULTILINE) == ["1000:1000"]
     assert 'ENTRYPOINT ["echelon"]' in last
+
+
+def test_the_last_stage_has_the_compiler_that_torch_compile_needs():
+    last = TEXT[TEXT.rindex("\nFROM ") :]
+    assert re.search(r"apt-get install .*\bg\+\+", last)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ echo "$*" >> srun
 while [ "$1" != echelon ]; do shift; done
 for node in $(seq "$SLURM_JOB_NUM_NODES"); do "$@" & pids="${pids:-} $!"; done
 trap 'kill -KILL $pids' TERM  # as srun does
-echo "$pids" > nodes
+echo "$pids" > starting && mv starting nodes
 code=0
 for pid in $pids; do wait "$pid" || code=$?; done
 exit "$code"
@@ -84,8 +85,10 @@ def end(job, folder):
     return job.returncode
 
 
-def wait_until_ready(job, nodes=2):
+def wait_until_ready(job, folder, nodes=2):
     assert [job.stdout.readline() for _ in range(nodes)] == ["ready\n"] * nodes
+    while nodes > 1 and not (folder / "nodes").exists():  # the test's own time limit ends it
+        time.sleep(0.01)
 
 
 def test_each_node_gets_an_agent_that_meets_the_others_at_the_first(folder):
@@ -105,7 +108,7 @@ def test_each_node_gets_an_agent_that_meets_the_others_at_the_first(folder):
 
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(folder):
     with start(folder, SCRIPTS[0]) as job:
-        wait_until_ready(job)
+        wait_until_ready(job, folder)
         job.send_signal(signal.SIGUSR1)
         assert end(job, folder) == 143
     assert (folder / "scancel").read_text() == "--signal=TERM 4242\n"
@@ -114,7 +117,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(folder):
 
 def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(folder):
     with start(folder, SCRIPTS[0]) as job:
-        wait_until_ready(job)
+        wait_until_ready(job, folder)
         # the signal comes to the script, to what it has started, and to the nodes
         for pid in (job.pid, int((folder / "rendezvous.pid").read_text())):
             os.kill(pid, signal.SIGTERM)

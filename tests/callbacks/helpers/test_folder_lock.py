@@ -1,0 +1,115 @@
+"""Two runs do not save into one folder, and a dead one keeps none."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import Scripted, batches, trainer_in
+
+from echelon.callbacks import Callback, ModelCheckpoint
+from echelon.callbacks.helpers.folder_lock import LOCK, FolderLock
+from echelon.strategies.errors import CheckpointError
+
+HOLDER = """
+import os, signal, sys, time
+from pathlib import Path
+from echelon.callbacks.helpers.folder_lock import FolderLock
+lock = FolderLock()
+lock.take(Path(sys.argv[1]), run=1)
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def holder_of(folder: Path) -> tuple[subprocess.Popen[str], int]:
+    """Start a process that holds the lock, and a child that has inherited it; return the child's process id, too."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_another_process_is_refused_until_the_holder_is_dead_though_its_child_lives(tmp_path: Path) -> None:
+    process, child = holder_of(tmp_path)
+    try:
+        with pytest.raises(CheckpointError, match=rf"process {process.pid} on .* saves into it; give .* dirpath"):
+            FolderLock().take(tmp_path, run=1, patience=0.2)
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        lock = FolderLock()
+        lock.take(tmp_path, run=1, patience=0.2)
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} "):
+            FolderLock().take(tmp_path, run=2)
+        lock.release()
+        assert not tmp_path.exists()  # nothing was saved into it
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
+    process, child = holder_of(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    killer = threading.Timer(0.3, process.kill)
+    killer.start()
+    began = time.monotonic()
+    lock = FolderLock()
+    lock.take(tmp_path, run=1, patience=60)
+    assert time.monotonic() - began < 30
+    lock.release()
+    process.wait()
+    killer.join()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b'{"host": "a", "pid": -5, "start": 1e25, "run": 0}'])
+def test_a_file_that_nobody_holds_is_no_lock_whatever_it_says(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LOCK).write_bytes(content)
+    lock = FolderLock()
+    lock.take(tmp_path, run=1)
+    lock.release()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_link_in_place_of_the_lock_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / LOCK).symlink_to(tmp_path / "precious")
+    FolderLock().take(tmp_path / "ckpt", run=1)
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+class SecondTrainer(Callback):
+    """Fits another trainer into the same folder, while this one trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.error = folder, ""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        try:
+            trainer_in(self.folder, ModelCheckpoint(self.folder / "ckpt"), max_epochs=1).fit(Scripted(), batches())
+        except CheckpointError as error:
+            self.error = str(error)
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    second = SecondTrainer(tmp_path)
+    two = [ModelCheckpoint(tmp_path / "ckpt"), ModelCheckpoint(tmp_path / "ckpt", monitor="step", mode="max")]
+    trainer_in(tmp_path, *two, second, max_epochs=1).fit(Scripted(), batches())
+    assert "must be that of one run" in second.error
+    names = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
+    assert names == ["epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt"]
+    trainer_in(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=1).fit(Scripted(), batches())

@@ -1,0 +1,61 @@
+"""Elastic runs whose layers are cut over ranks: workers that die, nodes that leave, and nodes that are not enough."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from elastic_nodes import EXACT, Undisturbed, difference, nodes_of_a_run
+from elastic_program import BATCH, TP_PLAN, Plan, Regression
+
+from echelon import ElasticStrategy, ParallelStrategy, Trainer, seed_everything
+
+EPOCHS = 2
+TWO = Plan(epochs=EPOCHS, strategy="tp", devices=2, last_call=60.0)  # both come before the first step
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS)
+
+
+def test_a_worker_is_killed(memory_path: Any, undisturbed: Any) -> None:
+    seed_everything(1)
+    inner = ParallelStrategy(dp_shard=2, tp=2, tp_plan=TP_PLAN)
+    trainer = Trainer(
+        strategy=ElasticStrategy(inner, snapshot_every=3, chaos="kill:rank=2@step=5, kill:rank=1@step=17"),
+        accelerator="cpu",
+        devices=4,
+        global_batch_size=BATCH,
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        logger=False,
+        default_root_dir=memory_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Regression()
+    trainer.fit(module)
+    assert difference(module.state_dict(), undisturbed.weights) <= EXACT
+
+
+def test_a_node_is_lost_and_the_other_goes_on_with_fewer_shards(memory_path: Any, undisturbed: Any) -> None:
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        both = [nodes.start(slot, chaos="lose:node=1@step=5") for slot in range(2)]
+        codes = [nodes.end(one) for one in both]
+        assert sorted(codes) == [-signal.SIGKILL, 0], nodes.told()
+        weights = nodes.finish(both[codes.index(0)])
+    nodes.check_no_scar(weights, undisturbed)
+
+
+def test_a_number_of_ranks_that_layers_cannot_be_cut_for_is_a_clear_stop(memory_path: Any) -> None:
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        nodes.hold_after(5)
+        both = [nodes.start(slot, devices=1, nodes="2:3", last_call=1.0, start_timeout=25.0) for slot in range(2)]
+        nodes.wait(lambda seen: seen["step"] >= 5, "two nodes train")
+        third = nodes.start(1, devices=1, nodes="2:3", last_call=1.0, start_timeout=25.0)
+        assert [nodes.end(one) for one in (*both, third)] == [1, 1, 1], nodes.told()
+    assert "tp = 2, but world_size is 3; choose degrees whose product divides 3" in nodes.told()
+    assert "is not started again" in nodes.told()

@@ -1,0 +1,37 @@
+"""A checkpoint that is written while the device goes on holds the state of the save, whatever the device's load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from on_gpu import DEVICE, ON_CPU
+
+from echelon.trainer.checkpoint import AsyncWriter, load
+
+pytestmark = pytest.mark.gpu
+NUM_NUMBERS = 1 << (12 if ON_CPU else 27)
+
+
+def busy(matrix, times=20):
+    for _ in range(times):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    return matrix
+
+
+def test_a_save_under_load_holds_the_state_of_its_step(memory_path):
+    size = 64 if ON_CPU else 4096
+    writer, matrix = AsyncWriter(), torch.randn(size, size, device=DEVICE)
+    state = {str(index): torch.zeros(NUM_NUMBERS, device=DEVICE) for index in range(4)}
+    path = Path(memory_path) / "a.ckpt"
+    for step in range(1, 4):
+        for tensor in state.values():
+            tensor.fill_(step)
+        matrix = busy(matrix)
+        writer.save(path, {"optimizers": state}, still=("optimizers",))
+        matrix = busy(matrix)
+        writer.wait_for_copy()
+        for tensor in state.values():
+            tensor.fill_(-1)
+        writer.close()
+        saved = load(path)["optimizers"]
+        assert all(bool((tensor == step).all()) for tensor in saved.values())

@@ -1,0 +1,37 @@
+"""Tensors on a GPU that this machine does not have, and a watch that refuses to wait for it: shapes without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises where the host would read from the device, or copy to it from memory that is not pinned."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        kinds = {tensor.device.type for tensor in tensors}
+        if name == "aten::_local_scalar_dense" and "cuda" in kinds:
+            raise AssertionError("the host reads a number from the device")
+        if name.startswith(("aten::_to_copy", "aten::copy_")) and "cuda" in kinds:
+            target = kwargs.get("device")
+            crosses = len(kinds) > 1 or (target is not None and torch.device(target).type not in kinds)
+            if crosses and not kwargs.get("non_blocking") and True not in args[2:]:
+                raise AssertionError(f"{name} between the host and the device waits for it")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_gpu() -> Iterator[torch.device]:
+    """Let tensors be made on cuda:0, without memory, and raise where something would wait for what it computes."""
+    with FakeTensorMode(allow_non_fake_inputs=True), NoWaits():
+        yield torch.device("cuda", 0)

@@ -1,0 +1,67 @@
+"""A strategy whose neighbouring ranks share a replica, as those of tensor parallelism do; here each has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from echelon.strategies import Strategy
+from echelon.strategies.cluster.hardware import Hardware
+from echelon.strategies.module.precision import Precision
+from echelon.strategies.parallel.replica import average_gradients, copy_from_first
+
+
+class SharedReplicas(Strategy):
+    """Train replicas that `size` ranks share: they read the same samples, and gradients are averaged over the others.
+
+    With `cuts_sequences` each of them has losses of its own, as context parallelism has them.
+    """
+
+    name: ClassVar[str] = "shared_replicas"
+    uses_processes: ClassVar[bool] = True
+    uses_many_devices: ClassVar[bool] = True
+
+    def __init__(self, size: int = 2, *, cuts_sequences: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.size, self.cuts_sequences = size, cuts_sequences
+        self._is_last = True
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.size
+
+    @property
+    def data_size(self) -> int:
+        return max(self.world_size // self.size, 1)
+
+    def connect(self, hardware: Hardware, precision: Precision) -> None:
+        super().connect(hardware, precision)
+        ranks = range(self.rank % self.size, self.world_size, self.size)
+        self.data_collectives = self.collectives.over(ranks)
+        self.loss_collectives = self.collectives if self.cuts_sequences else self.data_collectives
+        self.count_collectives = self.loss_collectives
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        super().setup_module(module, is_manual=is_manual)
+        copy_from_first(chain(module.parameters(), module.buffers()), self.collectives)
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        with self.forward_context:
+            return getattr(self.module, step_name)(*args)
+
+    def set_grad_sync(self, enabled: bool) -> None:
+        self._is_last = enabled
+
+    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
+        return spare() * 0
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        if self._is_last:
+            average_gradients(self.module.parameters(), self.loss_collectives)
+
+    def sync_replicas(self) -> None:
+        copy_from_first(self.module.buffers(), self.loss_collectives)

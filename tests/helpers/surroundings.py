@@ -1,0 +1,94 @@
+"""Surroundings of a run in the caller's process, which have to be the same afterwards, however it ended."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_PATIENCE = 3.0  # seconds for threads and processes that have just been told to end
+_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""Processes that Python starts once, and keeps."""
+_PIPES_OF_HELPERS = 4
+
+
+def _handlers() -> dict[int, Any]:
+    # torch handles SIGCHLD from the first DataLoader with workers on, for good
+    numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
+    return {int(number): signal.getsignal(number) for number in numbers}
+
+
+def _children() -> set[int]:
+    """Return the processes that this one has started, other than Python's helpers; those that have ended as well."""
+    children = set()
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            line = Path(f"/proc/{pid}/cmdline").read_text() if Path(f"/proc/{pid}").exists() else ""
+            if not any(helper in line for helper in _HELPERS):
+                children.add(int(pid))
+    return children
+
+
+def _descriptors() -> list[str]:
+    """Return what is open, by kind: two pipes are alike."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}").split("[")[0])
+        except OSError:  # that of the listing
+            continue
+    return sorted(link for link in links if not link.startswith("/proc/"))
+
+
+def _temporary() -> set[str]:
+    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    names = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir()}
+    return {name for name in names if name.startswith((f"echelon-node-{os.getpid()}", f".echelon-node-{os.getpid()}"))}
+
+
+def _look() -> dict[str, Any]:
+    gc.collect()
+    return {
+        "handlers": _handlers(),
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "__main__": sys.modules["__main__"],
+        "threads": {thread.name for thread in threading.enumerate()},
+        "children": _children(),
+        "descriptors": _descriptors(),
+        "temporary files": _temporary(),
+        "folder": os.getcwd(),
+        # not sys.excepthook: it has to show, after fit, the end that Ctrl-C asked for
+        "streams": (threading.excepthook, sys.stdout, sys.stderr),
+    }
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Check that a block leaves its surroundings as they were; Python's helpers, started by the first, may stay."""
+    before = _look()
+    modules = dict(sys.modules)
+    yield
+    end = time.monotonic() + _PATIENCE
+    while (changes := _changes(before, _look())) and time.monotonic() < end:
+        time.sleep(0.05)
+    exchanged = {name for name, module in modules.items() if sys.modules.get(name) is not module}
+    assert not changes and not exchanged, f"{changes}, modules {exchanged}"
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    changes = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+    opened = list(after["descriptors"])
+    for link in before["descriptors"]:
+        if link in opened:
+            opened.remove(link)
+    if opened.count("pipe:") == len(opened) <= _PIPES_OF_HELPERS:
+        changes.pop("descriptors", None)
+    return changes

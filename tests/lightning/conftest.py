@@ -1,0 +1,27 @@
+"""The frameworks that a program is run with: Echelon, and Lightning where it is installed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import beside
+import pytest
+import torch
+
+
+@pytest.fixture(params=["echelon", "lightning"])
+def framework(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The names of a framework, in a working directory of the program's own."""
+    frameworks = beside.frameworks()
+    if request.param not in frameworks:
+        pytest.skip("Lightning is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "disabled", True)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what each has to say
+        yield frameworks[request.param]

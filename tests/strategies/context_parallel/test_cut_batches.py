@@ -1,0 +1,212 @@
+"""Batches are cut along their sequences; a module that needs the whole of one is refused in the first step."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from echelon import Loss
+from echelon.strategies.context_parallel.check import check_step
+from echelon.strategies.context_parallel.context import ContextParallel, check_exchange
+from echelon.strategies.distributed.collectives import Collectives
+from echelon.strategies.errors import ConfigError, DataError, EchelonError
+from echelon.testing import run_ranks
+
+
+def context(rank=0, size=2, group=None, exchange="allgather", sequence_dim=1):
+    return ContextParallel(group, size, rank, exchange=exchange, sequence_dim=sequence_dim)
+
+
+class Batch(NamedTuple):
+    tokens: torch.Tensor
+    label: torch.Tensor
+    name: str
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_with_a_sequence_are_cut_and_all_else_is_kept():
+    batch = Batch(torch.arange(16).reshape(2, 8), torch.tensor([0, 1]), "a")
+    parts = [context(rank).cut(batch, nn.Module()) for rank in range(2)]
+    assert parts[0].tokens[0].tolist() == [0, 1, 6, 7]
+    assert parts[1].tokens[0].tolist() == [2, 3, 4, 5]
+    assert all(part.label is batch.label and part.name == "a" for part in parts)
+
+
+def test_a_hook_names_the_dimensions():
+    class Encoder(nn.Module):
+        def sequence_dims(self, batch):
+            return {"frames": 0, "mask": None}
+
+    batch = {"frames": torch.arange(4)[:, None], "mask": torch.ones(3, 5)}
+    part = context(exchange="ulysses").cut(batch, Encoder())
+    assert part["frames"].tolist() == [[0], [1]]
+    assert part["mask"] is batch["mask"]
+
+
+def test_positions_are_those_of_the_part_only_inside_of_a_step_on_it():
+    parallel = context(rank=1)
+    assert parallel.positions(4, torch.device("cpu")).tolist() == [0, 1, 2, 3]
+    with parallel.attention():
+        assert parallel.positions(4, torch.device("cpu")).tolist() == [2, 3, 4, 5]
+
+
+class Misnamed(nn.Module):
+    def sequence_dims(self, batch):
+        return {"token": 1}
+
+
+@pytest.mark.parametrize(
+    ("batch", "module", "error", "text"),
+    [
+        (torch.zeros(2, 7), nn.Module(), DataError, r"multiple of cp=2, got shape \(2, 7\), whose dimension 1 is 7"),
+        ([torch.zeros(2, 8), torch.zeros(2, 6)], nn.Module(), DataError, r"batch\[0\]: 8, batch\[1\]: 6"),
+        (torch.zeros(8), nn.Module(), DataError, r"a sequence in dimension 1, got shapes \{'': \(8,\)\}"),
+        ({"tokens": torch.zeros(2, 8)}, Misnamed(), ConfigError, r"each of \['tokens'\], got \{'token': 1\}"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(batch, module, error, text):
+    with pytest.raises(error, match=text):
+        context().cut(batch, module)
+
+
+def test_an_unknown_exchange_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'ulysses'"):
+        check_exchange("ulises")
+
+
+# --- the first step ---------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A causal model of two layers; subclasses depart from what can be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.parallel = None
+        self.num_calls, self.seen = 0, []
+        self.register_buffer("calls", torch.zeros(()))
+        self.tokens, self.places = nn.Embedding(32, 8), nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 32)
+
+    def positions(self, length):
+        return self.parallel.positions(length, torch.device("cpu"))
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places(self.positions(tokens.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+    def loss(self, logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch):
+        tokens, targets = batch
+        self.num_calls += 1
+        self.calls += 1
+        self.seen.append(torch.rand(()).item())
+        self.log("loss", 0.0)
+        return self.loss(self(tokens), targets)
+
+    def log(self, name, value):
+        raise AssertionError("the check must not log")
+
+
+class OwnPositions(Model):
+    def positions(self, length):
+        return torch.arange(length)
+
+
+class Pooled(Model):
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits + self.head(self.tokens(tokens).mean(1, keepdim=True))
+
+
+class Shifted(Model):
+    def loss(self, logits, targets):
+        return super().loss(logits[:, :-1], targets[:, 1:])
+
+
+class MeanOfSome(Model):
+    def loss(self, logits, targets):
+        chosen = targets > 20
+        return super().loss(logits[chosen][None], targets[chosen])
+
+
+class CountOfSome(Model):
+    def loss(self, logits, targets):
+        chosen = targets > 20
+        return Loss(F.cross_entropy(logits[chosen], targets[chosen], reduction="sum"), chosen.sum())
+
+
+class NotCausal(Model):
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places(self.positions(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def check_models(exchange):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    answers = {}
+    for kind in (Model, NotCausal, CountOfSome, OwnPositions, Pooled, Shifted, MeanOfSome):
+        torch.manual_seed(3)
+        module = kind()
+        module.parallel = context(rank, exchange=exchange)
+        collectives = OverDefaultGroup(rank)
+        batch = torch.randint(32, (2, 8)), torch.randint(32, (2, 8))
+        drawn = torch.get_rng_state()
+        seen = module.seen
+        try:
+            check_step(module.parallel, module, (batch,), module.training_step, collectives)
+            answers[kind.__name__] = "passes"
+        except EchelonError as error:
+            answers[kind.__name__] = str(error)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert module.training and all(layer.training for layer in module.layers)
+        assert module.num_calls == 0 and module.calls == 0 and module.seen is seen and not seen
+    return answers
+
+
+class OverDefaultGroup(Collectives):
+    """Collectives over torch's default group, without a group of ours."""
+
+    def __init__(self, rank):
+        super().__init__(None, torch.device("cpu"))
+        self.rank, self.world_size = rank, 2
+
+    def all_reduce(self, data, op="sum"):
+        torch.distributed.all_reduce(data)
+        return data
+
+    def all_gather_object(self, data):
+        objects = [None] * self.world_size
+        torch.distributed.all_gather_object(objects, data)
+        return objects
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "ulysses"])
+def test_a_module_that_computes_something_else_from_parts_is_refused_by_name(exchange):
+    expected = {
+        "Model": "passes",
+        "NotCausal": "passes",
+        "CountOfSome": "passes",
+        "OwnPositions": "the first output that differs is that of places",
+        "Pooled": "the first output that differs is that of head",
+        "Shifted": "from the whole sequences",
+        "MeanOfSome": "from the whole sequences",
+    }
+    for answers in run_ranks(check_models, 2, exchange):
+        for name, text in expected.items():
+            assert text in answers[name], (name, answers[name])

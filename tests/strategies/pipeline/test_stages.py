@@ -1,0 +1,252 @@
+"""One process runs the stages of a module one after the other, and says what cannot be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon import ConfigError, ModuleError
+from echelon.strategies.pipeline.draws import Draws
+from echelon.strategies.pipeline.partition import find_parts, make_partition
+from echelon.strategies.pipeline.spec import KnownShapes, Shapes, signature_of, specs_of
+from echelon.strategies.pipeline.stages import StagedModule, has_nan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, added: Tensor | float = 0.0) -> Tensor:
+        out: Tensor = x + self.drop(self.layer(x)).tanh() + added
+        return out
+
+
+class Model(nn.Module):
+    """A table, four blocks around a module without parameters, a parameter of its own, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.bias = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.act = nn.ReLU()
+        self.head = nn.Linear(4, 4)
+        self.logged: list[tuple[str, float]] = []
+
+    def log(self, name: str, value: Tensor) -> None:
+        self.logged.append((name, value.item()))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.act(block(x))
+        return x
+
+    def step(self, tokens: Tensor) -> Any:
+        noise = torch.rand(())
+        x = self.table(tokens) + self.bias
+        self.log("table", x.mean())
+        self.log("body", (x := self.body(x) * (1 + noise)).mean())  # asks for log before the value is there
+        return nn.functional.cross_entropy(self.head(x), tokens % 4)
+
+
+TOKENS = torch.arange(8)
+
+
+def in_stages(module: Any, number: int = 2, step: Any = None, index: int = 0) -> Any:
+    """Run a step through all stages in this process; return what the last one returns."""
+    staged = StagedModule(module, make_partition(module, number), range(number), torch.device("cpu"))
+    staged.is_first_look = True
+    staged.draws.begin(0)
+    received, shapes, output = None, Shapes(None, {}), None
+    for stage in range(number):
+        with staged.passing(stage, index, received, shapes) as current:
+            output = staged.run(step or module.step, TOKENS)
+        received, shapes = output, Shapes(specs_of(output), current.noted())
+    return output
+
+
+def test_parts_are_blocks_and_the_largest_modules_around_none() -> None:
+    assert list(find_parts(Model())) == ["table", *(f"blocks.{n}" for n in range(4)), "head"]
+    partition = make_partition(Model(), 2)
+    assert partition.stages == (("table", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3", "head"))
+    assert partition.everywhere == ("bias",)
+    assert [partition.boundary(stage) for stage in range(2)] == ["blocks.1", "blocks.3"]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_stages_compute_what_the_whole_step_does_and_log_each_value_once(number: int) -> None:
+    module = Model().eval()
+    torch.manual_seed(3)
+    expected, logged = module.step(TOKENS), module.logged
+    after = torch.rand(())
+    module.logged = []
+    torch.manual_seed(3)
+    assert torch.equal(in_stages(module, number), expected)
+    assert module.logged == logged
+    torch.manual_seed(3)
+    torch.rand(())
+    assert torch.equal(torch.rand(()), after)
+
+
+def test_parts_draw_from_streams_of_their_own() -> None:
+    draws = Draws(torch.device("cpu"))
+    torch.manual_seed(1)
+    expected = [torch.rand(()) for _ in range(3)]
+
+    def micro_batch(index: int, stage: int) -> tuple[Tensor, Tensor, Tensor]:
+        draws.begin_micro_batch(index)
+        own = torch.rand(())
+        with draws.of_part(index, "block"):
+            dropped = torch.rand(())
+        draws.end_first_stage(index, stage)
+        return own, dropped, torch.rand(())
+
+    torch.manual_seed(1)
+    draws.begin(7)
+    first, other_stage, second = micro_batch(0, 0), micro_batch(0, 1), micro_batch(1, 0)
+    draws.end(2)
+    assert first[0] == other_stage[0] == expected[0]
+    assert second[0] == expected[1]
+    assert torch.rand(()) == expected[2]
+    assert first[2] != other_stage[2]
+    assert len({float(number) for number in (*first, *second)}) == 6
+
+
+def twice(module: Model, tokens: Tensor) -> Tensor:
+    module.step(tokens)
+    return module.step(tokens)
+
+
+def residual(module: Model, tokens: Tensor) -> Tensor:
+    x = module.table(tokens)
+    for block in module.blocks:
+        x = x + block(x)
+    return module.head(x).sum()
+
+
+def beside(module: Model, tokens: Tensor) -> Tensor:
+    x = memory = module.table(tokens)
+    for block in module.blocks:
+        x = block(x, added=memory)
+    return module.head(x).sum()
+
+
+def again(module: Model, tokens: Tensor) -> Tensor:
+    x = module.table(tokens)
+    for block in (*module.blocks[:1], *module.blocks):
+        x = block(x)
+    return module.head(x).sum()
+
+
+def backwards(module: Model, tokens: Tensor) -> Tensor:
+    x = module.table(tokens)
+    for at in (1, 0, 2, 3):
+        x = module.blocks[at](x)
+    return module.head(x).sum()
+
+
+def skipping(module: Model, tokens: Tensor) -> Tensor:
+    x = module.blocks[0](module.table(tokens))
+    return module.head(module.blocks[3](module.blocks[2](x))).sum()
+
+
+def ending_early(module: Model, tokens: Tensor) -> Tensor:
+    return module.blocks[1](module.blocks[0](module.table(tokens))).sum()
+
+
+def head_first(module: Model, tokens: Tensor) -> Tensor:
+    return module.body(module.head(module.table(tokens))).sum()
+
+
+def table_last(module: Model, tokens: Tensor) -> Tensor:
+    x = module.blocks[1](module.blocks[0](torch.ones(8, 4)))
+    x = module.blocks[3](module.blocks[2](x))
+    return (module.head(x) + module.table(tokens).mean()).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (twice, r"table was called 2 times on stage 1, but 1 times .* call the model once"),
+        (residual, r"blocks.2 \(Block\) on stage 1 got NaN in .*from one of table, blocks.0"),
+        (beside, r"blocks.2 \(Block\) on stage 1 got NaN in \['kwargs'\]\['added'\]"),
+        (again, r"blocks.0 was called twice"),
+        (backwards, r"blocks.1 was called before blocks.0"),
+        (skipping, r"blocks.2, which lies on stage 1, was called before blocks.1 on stage 0"),
+        (ending_early, r"The step must call blocks.2 of stage 1, got its end on stage 0"),
+        (head_first, r"head, which lies on stage 1, was called before blocks.1 on stage 0"),
+        (table_last, r"table was called behind blocks.1, on stage 1, but lies on stage 0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_step_that_cannot_be_cut_is_named(step: Any, message: str) -> None:
+    module = Model().eval()
+    with pytest.raises(ModuleError, match=message):
+        in_stages(module, step=lambda tokens: step(module, tokens))
+    assert "log" not in vars(module)
+
+
+def test_a_block_that_returns_no_tensors_is_named() -> None:
+    module = Model()
+    module.blocks[1].forward = lambda x: {"kind": object()}
+    with pytest.raises(ModuleError, match=r"blocks.1, the last part of stage 0, must return tensors"):
+        in_stages(module)
+
+
+def test_a_block_may_return_a_structure() -> None:
+    module = Model().eval()
+    expected = module.step(TOKENS)
+    plain = [block.forward for block in module.blocks]
+
+    def run(step: int) -> Any:
+        return lambda x: (plain[step](x), None, {"extra": torch.ones(2)})
+
+    for at, block in enumerate(module.blocks):
+        block.forward = run(at)
+
+    def body(x: Tensor) -> Tensor:
+        for block in module.blocks:
+            x = module.act(block(x)[0])
+        return x
+
+    module.body = body  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    expected = module.step(TOKENS)
+    torch.manual_seed(0)
+    assert torch.equal(in_stages(module), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([["table"]], r"must return 2 lists of names"),
+        ([["table", "blocks.0"], ["blocks.7", "head"]], r"names 'blocks.7', which is no part of the module"),
+        ([["table", "blocks"], []], r"names nothing for one of the stages"),
+        ([["table"], ["blocks"]], r"names no stage for head"),
+    ],
+)
+def test_wrong_names_of_stages_are_refused(given: Any, message: str) -> None:
+    module: Any = Model()
+    module.configure_pipeline = lambda number: given
+    with pytest.raises(ConfigError, match=message):
+        make_partition(module, 2)
+
+
+def test_fewer_blocks_than_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Model has 4 repeated blocks for 5 stages .*configure_pipeline"):
+        make_partition(Model(), 5)
+
+
+def test_known_shapes_are_those_used_last() -> None:
+    known = KnownShapes()
+    for length in range(600):
+        known.of(signature_of("training_step", (torch.empty(length), "text", 3)))[0] = Shapes(None, {})
+    assert len(known) == 512
+    assert known.of(signature_of("training_step", (torch.empty(599), "other text", 3)))
+    assert not known.of(signature_of("training_step", (torch.empty(599), "text", 4)))
+    assert has_nan({"x": torch.tensor([0.0, float("nan")])})
+    assert not has_nan((torch.ones(2), torch.ones(2, dtype=torch.int64), None))

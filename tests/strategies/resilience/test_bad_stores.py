@@ -1,0 +1,173 @@
+"""Stores and clocks that fail: a rendezvous that says nothing, a store that is stopped or killed, clocks that jump."""
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import socket
+import threading
+import time
+import uuid
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from programs import WatchedProgram, run_program
+
+from echelon.strategies.errors import ProcessError
+from echelon.strategies.resilience.elastic_rendezvous import meeting
+
+torch_rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+LIMIT = timedelta(seconds=60)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def silent():
+    """A server that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = []
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+        for connection in taken:
+            connection.close()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_rendezvous_that_accepts_and_says_nothing_is_given_up_after_the_start_timeout(silent):
+    began = time.monotonic()
+    with pytest.raises(ProcessError, match=rf"There is no store for the rendezvous at 127.0.0.1:{silent} after start_"):
+        meeting(nodes=(1, 2), endpoint=f"127.0.0.1:{silent}", run_id="run", start_timeout=timedelta(seconds=2))
+    assert time.monotonic() - began < 10
+
+
+def store_of(port):
+    """Return the process that serves the rendezvous at a port."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"serve('127.0.0.1', {port}," in path.read_text():
+                return int(path.parent.name)
+    raise AssertionError(f"no store at {port}")
+
+
+PROGRAM = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+sys.path.append(sys.argv[3])
+from small import Regression, loader, quiet
+from echelon import Callback
+from echelon.strategies.elastic import ElasticStrategy
+from echelon.strategies.resilience import store_process
+
+store_process._SILENCE = 3
+
+class Says(Callback):
+    def on_train_step_end(self, trainer, module):
+        Path(sys.argv[2]).touch()
+        time.sleep(0.1)
+
+strategy = ElasticStrategy("ddp", nodes="1:2", rdzv=sys.argv[1], last_call=timedelta(seconds=0.1))
+quiet(strategy=strategy, devices=1, max_steps=1000, callbacks=[Says()]).fit(Regression(), loader())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_store_that_is_lost_in_a_run_ends_it_with_a_word(number, tmp_path):
+    port, started = free_port(), tmp_path / "started"
+    lost = {}
+
+    def lose():
+        while not started.exists():
+            time.sleep(0.05)
+        lost["pid"], lost["at"] = store_of(port), time.monotonic()
+        os.kill(lost["pid"], number)
+
+    threading.Thread(target=lose, daemon=True).start()
+    helpers = Path(__file__).parents[2] / "helpers"
+    try:
+        done = run_program("-c", PROGRAM, f"127.0.0.1:{port}", started, helpers, folder=tmp_path, timeout=80)
+    finally:
+        if "pid" in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(lost["pid"], signal.SIGKILL)
+    assert done.returncode == 1
+    assert time.monotonic() - lost["at"] < 20
+    told = rf"ProcessError: The store at 127\.0\.0\.1:{port} does not answer any more .*; start the run again"
+    assert re.search(told, done.stderr), done.stderr[-3000:]
+
+
+class Jumping(datetime):
+    """The clock of this process, as torch's rendezvous reads it; it can be set forward or back."""
+
+    ahead = timedelta(0)
+
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now(tz) + cls.ahead
+
+
+OTHER = """
+import sys, time
+from datetime import timedelta
+from echelon.strategies.resilience.elastic_rendezvous import meeting
+limit = timedelta(seconds=60)
+node = meeting(nodes=(2, 2), endpoint=sys.argv[1], run_id=sys.argv[2], start_timeout=limit)
+node.next_rendezvous()
+end = time.monotonic() + 6
+while time.monotonic() < end:
+    assert node.num_nodes_lost() == 0
+    time.sleep(0.05)
+print("never lost the other")
+node.release()
+"""
+
+
+@pytest.mark.parametrize("seconds", [30, -30])
+def test_a_clock_that_jumps_loses_nobody(seconds, monkeypatch, tmp_path):
+    endpoint, run_id = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
+    other = WatchedProgram(["-c", OTHER, endpoint, run_id], folder=tmp_path)
+    node = meeting(nodes=(2, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT)
+    try:
+        node.next_rendezvous()
+        monkeypatch.setattr(torch_rendezvous, "datetime", Jumping)
+        monkeypatch.setattr(time, "time", lambda now=time.time: now() + Jumping.ahead.total_seconds())
+        time.sleep(1)
+        monkeypatch.setattr(Jumping, "ahead", timedelta(seconds=seconds))  # both clocks at once, as a jump does
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            assert node.num_nodes_lost() == 0
+            time.sleep(0.05)
+        assert "never lost the other" in other.communicate()[0]
+    finally:
+        other.close()
+        node.release()
+
+
+def test_a_clock_that_jumps_between_reading_and_writing_the_state_makes_nobody_late(monkeypatch):
+    endpoint, run_id = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
+    node = meeting(
+        nodes=(1, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT, last_call=timedelta(seconds=0.1)
+    )
+    try:
+        node.next_rendezvous()
+        node._stop_heartbeats()
+        state, token = node._link.get_state()
+        monkeypatch.setattr(time, "time", lambda now=time.time: now() + 30)
+        state, token, _ = node._link.set_state(state, token)
+        (heard,) = pickle.loads(state).last_heartbeats.values()
+        assert heard.timestamp() == pytest.approx(time.time(), abs=5)
+    finally:
+        node.release()

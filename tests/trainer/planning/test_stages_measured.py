@@ -1,0 +1,75 @@
+"""Estimates of pipelines against measurement: what the rank with the most of a real step holds at once, and sends."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from as_rank import calm_down
+from planned_modules import GPT, hardware_of, loader, profile_of, settings_of
+
+from echelon import Callback, Trainer
+from echelon.strategies import ParallelStrategy
+from echelon.strategies.distributed.nested import iterate_tensors
+from echelon.strategies.estimate.counted_traffic import CountedTraffic
+from echelon.strategies.estimate.live_memory import LiveMemory, storages_bytes
+from echelon.testing import run_ranks
+from echelon.trainer.planning.rehearsed_rank import here
+
+NUM_MICRO_BATCHES = 4
+DEGREES = {2: ({"pp": 2}, {"pp": 2, "schedule": "gpipe"}), 4: ({"pp": 2}, {"pp": 2, "tp": 2})}
+
+
+class WatchedStep(Callback):
+    """Measures the second step of this rank."""
+
+    def on_train_epoch_start(self, trainer, module):
+        self.is_watching = False
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 1 and not self.is_watching:
+            self.is_watching, self.memory, self.traffic = True, LiveMemory(module), CountedTraffic()
+            self.resizes = self.memory.watching_resizes()
+            for mode in (self.resizes, self.memory, self.traffic):
+                mode.__enter__()
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 2:
+            for mode in (self.traffic, self.memory, self.resizes):
+                mode.__exit__(None, None, None)
+            own = list(here(module.parameters()))
+            state = storages_bytes(iterate_tensors([values for o in trainer.optimizers for values in o.state.values()]))
+            self.measured = {
+                "parameters": storages_bytes(own),
+                "gradients": storages_bytes(p.grad for p in own),
+                "optimizer": state,
+                "total": storages_bytes(own) + state + self.memory.most,
+                "traffic": self.traffic.sent.total(),
+            }
+            trainer.should_stop = True
+
+
+def measured_on_ranks(world_size):
+    calm_down()
+    answers = []
+    for degrees in DEGREES[world_size]:
+        watched = WatchedStep()
+        torch.manual_seed(0)
+        settings = settings_of(strategy=ParallelStrategy(**degrees), max_steps=4, callbacks=[watched])
+        trainer = Trainer(**settings, accumulate_grad_batches=NUM_MICRO_BATCHES)
+        trainer.fit(GPT(), loader(GPT, num_batches=3 * NUM_MICRO_BATCHES))
+        answers.append(watched.measured)
+    return answers
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_stages_hold_and_send_is_what_was_estimated(world_size):
+    ranks = run_ranks(measured_on_ranks, world_size, world_size)
+    profile = replace(profile_of(GPT), num_micro_batches=NUM_MICRO_BATCHES)
+    for index, degrees in enumerate(DEGREES[world_size]):
+        most = max((rank[index] for rank in ranks), key=lambda measured: measured["total"])
+        estimate = ParallelStrategy(**degrees).estimate(profile, hardware_of(world_size))
+        assert estimate.parameters == pytest.approx(most["parameters"], rel=0.02), degrees
+        assert estimate.optimizer == pytest.approx(most["optimizer"], rel=0.02), degrees
+        assert estimate.total == pytest.approx(most["total"], rel=0.15), degrees
+        assert estimate.sent == pytest.approx(most["traffic"], rel=0.05), degrees
+        assert 0 < estimate.idle < 0.5

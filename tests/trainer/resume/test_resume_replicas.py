@@ -1,0 +1,126 @@
+"""Random streams where several ranks hold one replica: of a data rank, in a run and in one that resumes it."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from as_rank import calm_down, double_trainer, world_size
+from shared_replicas import SharedReplicas
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from echelon import Callback, TrainModule, seed_everything
+from echelon.testing import run_ranks
+from echelon.trainer.checkpoint import load
+
+NUM_STEPS, SAVED_AT = 20, 10
+
+
+class Augmented(Dataset):
+    """Samples with noise that is drawn when they are read."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((3,), index / 40, dtype=torch.float64) + 0.1 * torch.rand(3, dtype=torch.float64)
+
+
+class Dropping(TrainModule):
+    def __init__(self):
+        super().__init__()
+        seed_everything(3, verbose=False)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        self.draws = []
+
+    def training_step(self, batch, batch_idx):
+        self.draws.append(torch.rand(()).item())
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class SaveOnce(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self.path)
+
+
+def train(size, save_to=None, resume_from=None):
+    calm_down()
+    module = Dropping()
+    trainer = double_trainer(
+        strategy=SharedReplicas(size) if world_size() > 1 else "single",
+        max_steps=NUM_STEPS,
+        num_sanity_val_steps=0,
+        callbacks=[SaveOnce(save_to)] if save_to else [],
+    )
+    loader = DataLoader(Augmented(), batch_size=4 // max(world_size() // size, 1), shuffle=True)
+    trainer.fit(module, loader, ckpt_path=resume_from)
+    return [p.detach() for p in module.parameters()], module.draws
+
+
+def on_ranks(num_ranks, size, **paths):
+    """Train on so many ranks, of which `size` hold a replica together; each returns weights and random numbers."""
+    return run_ranks(functools.partial(train, size, **paths), num_ranks)
+
+
+def assert_equal_in_replicas(results, size):
+    for rank, (weights, draws) in enumerate(results):
+        assert all(map(torch.equal, weights, results[0][0])), f"rank {rank} has other weights"
+        assert draws == results[rank // size * size][1]
+    firsts = [draws for _, draws in results[::size]]
+    assert len({tuple(draws) for draws in firsts}) == len(firsts), "data ranks draw the same numbers"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What layouts have saved and how they ended, each trained once; by the numbers of ranks and of a replica's."""
+    runs = {}
+
+    def run(layout):
+        if layout not in runs:
+            path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+            runs[layout] = path, on_ranks(*layout, save_to=path)
+        return runs[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (4, 2)])
+def test_ranks_of_a_replica_draw_the_same_numbers_and_stay_equal_to_the_bit(layout, saved):
+    path, results = saved(layout)
+    assert_equal_in_replicas(results, layout[1])
+    state, num_data_ranks = load(path), layout[0] // layout[1]
+    assert len(state["rng"]) == len(state["data"]) == num_data_ranks
+    assert json.loads((path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (4, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 2))],
+)
+def test_a_layout_with_as_many_data_ranks_goes_on_with_the_same_numbers(before, after, saved):
+    path, results = saved(before)
+    resumed = on_ranks(*after, resume_from=path)
+    assert_equal_in_replicas(resumed, after[1])
+    for rank in range(after[0]):
+        weights, draws = results[rank // after[1] * before[1]]
+        assert resumed[rank][1] == draws[SAVED_AT:]
+        for own, expected in zip(resumed[rank][0], weights, strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 2)), ((4, 2), (4, 4)), ((2, 1), (2, 2))])
+def test_another_number_of_data_ranks_begins_streams_that_the_ranks_of_a_replica_share(before, after, saved):
+    path, results = saved(before)
+    resumed = on_ranks(*after, resume_from=path)
+    assert_equal_in_replicas(resumed, after[1])
+    assert resumed[0][1][0] == results[0][1][SAVED_AT]  # data rank 0 goes on, with batches of another size
