@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,25 +154,39 @@ def contenders(*, with_lightning: bool) -> dict[str, Callable[[Entry], None]]:
     return found
 
 
-def measure(case: str, size: Size, with_lightning: bool) -> Times:
-    """Return the microseconds of a step of each contender, by contest and turn; runs in each of the processes."""
+def join() -> int:
+    """Join the other processes, with one thread and nothing printed; return how many there are."""
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    stay_on_core(dist.get_rank())
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    dataset = CASES[case].data(size.num_steps * CASES[case].batch_size * dist.get_world_size())
+    return dist.get_world_size()
+
+
+def contest(
+    case: Case, trained: Mapping[str, Callable[[Entry], Any]], size: Size, num_shares: int
+) -> dict[str, list[Turns]]:
+    """Let contenders train in turns on the same samples, dealt to `num_shares` ranks; return the turns of each."""
+    import torch.distributed as dist
+
+    dataset = case.data(size.num_steps * case.batch_size * num_shares)
     with tempfile.TemporaryDirectory() as folder:
 
-        def enter(train: Callable[[Entry], None]) -> Callable[[Turns], None]:
-            return lambda turns: train(Entry(CASES[case], dataset, turns, folder))
+        def enter(train: Callable[[Entry], Any]) -> Callable[[Turns], Any]:
+            return lambda turns: train(Entry(case, dataset, turns, folder))
 
-        names = contenders(with_lightning=with_lightning)
-        found = compete({name: enter(train) for name, train in names.items()}, size)
+        found = compete({name: enter(train) for name, train in trained.items()}, size)
         dist.barrier()
-    return times_of(found)
+    return found
+
+
+def measure(case: str, size: Size, with_lightning: bool) -> Times:
+    """Return the microseconds of a step of each contender, by contest and turn; runs in each of the processes."""
+    num_ranks = join()
+    stay_on_core(int(os.environ["RANK"]))
+    return times_of(contest(CASES[case], contenders(with_lightning=with_lightning), size, num_ranks))
 
 
 def main(argv: list[str] | None = None) -> None:

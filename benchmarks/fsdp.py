@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from ddp import BY_HAND, Batch, Case, Entry, gpt
+from ddp import BY_HAND, Batch, Case, Entry, contest, gpt, join
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from turns import Size, Times, Turns, compete, print_rows, summarise, times_of
+from turns import Size, Times, Turns, print_rows, summarise, times_of
 
 from echelon import Trainer, TrainModule
 from echelon.testing import run_ranks
@@ -98,7 +94,8 @@ def bytes_held(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     tensors: list[Any] = [*parameters, *(parameter.grad for parameter in parameters)]
     for optimizer in optimizers:
         tensors += [value for state in optimizer.state.values() for value in state.values()]
-    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    own = [tensor for tensor in tensors if tensor is not None and not tensor.is_meta]
+    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in own]
     # gradients of a unit lie in one buffer, which counts once
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     return sum(storages.values())
@@ -117,25 +114,16 @@ def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
 
 def measure(size: Size) -> tuple[Times, int]:
     """Return the microseconds of a step of each contender, by contest and turn, and the bytes held by this rank."""
-    import torch.distributed as dist
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    dataset = CASE.data(size.num_steps * CASE.batch_size * dist.get_world_size())
     trained: dict[str, Callable[[Entry], Any]] = {
         BY_HAND: train_by_hand,
         "echelon": partial(train_by_echelon, barebones=False),
         "echelon barebones": partial(train_by_echelon, barebones=True),
     }
-    with tempfile.TemporaryDirectory() as folder:
+    return times_and_memory(contest(CASE, trained, size, join()))
 
-        def enter(train: Callable[[Entry], Any]) -> Callable[[Turns], Any]:
-            return lambda turns: train(Entry(CASE, dataset, turns, folder))
 
-        found = compete({name: enter(train) for name, train in trained.items()}, size)
-        dist.barrier()
+def times_and_memory(found: dict[str, list[Turns]]) -> tuple[Times, int]:
+    """Return the times of a contest, and the most bytes that a contender says it held on this rank."""
     return times_of(found), max(turns.result or 0 for contests in found.values() for turns in contests)
 
 

@@ -1,0 +1,171 @@
+"""What a Trainer costs a step of tensor parallel training, and what a rank holds: a GPT, against hand-written scripts.
+
+Run ``python benchmarks/model_parallel.py``. Processes of one thread each train a GPT of the blocks of
+examples/parallel.py with AdamW: two with layers cut in two (tp 2), and four that share the parameters of each half, too
+(tp 2 x fsdp 2). The contenders take turns (turns.py), as in benchmarks/fsdp.py; by hand means torch's
+``parallelize_module`` and ``fully_shard``. "memory" is what the rank with the most holds of parameters, gradients and
+optimizer state, to what the plan says. "activations" is what forward keeps for backward with sequences cut in two
+(cp 2), to that of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from ddp import BY_HAND, EXAMPLES, Entry, contest, join
+from fsdp import Module, Text, times_and_memory
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from turns import Size, Times, Turns, print_rows, summarise
+
+from echelon import MemoryReport, ParallelStrategy, Trainer
+from echelon.testing import run_ranks
+
+LAYOUTS = {"tp 2": 2, "tp 2 x fsdp 2": 4}
+"""How many processes each takes."""
+
+
+class Net(nn.Module):
+    """A GPT of 3.2 million parameters, without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if str(EXAMPLES) not in sys.path:
+            sys.path.append(str(EXAMPLES))  # behind this folder, which has an fsdp.py, too
+        block: Any = importlib.import_module("parallel").Block
+        self.token, self.head = nn.Embedding(256, 256), nn.Linear(256, 256)
+        self.blocks = nn.ModuleList(block(256, 64) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+CASE = Text(Net, (64,), 4, 4)
+
+
+def train_by_hand(entry: Entry, *, num_shards: int) -> None:
+    """Train as torch's tutorial of tensor parallelism does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (num_shards, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = entry.model()
+    columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up_proj")}
+    rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("o_proj", "down_proj")}
+    parallelize_module(model, mesh["tp"], {**columns, **rows})
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        entry.dataset, num_shards, mesh.get_local_rank("dp"), shuffle=True
+    )
+    for batch in DataLoader(entry.dataset, entry.case.batch_size, sampler=sampler):
+        optimizer.zero_grad()
+        loss = entry.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+
+
+def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
+    """Train by a Trainer; return the bytes that this rank held."""
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        strategy=ParallelStrategy(tp=2),
+        default_root_dir=entry.folder,
+        barebones=barebones,
+    )
+    module = Module(entry)
+    trainer.fit(module, DataLoader(entry.dataset, entry.case.batch_size, shuffle=True))
+    return module.bytes_held
+
+
+def measure(num_shards: int, size: Size) -> tuple[Times, int]:
+    """Return the microseconds of a step of each contender, by contest and turn, and the bytes held by this rank."""
+    trained: dict[str, Callable[[Entry], Any]] = {
+        BY_HAND: partial(train_by_hand, num_shards=num_shards),
+        "echelon": partial(train_by_echelon, barebones=False),
+        "echelon barebones": partial(train_by_echelon, barebones=True),
+    }
+    join()
+    return times_and_memory(contest(CASE, trained, size, num_shards))
+
+
+def planned_bytes(num_shards: int) -> int:
+    """Return what the plan says that a rank holds: parameters, as large gradients, and two moments."""
+    plan = ParallelStrategy(tp=2, dp_shard=num_shards).plan(Net())
+    return 4 * sum(unit.bytes_a_rank for unit in plan.sharding.units)
+
+
+class Alone(Module):
+    """A module that is not in a contest."""
+
+    def __init__(self) -> None:
+        entry = Entry(CASE, CASE.data(1), Turns(Size(1, 1, 1, 0)), "")
+        super().__init__(entry)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def kept_activations() -> float:
+    """Return the bytes that forward keeps for backward on this rank, over all processes there are."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    report = MemoryReport()
+    number = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        devices=number,
+        strategy=ParallelStrategy(cp=number),
+        callbacks=[report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Alone(), DataLoader(CASE.data(16), CASE.batch_size))
+    return report.measured["activations"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print tables, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a turn")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them in each turn")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
+    parser.add_argument("--contests", type=int, default=8, help="how often all begin again")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
+    options = parser.parse_args(argv)
+    size = Size(options.contests, options.rounds, options.steps, options.warmup)
+    results: dict[str, Any] = {"torch": torch.__version__}
+    for layout, number in LAYOUTS.items():
+        ranks = run_ranks(measure, number, number // 2, size, timeout=3600)
+        rows = summarise(ranks[0][0], BY_HAND)  # the ranks wait for each other
+        held, planned = max(rank[1] for rank in ranks), planned_bytes(number // 2)
+        results[layout] = {"contenders": rows, "memory": {"held": held, "plan": planned, "ratio": held / planned}}
+        if not options.json:
+            print_rows(layout, rows)
+            print(f"memory: {held / 1e6:.2f} MB a rank at most, {held / planned:.3f} of the plan\n", flush=True)
+    [whole], cut = run_ranks(kept_activations, 1, timeout=600), run_ranks(kept_activations, 2, timeout=600)
+    results["activations"] = max(cut) / whole
+    print(json.dumps(results, indent=2) if options.json else f"activations: {max(cut) / whole:.3f} of one process's")
+
+
+if __name__ == "__main__":
+    main()
