@@ -66,7 +66,6 @@ class Digits(echelon.TrainModule):
     def __init__(self, width: int = 32, dropout: float = 0.2, lr: float = 0.01):
         super().__init__()
         self.save_hyperparameters()
-
         self.conv1 = convolution(1, width, stride=1)
         self.conv2 = convolution(width, 2 * width, stride=2)
         self.conv3 = convolution(2 * width, 4 * width, stride=2)
@@ -132,18 +131,19 @@ def draw_curves(run):
     figure.savefig(run / "curves.png", dpi=150)
 
 
-if __name__ == "__main__":
+def train(max_epochs=20, **settings):  # `echelon demo` calls it, too
     torch.set_num_threads(1)  # for images this small a second thread costs more than it does
     echelon.seed_everything(1)
-    trainer = echelon.Trainer(
-        max_epochs=20,
-        log_every_n_steps=5,
-        callbacks=[echelon.ModelCheckpoint(monitor="accuracy/val", mode="max"), echelon.LearningRateMonitor("step")],
-    )
+    callbacks = [echelon.ModelCheckpoint(monitor="accuracy/val", mode="max"), echelon.LearningRateMonitor("step")]
+    trainer = echelon.Trainer(max_epochs=max_epochs, log_every_n_steps=5, callbacks=callbacks, **settings)
     trainer.fit(Digits(), datamodule=DigitsData())
     trainer.test(ckpt_path="best")
+    if trainer.is_global_zero:
+        draw_curves(run := Path(trainer.log_dir))
+        print(f"\nCurves:       {run / 'curves.png'}")
+        print(f"TensorBoard:  {sys.executable} -m tensorboard.main --logdir {run.parent}")
+    return trainer
 
-    run = Path(trainer.log_dir)
-    draw_curves(run)
-    print(f"\nCurves:       {run / 'curves.png'}")
-    print(f"TensorBoard:  {Path(sys.executable).with_name('tensorboard')} --logdir {run.parent}")
+
+if __name__ == "__main__":
+    train()
