@@ -1,0 +1,172 @@
+"""Pictures of real runs, for the gallery: ``make docs`` runs this. Each is drawn by what a user would call."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Net(echelon.TrainModule):
+    """A small regression; `slow_rank` waits in each step, as a processor that is too hot would make it."""
+
+    def __init__(self, slow_rank: int = -1, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.slow_rank, self.seconds = slow_rank, seconds
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        """Return the loss."""
+        is_slow = self.slow_rank in (self.global_rank, -1) and self.current_epoch > 0
+        time.sleep(self.seconds if is_slow else 0.02)
+        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(num_samples: int) -> DataLoader[Any]:
+    """Return a loader of random samples."""
+    return DataLoader(TensorDataset(torch.randn(num_samples, 4)), batch_size=4)
+
+
+def curves(folder: Path) -> Path:
+    """Return the curves that ``make demo`` draws."""
+    subprocess.run([sys.executable, str(EXAMPLES / "digits.py")], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return next(folder.rglob("curves.png"))
+
+
+def goodput(folder: Path) -> Path:
+    """Return the account of an elastic run two of whose workers were killed."""
+    strategy = echelon.ElasticStrategy("ddp", snapshot_every=20, chaos="kill:rank=1@step=70, kill:rank=0@step=130")
+    trainer = echelon.Trainer(
+        strategy=strategy, devices=2, max_steps=200, max_epochs=-1, default_root_dir=folder, logger=True, **QUIET
+    )
+    trainer.fit(Net(seconds=0.02), data(400))
+    command = [sys.executable, "-m", "echelon", "goodput", str(folder), "--png", str(folder / "goodput.png")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder / "goodput.png"
+
+
+def stragglers(folder: Path) -> Path:
+    """Return what `StragglerMonitor` logs of two ranks, one of which becomes slow."""
+    trainer = echelon.Trainer(
+        strategy="ddp",
+        devices=2,
+        max_epochs=2,
+        logger=echelon.CSVLogger(folder),
+        log_every_n_steps=5,
+        enable_checkpointing=False,
+        callbacks=echelon.StragglerMonitor(),
+        **QUIET,
+    )
+    trainer.fit(Net(slow_rank=1, seconds=0.06), data(400))
+    with next(folder.rglob("metrics.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("time/compute/rank_0")]
+    figure = Figure(figsize=(10, 3), dpi=120, layout="constrained")
+    axis = figure.subplots()
+    for rank, color in enumerate(("#2563c9", "#e07b39")):
+        for part, style in (("compute", "-"), ("communication_wait", ":")):
+            values = [1000 * float(row[f"time/{part}/rank_{rank}"]) for row in rows]
+            label = f"rank {rank}: {part.replace('_', ' ')}"
+            axis.plot([int(row["step"]) for row in rows], values, style, color=color, label=label)
+    axis.set(xlabel="step", ylabel="ms a step", ylim=(0, None))
+    axis.legend(frameon=False, ncols=2)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / "stragglers.png")
+    return folder / "stragglers.png"
+
+
+class Block(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what the layers compute."""
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Deep(echelon.TrainModule):
+    """Eight blocks, which a pipeline deals to stages that take equally long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(8)))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        """Return the loss."""
+        loss: torch.Tensor = self.blocks(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def timeline(schedule: Any, folder: Path) -> Path:
+    """Return what `Timeline` draws of a step on two ranks."""
+    drawn = echelon.Timeline(folder / "timeline.png")
+    trainer = echelon.Trainer(
+        strategy=echelon.ParallelStrategy(pp=2, schedule=schedule),
+        devices=2,
+        accumulate_grad_batches=8,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=drawn,
+        **QUIET,
+    )
+    samples = TensorDataset(torch.randn(6 * 8 * 512, 128))
+    trainer.fit(Deep(), DataLoader(samples, batch_size=512))
+    return folder / "timeline.png"
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+PICTURES: dict[str, Callable[[Path], Path]] = {
+    "curves": curves,
+    "goodput": goodput,
+    "stragglers": stragglers,
+    **{f"timeline_{schedule}": partial(timeline, schedule) for schedule in SCHEDULES},
+}
+
+
+def main() -> None:
+    """Draw those pictures into a folder that are not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    target: Path = parser.parse_args().folder
+    target.mkdir(exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name, draw in PICTURES.items():
+        picture = target / f"{name}.png"
+        if not picture.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                draw(Path(folder)).rename(picture)
+
+
+if __name__ == "__main__":
+    main()
