@@ -19,9 +19,16 @@ COPY *.py py.typed ./
 COPY strategies strategies
 COPY callbacks callbacks
 COPY trainer trainer
+COPY lightning lightning
+COPY examples/digits.py examples/
 RUN pip install --constraint constraints.txt --no-build-isolation '.[examples]'
 
 FROM python:3.11-slim
+# compile=True: Inductor compiles C++ for CPUs, and Triton C for GPUs, when a run begins.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
 # The user of the rendered manifests. Its volume of runs is empty when it is made: it gets the owner of this folder.
 RUN groupadd --gid 1000 echelon \
  && useradd --uid 1000 --gid 1000 --no-create-home --home-dir /tmp echelon \

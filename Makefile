@@ -13,7 +13,8 @@ PACKAGE := $(wildcard *.py) py.typed $(patsubst %/__init__.py,%,$(wildcard */__i
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast lint types bench clean
+.PHONY: demo test test-fast test-gpu test-libraries test-versions fuzz docs lint types bench clean
+.PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
 	$(BIN)/python examples/digits.py
@@ -23,6 +24,37 @@ test: $(call installed,test)
 
 test-fast: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m 'not slow' --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+fuzz: $(call installed,test)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py 20000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/file_errors.py
+
+# what one GPU can show takes about ten minutes; where there are more, what several can show as well
+test-gpu: $(call installed,test)
+	$(BIN)/pytest tests/gpu -m gpu
+
+# nine libraries built on Lightning, in an environment of their own, which takes 8 GB
+test-libraries: .libraries/.installed
+	.libraries/bin/pytest tests/libraries
+
+.libraries/.installed: pyproject.toml tests/libraries/requirements.txt
+	$(PYTHON) -m venv --clear .libraries
+	.libraries/bin/pip --disable-pip-version-check install --quiet --requirement tests/libraries/requirements.txt pytest pytest-timeout --editable .
+	@touch $@
+
+# the oldest and the newest torch, each in an environment of its own, which takes 7 GB; one with TORCHES=2.11.0
+TORCHES := 2.11.0 2.15.0
+CORE := tests/strategies tests/trainer tests/callbacks tests/equivalence/test_one_process.py
+test-versions: $(TORCHES:%=test-torch-%)
+
+test-torch-%: .torch-%/.installed
+	OMP_NUM_THREADS=1 .torch-$*/bin/pytest $(CORE) --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+.torch-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .torch-$*
+	grep --invert-match --extended-regexp '^(torch|torchvision|triton|setuptools|cuda-.*|nvidia-.*)=' constraints.txt > .torch-$*/constraints.txt
+	.torch-$*/bin/pip --disable-pip-version-check install --quiet --constraint .torch-$*/constraints.txt torch==$* --editable '.[test]'
+	@touch $@
 
 lint: $(call installed,lint)
 	$(BIN)/ruff check .
@@ -34,11 +66,17 @@ types: $(call installed,lint)
 	$(BIN)/mypy --package echelon
 	$(BIN)/mypy examples benchmarks
 
+# the pages of docs/ and a reference of every public name; the pictures of the gallery are drawn once, from real runs
+docs: $(call installed,docs)
+	$(BIN)/python docs/pictures.py docs/_pictures
+	$(BIN)/sphinx-build --fail-on-warning --quiet docs docs/_build
+	@echo "Open docs/_build/index.html"
+
 bench: $(call installed,examples)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache tests/.pytest_cache
+	rm -rf $(VENV) .libraries .torch-* build dist *.egg-info .mypy_cache .ruff_cache tests/.pytest_cache docs/_build docs/_pictures
 
 # The build runs in .venv as well: setuptools comes from constraints.txt, too.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
