@@ -29,7 +29,7 @@ from .stack_dumps import dump_stacks
 
 _LOOK: Final = 0.25  # seconds between two looks at heartbeats and other nodes; the exit of a worker is seen at once
 _PEERS: Final = 0.1  # seconds for the peers of a failed worker to report it, which helps to find the cause
-_LEFT: Final = 2.0  # seconds for workers to end by themselves after another node has left
+_LEFT: Final = 2.0  # seconds for workers to end by themselves after another node has left or given up
 _GIVEN_UP: Final = "given_up"
 _MANY: Final = 1 << 30  # restarts that torch's agent allows; the policy decides instead
 
@@ -158,6 +158,8 @@ class ElasticAgent(Agent):
             return self._end_round(self._hung(hang))
         if self._meeting.num_nodes_lost():
             return self._end_round(self._changed("A node has left"))
+        if self._meeting.is_over() and self._meeting.notices.has(_GIVEN_UP):  # no worker there will ever answer
+            return self._end_round(self._changed("Another node has given up"))
         return RunResult(state=WorkerState.HEALTHY)
 
     def _end_round(self, end: RoundEnd, ends: list[WorkerExit] | None = None) -> RunResult:
@@ -179,7 +181,8 @@ class ElasticAgent(Agent):
         else:
             self._delay = decision.delay
             level = logging.INFO if end.kind == "membership" else logging.WARNING
-            _log.log(level, "Round %d ended: %s. The workers start again.", end.round, end.cause)
+            what = "" if self._meeting.is_over() else " The workers start again."
+            _log.log(level, "Round %d ended: %s.%s", end.round, end.cause, what)
         return RunResult(state=WorkerState.FAILED)
 
     def _judge(self, ends: list[WorkerExit]) -> RoundEnd:

@@ -151,6 +151,10 @@ class OneNode(Rendezvous):
         """Return 0: there is no other node."""
         return 0
 
+    def is_over(self) -> bool:
+        """Return False: no other node ends the run."""
+        return False
+
     def leave(self) -> None:
         """Do nothing: there is no other node."""
 
@@ -242,8 +246,11 @@ class ManyNodes(DynamicRendezvousHandler):
             ProcessError: if the store is gone.
         """
         self.num_nodes_waiting()  # looks at the store
-        state = self._state_holder.state
-        return 0 if state.closed else self.num_nodes - len(state.participants)
+        return 0 if self.is_over() else self.num_nodes - len(self._state_holder.state.participants)
+
+    def is_over(self) -> bool:
+        """Return whether a node had ended the run at the last look at the store."""
+        return bool(self._state_holder.state.closed)
 
     def leave(self) -> None:
         """Leave the run for good. The others see it at once, instead of waiting until this node counts as dead.

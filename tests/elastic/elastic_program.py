@@ -55,12 +55,14 @@ class Plan:
     snapshot_every: int | None = 3
     checkpoint_every: int = 0
     chaos: str = ""
-    start_timeout: float = 60.0
+    start_timeout: float = 240.0
     last_call: float = 1.0
     sleeps: str = ""
     """"ROUND RANK STEP SECONDS": a rank that is late, once."""
     lost_at: str = ""
     """What the node of rank 1 is lost in, in round 0: ``"on_train_end"``, ``"commit"`` (here of rank 0) or not."""
+    can_connect: bool = True
+    """Whether the workers of this node get as far as meeting their peers."""
 
 
 class Regression(TrainModule):
@@ -93,6 +95,13 @@ class Regression(TrainModule):
 def samples() -> tuple[Tensor, Tensor]:
     inputs = torch.randn(SAMPLES, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return inputs, inputs.square().sum(1, keepdim=True)
+
+
+class Unready(DDPStrategy):
+    """Fails before it meets the others, which wait for it."""
+
+    def connect(self, *_: Any) -> None:
+        raise RuntimeError("this node is not ready")
 
 
 class Pace(Callback):
@@ -161,8 +170,9 @@ def train(folder: Path, plan: Plan) -> dict[str, Tensor]:
     strategy: Any = plan.strategy
     callbacks: list[Callback] = [SampleLedger()]
     if plan.rdzv:
+        make = _INNER[plan.strategy] if plan.can_connect else Unready
         strategy = ElasticStrategy(
-            _INNER[plan.strategy](start_timeout=timedelta(seconds=plan.start_timeout)),
+            make(start_timeout=timedelta(seconds=plan.start_timeout)),
             nodes=plan.nodes,
             rdzv=plan.rdzv,
             max_restarts=20,

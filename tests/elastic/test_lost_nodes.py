@@ -20,7 +20,7 @@ def undisturbed(tmp_path_factory):
     return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "what",
     [
@@ -50,6 +50,16 @@ def test_a_node_is_lost_while_it_waits_for_others(memory_path, undisturbed):
         lost.process.wait()
         weights = nodes.finish(*(nodes.start(slot, nodes="2") for slot in range(2)))
     nodes.check_no_scar(weights, undisturbed)
+
+
+def test_a_node_gives_up_while_the_other_waits_for_its_workers(memory_path):
+    with nodes_of_a_run(memory_path, TWO) as nodes:  # which end long before start_timeout
+        both = [nodes.start(slot, nodes="2", can_connect=slot == 0, start_timeout=600.0) for slot in range(2)]
+        assert [nodes.end(one) for one in both] == [1, 1], nodes.told()
+        waited = both[0].log.read_text()
+    assert "Another node has given up" in waited
+    assert "A node has given up:" in waited
+    assert "this node is not ready" in waited
 
 
 def test_too_few_nodes_are_left(memory_path):

@@ -53,9 +53,9 @@ def test_a_node_is_lost_and_the_other_goes_on_with_fewer_shards(memory_path: Any
 def test_a_number_of_ranks_that_layers_cannot_be_cut_for_is_a_clear_stop(memory_path: Any) -> None:
     with nodes_of_a_run(memory_path, TWO) as nodes:
         nodes.hold_after(5)
-        both = [nodes.start(slot, devices=1, nodes="2:3", last_call=1.0, start_timeout=25.0) for slot in range(2)]
+        both = [nodes.start(slot, devices=1, nodes="2:3", last_call=1.0) for slot in range(2)]
         nodes.wait(lambda seen: seen["step"] >= 5, "two nodes train")
-        third = nodes.start(1, devices=1, nodes="2:3", last_call=1.0, start_timeout=25.0)
+        third = nodes.start(1, devices=1, nodes="2:3", last_call=1.0)
         assert [nodes.end(one) for one in (*both, third)] == [1, 1, 1], nodes.told()
     assert "tp = 2, but world_size is 3; choose degrees whose product divides 3" in nodes.told()
     assert "is not started again" in nodes.told()
