@@ -11,9 +11,12 @@ installed = $(VENV)/.installed-$(1)
 TYPED := .mypy_cache/package/echelon
 PACKAGE := $(wildcard *.py) py.typed $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
+# Where it is set, as in many containers, each of the thousands of processes that tests start would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-gpu test-libraries test-versions fuzz docs lint types bench clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz docs lint types bench clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -24,6 +27,10 @@ test: $(call installed,test)
 
 test-fast: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m 'not slow' --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# the tests that failed in the last run, one at a time
+test-failed: $(call installed,test)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --last-failed --last-failed-no-failures none
 
 fuzz: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py 20000

@@ -14,7 +14,7 @@ __all__ = ["Layout", "Report", "run_ranks", "verify"]
 T = TypeVar("T")
 
 
-def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0) -> list[T]:
+def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 240.0) -> list[T]:
     """Return what ``function(*args)`` returned in each of `world_size` new processes, by rank.
 
     Each process has the variables that torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), but has joined no

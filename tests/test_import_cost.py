@@ -33,7 +33,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 def heavy_modules_of(statement, folder):
     command = [sys.executable, "-c", PROBE.format(statement=statement)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=True)
     return [name for name in HEAVY if name in json.loads(done.stdout)]
 
 

@@ -33,7 +33,7 @@ OF_NO_TREE = shutil.ignore_patterns(
 
 
 def run(*command, folder):
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

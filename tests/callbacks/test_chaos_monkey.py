@@ -58,7 +58,7 @@ def test_a_process_is_stopped_and_killed_at_exactly_the_step_and_only_once(tmp_p
         assert os.WIFSTOPPED(status)
         assert steps(tmp_path) == [1]
         process.send_signal(signal.SIGCONT)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(240) == -signal.SIGKILL
         assert steps(tmp_path) == [2, 3]
     finally:
         process.kill()
@@ -147,7 +147,7 @@ def test_an_event_may_come_later_than_its_point(tmp_path: Path) -> None:
     left = threading.Event()
     monkey = ChaosMonkey(Chaos("leave:rank=0+delay=0.01@step=1"), tmp_path, leave=left.set)
     trainer_in(tmp_path, monkey, max_epochs=1).fit(Scripted(), batches())
-    assert left.wait(60)
+    assert left.wait(240)
 
 
 # --- at random -------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def recorded(folder: Path) -> dict[str, WindowTimeline]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, WindowTimeline]]]:
     folder = tmp_path_factory.mktemp("timelines")
-    return folder, run_ranks(recorded, 2, folder, timeout=60)
+    return folder, run_ranks(recorded, 2, folder, timeout=240)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zbv_zero_bubble"])
@@ -149,7 +149,7 @@ def test_a_strategy_without_stages_is_refused_before_anything_starts() -> None:
 
 
 def test_a_step_that_never_comes_is_told() -> None:
-    told = run_ranks(end_early, 2, timeout=60)
+    told = run_ranks(end_early, 2, timeout=240)
     assert [len(messages) for messages in told] == [1, 0]
     assert "its step is 9, and training ended after 3" in told[0][0]
 

@@ -29,7 +29,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "--define"]
     command += ["suppress_warnings=image.not_readable", str(DOCS), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=680, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 

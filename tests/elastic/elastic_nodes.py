@@ -53,7 +53,7 @@ class Nodes:
         timeout: how many seconds anything may take that is waited for.
     """
 
-    def __init__(self, folder: Path, plan: Plan, namespaces: Sequence[Node] = (), timeout: float = 90.0) -> None:
+    def __init__(self, folder: Path, plan: Plan, namespaces: Sequence[Node] = (), timeout: float = 360.0) -> None:
         self.folder, self.plan, self.namespaces, self.timeout = folder, plan, namespaces, timeout
         self.mark = uuid.uuid4().hex
         self.programs: list[Program] = []

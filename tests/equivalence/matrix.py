@@ -521,9 +521,9 @@ def run(line):
     if line.processes == 1:
         return by_case([train_all(line)])
     if line.nodes == 1:
-        return by_case(run_ranks(train_all, line.processes, line, timeout=160))
+        return by_case(run_ranks(train_all, line.processes, line, timeout=640))
     with two_nodes() as nodes:
-        return by_case(run_ranks(train_on_node, line.processes, line, nodes, timeout=160))
+        return by_case(run_ranks(train_on_node, line.processes, line, nodes, timeout=640))
 
 
 def train_on_node(line, nodes):

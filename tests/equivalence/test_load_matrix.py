@@ -22,7 +22,7 @@ from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import export, load_weights
 from echelon.trainer.checkpoint.manifest import read_manifest
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all runs, a minute of two cores
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for all runs, a minute of two cores
 
 GLOBAL_BATCH = 8
 SAVED_AT, LAST = 4, 7
@@ -181,7 +181,7 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     for number in sorted({layout.processes for layout in LAYOUTS}):
         layouts = [layout for layout in LAYOUTS if layout.processes == number]
         found.append(
-            function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args, timeout=250)[0]
+            function(layouts, *args) if number == 1 else run_ranks(function, number, layouts, *args, timeout=1000)[0]
         )
     return found
 

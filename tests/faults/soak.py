@@ -177,7 +177,7 @@ def write(path: Path, content: str) -> None:
 
 
 def check_nothing_is_left(agent: int, mark: str, files: set[Path], folder: Path) -> None:
-    end = time.monotonic() + 10  # the fork server and the tracker of resources end when they see that the agent has
+    end = time.monotonic() + 40  # the fork server and the tracker of resources end when they see that the agent has
     while (family := processes_of(agent, mark)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not family, f"processes are left:\n{where(family)}"

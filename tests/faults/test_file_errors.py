@@ -25,7 +25,7 @@ def test_each_call_may_fail(ranks: int, stride: int) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=960)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()

@@ -22,7 +22,7 @@ def test_forty_kills_change_no_bit_of_weights_and_curve(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=400)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # and what it has forked
         output, _ = process.communicate()

@@ -14,7 +14,7 @@ def test_two_hundred_mutations_end_in_an_error_of_echelon_or_in_nothing() -> Non
         [sys.executable, str(script), "200", "--from", "1000000"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def on_ranks(data_size: int, function: Callable[[DataRanks], T], ranks: DataRanks | None = None) -> list[T]:
     """Return what a function returns on each rank; they take turns, since random generators are global."""
     said: list[list[list[float]]] = [[] for _ in range(data_size)]
-    turn, meeting = threading.Lock(), threading.Barrier(data_size, timeout=100)  # a loaded machine forks slowly
+    turn, meeting = threading.Lock(), threading.Barrier(data_size, timeout=400)  # a loaded machine forks slowly
 
     def run(data_rank: int) -> T:
         def agree(numbers: list[float]) -> list[list[float]]:

@@ -26,7 +26,7 @@ _TESTS = str(Path(__file__).parents[1])
 
 
 def run_program(
-    *words: str | Path, folder: Path, timeout: float = 110.0, environ: Mapping[str, str] = os.environ
+    *words: str | Path, folder: Path, timeout: float = 440.0, environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *words`` in a folder, as `subprocess.run` would, but with torch and Echelon imported before.
 
@@ -135,7 +135,7 @@ class WatchedProgram(ForkedProgram):
             time.sleep(0.01)
         return line
 
-    def communicate(self, timeout: float = 100.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 400.0) -> tuple[str, str]:
         """Wait for the end; return what it has written since to standard output, and all of standard error.
 
         Raises:

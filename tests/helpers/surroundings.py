@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_PATIENCE = 3.0  # seconds for threads and processes that have just been told to end
+_PATIENCE = 30.0  # seconds for threads and processes that have just been told to end
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Processes that Python starts once, and keeps."""
 _PIPES_OF_HELPERS = 4

@@ -45,7 +45,7 @@ def two_nodes():
     finally:
         for name in names:
             if os.path.exists(f"/run/netns/{name}"):
-                subprocess.run(["ip", "netns", "del", name], check=True, timeout=20)
+                subprocess.run(["ip", "netns", "del", name], check=True, timeout=80)
 
 
 def _connect(nodes):
@@ -60,7 +60,7 @@ def _connect(nodes):
         steps.append(f"{inside} address add {node.address}/24 dev {INTERFACE}")
         steps += [f"{inside} link set lo up", f"{inside} link set {INTERFACE} up"]
     for step in steps:
-        done = subprocess.run(["ip", *step.split()], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(["ip", *step.split()], capture_output=True, text=True, timeout=80, check=False)
         if done.returncode:
             return f"ip {step}: {done.stderr.strip()}"
     for node in nodes:
@@ -70,10 +70,10 @@ def _connect(nodes):
 
 def _await_carrier(node):
     """Wait until the kernel has seen both ends of the cable: until then TensorPipe takes the interface for absent."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 80
     while time.monotonic() < end:
         shown = ["ip", "-n", node.namespace, "-oneline", "link", "show", "dev", INTERFACE]
-        if " state UP " in subprocess.run(shown, capture_output=True, text=True, timeout=20, check=True).stdout:
+        if " state UP " in subprocess.run(shown, capture_output=True, text=True, timeout=80, check=True).stdout:
             return
         time.sleep(0.02)
     raise AssertionError(f"{INTERFACE} of {node.namespace} does not come up")
@@ -86,7 +86,7 @@ def absent(reason):
     pytest.skip(reason)
 
 
-def run_together(commands, *, timeout=100.0, cwd=None):
+def run_together(commands, *, timeout=400.0, cwd=None):
     """Run (command, variables) at once and return (exit code, output) of each.
 
     Nothing that they start outlives the call. The variables come on top of a few: none of a launcher is passed on.

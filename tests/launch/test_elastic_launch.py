@@ -53,7 +53,7 @@ def start(folder, *options, **variables):
 def end(launch, folder):
     """Return what a launch wrote since and its exit code; nothing of it is left."""
     try:
-        output, errors = launch.communicate(timeout=100)
+        output, errors = launch.communicate(timeout=400)
     finally:
         left = kill_marked(folder)
     assert left == []

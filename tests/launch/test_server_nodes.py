@@ -45,7 +45,7 @@ def test_nodes_take_the_steps_of_one_process_and_listen_in_their_network_alone(n
 def test_a_public_address_is_refused(nodes):
     for node, address in zip(nodes, ("11.77.0.1", "11.77.0.2"), strict=True):
         words = ["ip", "-n", node.namespace, "address", "add", f"{address}/24", "dev", "node0"]
-        subprocess.run(words, check=True, timeout=20)
+        subprocess.run(words, check=True, timeout=80)
     for code, output in run(nodes, "nodes", "11.77.0.1", "29402"):
         assert code == 1
         assert "MASTER_ADDR must lead to a private network for parameter servers, got '11.77.0.1'" in output

@@ -14,7 +14,7 @@ def run(program, **settings):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         **settings,
     )

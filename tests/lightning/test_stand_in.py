@@ -183,7 +183,7 @@ def test_a_library_built_on_lightning_trains_saves_and_loads(tmp_path):
 def test_the_processes_of_a_run_stand_in_before_they_import_the_library(tmp_path):
     (tmp_path / "library.py").write_text(LIBRARY)
     command = [sys.executable, "-c", textwrap.dedent(LAUNCH)]  # not forked: what is imported, and when, is the question
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.stdout.strip().endswith("trained"), done.stdout + done.stderr
 
 

@@ -32,7 +32,7 @@ def loops_of_rank():
 
 @pytest.fixture(scope="module")
 def on_two_ranks():
-    return run_ranks(loops_of_rank, 2, timeout=60)
+    return run_ranks(loops_of_rank, 2, timeout=240)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def on_two_ranks():
     """Return the losses of every program in two processes: one launch for all, as starting them takes longest."""
     names = [name for name in PROGRAMS if name != "transformers" or find_spec("transformers")]
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(ports_of_rank, 2, names, folder, timeout=100)[0]
+        return run_ranks(ports_of_rank, 2, names, folder, timeout=400)[0]
 
 
 @pytest.fixture

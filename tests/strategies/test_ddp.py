@@ -374,7 +374,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What every case and function gave on each of two ranks, by its name."""
-    return run_ranks(run_all, 2, folder, timeout=110)
+    return run_ranks(run_all, 2, folder, timeout=440)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -140,7 +140,7 @@ def around_steps() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(around_steps, 4, timeout=100)
+    return run_ranks(around_steps, 4, timeout=400)
 
 
 def test_ranks_of_one_replica_read_the_same_slice(ranks: list[dict[str, Any]]) -> None:

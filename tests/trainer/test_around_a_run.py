@@ -308,7 +308,7 @@ def test_every_call_works_or_says_what_to_do_in_one_process(strategy, tmp_path):
 
 @pytest.mark.parametrize("strategy", LAUNCHED)
 def test_every_call_works_or_says_what_to_do_on_each_rank_that_a_launcher_started(strategy, tmp_path):
-    assert run_ranks(tour_of_moments, 2, strategy, tmp_path, timeout=300) == [{}, {}]
+    assert run_ranks(tour_of_moments, 2, strategy, tmp_path, timeout=1200) == [{}, {}]
 
 
 @pytest.mark.parametrize("strategy", LAUNCHED)

@@ -377,6 +377,6 @@ def test_a_plain_script_trains_and_exits_with_0(tmp_path):
         "print('steps:', trainer.global_step)\n"
     )
     command = [sys.executable, "-W", "error", str(script)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stderr
     assert "steps: 4" in run.stdout

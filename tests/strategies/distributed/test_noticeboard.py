@@ -50,7 +50,7 @@ def test_a_wait_returns_what_came_in_time(board):
     board.post("a")
     start = time.monotonic()
     assert board.wait_for(["a", "b"], timeout=0.2) == {"a": None}
-    assert 0.2 <= time.monotonic() - start < 5
+    assert 0.2 <= time.monotonic() - start < 60
 
 
 def test_a_wait_ends_early_where_nothing_more_is_awaited(board):
@@ -69,10 +69,10 @@ def take_turns():
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     board = Noticeboard(store, "run")
     board.post(f"rank/{rank}", {"rank": rank, "long": "x" * 10**6})
-    messages = board.wait_for([f"rank/{other}" for other in range(3)], timeout=60)
+    messages = board.wait_for([f"rank/{other}" for other in range(3)], timeout=240)
     keys = store.num_keys()
     board.post(f"seen/{rank}")
-    board.wait_for([f"seen/{other}" for other in range(3)], timeout=60)
+    board.wait_for([f"seen/{other}" for other in range(3)], timeout=240)
     board.remove_once_read(3, *(f"rank/{other}" for other in range(3)))
     return [message["rank"] for message in messages.values()], board.count("calls"), keys, board.has("rank/0")
 

@@ -37,7 +37,7 @@ def libc(name, *args):
 
 
 def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=80)
 
 
 def mount(kind, path, flags=0, options=""):
@@ -302,7 +302,7 @@ def test_a_clock_that_is_not_that_of_the_files_is_found(tmp_path):
     if shutil.which("faketime") is None:
         pytest.skip("there is no `faketime` on PATH")
     words = [sys.executable, "-m", "echelon", "doctor", "--json", "--folder", str(tmp_path)]
-    done = subprocess.run(["faketime", "-f", "+100s", *words], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(["faketime", "-f", "+100s", *words], capture_output=True, text=True, timeout=400, check=False)
     report = json.loads(done.stdout)
     assert [one["check"] for one in report["findings"]] == ["clock"] and "+100" in report["findings"][0]["text"]
     assert "set-ntp" in report["findings"][0]["remedy"] and done.returncode == 0

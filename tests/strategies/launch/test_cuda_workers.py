@@ -49,7 +49,7 @@ def run(tmp_path, before=""):
     program.write_text(textwrap.dedent(PROGRAM.format(before=before)))
     variables = {**os.environ, "PYTHONPATH": str(packages)}
     command = [sys.executable, str(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=440, check=False, env=variables)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch cannot ask for devices")

@@ -133,7 +133,7 @@ def kill_and_launch_again(tmp_path, temporary, seen):
             assert sum(path.stat().st_size for path in files) < 1000
         finally:
             program.kill()
-    subprocess.run([*command, "0"], cwd=tmp_path, env=environ, timeout=60, check=True)
+    subprocess.run([*command, "0"], cwd=tmp_path, env=environ, timeout=240, check=True)
     # Python's folder of a killed fork server stays, with an empty socket: only asking it would tell that nobody listens
     left = [path for path in temporary.iterdir() if not path.name.startswith("pymp-")]
     assert [path.name for path in left if path.name != f"torchinductor_{getpass.getuser()}"] == []

@@ -142,7 +142,7 @@ print("began once", net.doubled().tolist())
 def test_a_plain_program_needs_no_guard_and_its_own_classes_travel(tmp_path, file):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, file], input=PROGRAM, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, file], input=PROGRAM, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["caught 3", "began once [50.0, 50.0, 50.0]"]

@@ -131,7 +131,7 @@ def train_in_stages() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ends() -> list[dict[str, Any]]:
     """What each of two ranks has left of each model."""
-    return run_ranks(train_in_stages, 2, timeout=110)
+    return run_ranks(train_in_stages, 2, timeout=440)
 
 
 @pytest.mark.parametrize("name", MODELS)

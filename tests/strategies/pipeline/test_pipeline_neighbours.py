@@ -107,7 +107,7 @@ def train_in_stages(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks has left of each run."""
-    return run_ranks(train_in_stages, 4, tmp_path_factory.mktemp("stages"), timeout=110)
+    return run_ranks(train_in_stages, 4, tmp_path_factory.mktemp("stages"), timeout=440)
 
 
 def test_averages_of_all_stages_are_validated_saved_and_left_in_the_module(

@@ -118,7 +118,7 @@ def train_all(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has left of each run."""
-    return run_ranks(train_all, 2, tmp_path_factory.mktemp("runs"), timeout=110)
+    return run_ranks(train_all, 2, tmp_path_factory.mktemp("runs"), timeout=440)
 
 
 @pytest.fixture(scope="module")

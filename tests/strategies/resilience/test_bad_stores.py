@@ -19,7 +19,7 @@ from echelon.strategies.errors import ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import meeting
 
 torch_rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=240)
 
 
 def free_port():
@@ -50,7 +50,7 @@ def test_a_rendezvous_that_accepts_and_says_nothing_is_given_up_after_the_start_
     began = time.monotonic()
     with pytest.raises(ProcessError, match=rf"There is no store for the rendezvous at 127.0.0.1:{silent} after start_"):
         meeting(nodes=(1, 2), endpoint=f"127.0.0.1:{silent}", run_id="run", start_timeout=timedelta(seconds=2))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def store_of(port):
@@ -98,13 +98,13 @@ def test_a_store_that_is_lost_in_a_run_ends_it_with_a_word(number, tmp_path):
     threading.Thread(target=lose, daemon=True).start()
     helpers = Path(__file__).parents[2] / "helpers"
     try:
-        done = run_program("-c", PROGRAM, f"127.0.0.1:{port}", started, helpers, folder=tmp_path, timeout=80)
+        done = run_program("-c", PROGRAM, f"127.0.0.1:{port}", started, helpers, folder=tmp_path, timeout=320)
     finally:
         if "pid" in lost:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(lost["pid"], signal.SIGKILL)
     assert done.returncode == 1
-    assert time.monotonic() - lost["at"] < 20
+    assert time.monotonic() - lost["at"] < 100
     told = rf"ProcessError: The store at 127\.0\.0\.1:{port} does not answer any more .*; start the run again"
     assert re.search(told, done.stderr), done.stderr[-3000:]
 
@@ -123,7 +123,7 @@ OTHER = """
 import sys, time
 from datetime import timedelta
 from echelon.strategies.resilience.elastic_rendezvous import meeting
-limit = timedelta(seconds=60)
+limit = timedelta(seconds=240)
 node = meeting(nodes=(2, 2), endpoint=sys.argv[1], run_id=sys.argv[2], start_timeout=limit)
 node.next_rendezvous()
 end = time.monotonic() + 6

@@ -25,7 +25,7 @@ from echelon.strategies.resilience.store_process import KEPT, reach_store
 
 MEMBER = Path(__file__).with_name("member_of_nodes.py")
 HELPERS = MEMBER.parents[2] / "helpers"
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=240)
 
 
 @pytest.fixture(scope="module")
@@ -252,4 +252,4 @@ def test_a_machine_that_dies_leaves_the_store_to_the_others_and_one_that_vanishe
     assert alone == {"rank": 0, "total": 1, "main_address": there, "listening": []}
     assert told == {"shared": "the first"}
     assert error["error"].startswith("The store at 10.77.0.1:29500 does not answer any more")
-    assert error["seconds"] < 30.0
+    assert error["seconds"] < 120.0

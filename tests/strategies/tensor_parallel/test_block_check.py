@@ -328,7 +328,7 @@ def run_all():
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_ranks(run_all, 2, timeout=240)
+    return run_ranks(run_all, 2, timeout=960)
 
 
 @pytest.mark.parametrize("name", RIGHT)

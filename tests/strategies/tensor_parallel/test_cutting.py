@@ -100,7 +100,7 @@ def train_all():
 
 
 def test_a_cut_module_trains_as_the_whole_one_where_fully_shard_gathers_its_units():
-    for outcomes in run_ranks(train_all, 4, timeout=240):
+    for outcomes in run_ranks(train_all, 4, timeout=960):
         for is_complete, errors, is_tied in outcomes.values():
             assert is_complete
             assert is_tied
@@ -136,7 +136,7 @@ def check_amid_checkpointing():
 
 
 def test_activations_may_be_checkpointed_before_and_after_the_cut():
-    for errors in run_ranks(check_amid_checkpointing, 2, timeout=120):
+    for errors in run_ranks(check_amid_checkpointing, 2, timeout=480):
         assert len(errors) == 8
         assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 

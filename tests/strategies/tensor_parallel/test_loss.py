@@ -130,7 +130,7 @@ def run_all():
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_ranks(run_all, 2, timeout=120)
+    return run_ranks(run_all, 2, timeout=480)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -43,7 +43,7 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
 )
 def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_everywhere.py")
-    done = run_program(script, tmp_path / "run", mode, folder=tmp_path, timeout=300)
+    done = run_program(script, tmp_path / "run", mode, folder=tmp_path, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= at_least
 

@@ -42,7 +42,9 @@ def dealt(step: int, rank: int, world_size: int, size: int = 10) -> dict[str, An
     return state
 
 
-def on_ranks(world_size: int, function: Callable[[SavingGroup], T], timeout: float = 30.0) -> list[T | CheckpointError]:
+def on_ranks(
+    world_size: int, function: Callable[[SavingGroup], T], timeout: float = 120.0
+) -> list[T | CheckpointError]:
     """Call a function as every rank, in threads that share a store; return results, and errors of checkpoints."""
     store = HashStore()
 

@@ -154,7 +154,7 @@ from pathlib import Path
 from echelon.trainer.checkpoint import AsyncWriter
 AsyncWriter().save(Path({str(tmp_path / "a.ckpt")!r}), {{"model": {{"w": torch.ones(3_000_000)}}}})
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=480, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert load(tmp_path / "a.ckpt")["model"]["w"].sum() == 3_000_000
 
 

@@ -174,7 +174,7 @@ complete_words echelon fit run.yaml ckpt_path=
 def test_bash_completes_commands_options_and_keys(folder, capsys):
     assert main(["completion", "bash"]) == 0
     (folder / "echelon.bash").write_text(capsys.readouterr().out)
-    done = subprocess.run(["bash", "-c", COMPLETE], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", COMPLETE], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
     commands, settings, options, files, checkpoints = done.stdout.splitlines()
     assert commands == "predict" and options == "--output" and files == "run.yaml"

@@ -103,7 +103,7 @@ def start(folder, *options):
 def end(launch, folder):
     """Return what a launch wrote since and its exit code; nothing of it is left."""
     try:
-        output, errors = launch.communicate(timeout=60)
+        output, errors = launch.communicate(timeout=240)
     finally:
         left = kill_marked(folder)
     assert left == []

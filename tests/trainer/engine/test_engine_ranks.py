@@ -116,7 +116,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_ranks(folder):
     alone(5, folder=f"{folder}/one.ckpt")
-    return run_ranks(resumed_on_ranks, 2, str(folder), timeout=60)
+    return run_ranks(resumed_on_ranks, 2, str(folder), timeout=240)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp"])

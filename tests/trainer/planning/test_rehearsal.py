@@ -46,10 +46,10 @@ def rehearsed(capsys, folder, words, *, number=27, **trainer):
     return code, json.loads(capsys.readouterr().out)["ranks"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_what_a_rehearsal_says_of_ranks_is_what_real_ranks_do(capsys, tmp_path):
     (tmp_path / "runs").mkdir()
-    real = run_ranks(noted_by_ranks, 4, LAYOUTS, tmp_path / "runs", timeout=200)
+    real = run_ranks(noted_by_ranks, 4, LAYOUTS, tmp_path / "runs", timeout=800)
     for name, (strategy, settings) in LAYOUTS.items():
         words = ["--nodes", "2", "--nproc", "2", *(f"--rank={rank}" for rank in ASKED[name])]
         code, said = rehearsed(capsys, tmp_path, words, strategy=strategy, **settings)

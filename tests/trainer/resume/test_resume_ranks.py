@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_costs_no_checkpoint(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ProcessError, match="Rank 1 of 2"):
         fit(tmp_path, 6, 2, dies_at=4)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240
     found = [checkpoint.path for checkpoint in list_checkpoints(tmp_path)]
     assert {path.name for path in found} >= {f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)}
     for path in found:

@@ -72,7 +72,7 @@ def test_a_forked_process_can_be_terminated():
         process.start()
         time.sleep(0.2)
         process.terminate()
-        process.join(10)
+        process.join(60)
         return process.exitcode
 
     assert in_fit(end) == -signal.SIGTERM

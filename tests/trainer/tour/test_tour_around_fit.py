@@ -278,7 +278,7 @@ def a_process_that_a_hook_terminates(fit: Fit) -> None:
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         process.start()
         process.terminate()
-        process.join(10)
+        process.join(60)
         assert process.exitcode == -signal.SIGTERM
 
     fit(act)

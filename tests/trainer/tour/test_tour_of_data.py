@@ -308,7 +308,7 @@ def a_misspelt_hyperparameter() -> None:
 # --- a config file ---
 
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(60)
 @tour.cases
 def test_a_mistake_in_data_is_answered(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -218,7 +218,7 @@ def a_hyperparameter_that_was_not_saved() -> None:
     fit(Hyper())
 
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(60)
 @tour.cases
 def test_a_mistake_in_a_hook_is_answered(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

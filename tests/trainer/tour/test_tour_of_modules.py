@@ -356,7 +356,7 @@ def a_plateau_scheduler_with_a_misspelt_metric() -> None:
     fit(Plateau())
 
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(60)
 @tour.cases
 def test_a_mistake_in_a_module_is_answered(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -384,7 +384,7 @@ def the_number_of_steps_before_a_run() -> None:
     _ = quiet().estimated_stepping_batches
 
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(60)
 @tour.cases
 def test_a_mistake_in_settings_is_answered(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -250,7 +250,7 @@ def test_an_optimizer_that_steps_by_itself_counts_as_a_step(tmp_path: Path) -> N
     fit(Own())  # warnings are errors here
 
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(60)
 @tour.cases
 def test_a_mistake_that_torch_answers_has_a_remedy(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

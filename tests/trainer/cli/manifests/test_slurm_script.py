@@ -46,7 +46,7 @@ SCONTROL = """echo "$*" > scontrol"""
 def test_bash_and_shellcheck_find_nothing_wrong(script):
     # SC1090, SC1091: what the lines of the user read is not here; SC2016: what they set is meant literally
     for command in (["bash", "-n"], [Path(sys.executable).with_name("shellcheck"), "--exclude=SC1090,SC1091,SC2016"]):
-        done = subprocess.run([*command, script], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*command, script], capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -78,7 +78,7 @@ def start(folder, script, **environ):
 
 def end(job, folder):
     """Return the exit code of a script; nothing of it is left."""
-    job.communicate(timeout=30)
+    job.communicate(timeout=120)
     rendezvous = folder / "rendezvous.pid"
     if rendezvous.exists():
         assert not Path(f"/proc/{rendezvous.read_text().strip()}").exists()
