@@ -318,6 +318,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _too_slow)
+    sys.dont_write_bytecode = True  # the watch would take Python's own files for ours
     watch = Watch()
     sys.addaudithook(watch)
     seeds = range(options.first, options.first + options.number) if options.seed is None else [options.seed]
