@@ -56,7 +56,9 @@ class KnownLayers:
         """Return what is known of a module's layers."""
         known = cls()
         for name, submodule in module.named_modules():
-            if name or not hasattr(module, "training_step"):  # the step of a TrainModule may use its layers in any way
+            # the step of a TrainModule may use its layers in any way
+            has_layers = next(submodule.children(), None) is not None
+            if has_layers and (name or not hasattr(module, "training_step")):
                 known._add(name, submodule)
         return known
 
