@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz docs lint types bench clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak docs lint types bench clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -35,6 +35,13 @@ test-failed: $(call installed,test)
 fuzz: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py 20000
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/file_errors.py
+
+# kills of one process mostly in its writes, of every strategy anywhere, and random faults of an elastic run: an hour
+soak: $(call installed,test)
+	rm -rf build/soak && mkdir -p build/soak
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_anywhere.py build/soak/one_process 100
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_strategies.py build/soak --kills 30
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py --minutes 15
 
 # what one GPU can show takes about ten minutes; where there are more, what several can show as well
 test-gpu: $(call installed,test)
