@@ -142,7 +142,7 @@ class ParallelStrategy(ShardedStrategy):
         check_degrees(self._given)
         check_schedule(schedule, virtual_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
-        self.supports_restarts = self.can_try_steps = pp == 1
+        self.can_try_steps = pp == 1
         self.name = "tp" if pp == 1 else "pp"  # type: ignore[misc]
         self.tp_plan = tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
@@ -236,16 +236,18 @@ class ParallelStrategy(ShardedStrategy):
         super().connect(hardware, precision)
         if self.group is None:
             self.degrees = Degrees.fit(1, 1, self._given)  # of an elastic run, a single process may be left
-        else:
-            self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
-            self.loss_collectives = self.count_collectives = self.data_collectives
-            self._peer_collectives = self.collectives
-            if self.degrees.cp > 1:
-                self._share_sequences()
-            if self.degrees.pp > 1:
-                self._peer_collectives = self.collectives.over(self.degrees.along(self.rank, _OF_STAGE))
-                self.stage_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp",)))
-                self.count_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp", *_DATA, "cp")))
+        self.has_stages = self.degrees.pp > 1
+        if self.group is None:
+            return
+        self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
+        self.loss_collectives = self.count_collectives = self.data_collectives
+        self._peer_collectives = self.collectives
+        if self.degrees.cp > 1:
+            self._share_sequences()
+        if self.degrees.pp > 1:
+            self._peer_collectives = self.collectives.over(self.degrees.along(self.rank, _OF_STAGE))
+            self.stage_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp",)))
+            self.count_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp", *_DATA, "cp")))
 
     def _share_sequences(self) -> None:
         self.loss_collectives = self.collectives.over(self.degrees.along(self.rank, (*_DATA, "cp")))
