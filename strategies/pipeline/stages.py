@@ -248,7 +248,7 @@ class StagedModule:
         self._current = current = Pass(self, stage, index, received, shapes.parts if shapes is not None else {})
         self.draws.begin_micro_batch(index)
         current.logs = stage == 0
-        log = self.module.log
+        before, log = vars(self.module).get("log"), self.module.log
 
         def log_here(*args: Any, **kwargs: Any) -> None:
             if current.logs:  # asked when it is called: the values may come from parts that are called in between
@@ -260,6 +260,8 @@ class StagedModule:
         finally:
             self._current = None
             del vars(self.module)["log"]
+            if before is not None:
+                vars(self.module)["log"] = before
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as far as the stage goes, and return what it sends, or what the step returns on the last one."""
