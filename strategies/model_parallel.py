@@ -161,8 +161,7 @@ class ParallelStrategy(ShardedStrategy):
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
         if self.degrees.pp > 1:
-            options = {"sequence_parallel": self.sequence_parallel, "cpu_offload": self.options.cpu_offload}
-            check_pipeline(self.degrees.pp, **options)
+            check_pipeline(self.degrees.pp, cpu_offload=self.options.cpu_offload)
 
     def validate_module(self, module: nn.Module) -> None:
         is_sharded = any(is_dtensor(p) for p in module.parameters())
@@ -372,7 +371,7 @@ class ParallelStrategy(ShardedStrategy):
         plan = self._find_plan(module)
         plan.validate(module, self.degrees.tp)
         if self._pipeline is not None:
-            plan = plan.of_layers(self._pipeline.is_here)
+            plan = plan.of_layers(self._pipeline.is_here, self._pipeline.ends)
         for name in plan.words:
             layer = module.get_submodule(name)
             make_equal(chain(layer.parameters(), layer.buffers()), self.device, self._peer_collectives)

@@ -67,6 +67,11 @@ class Pipeline:
         parts = [part for part in self.partition.parts if f"{name}.".startswith(f"{part}.")]
         return all(self.rank in map(self.schedule.rank_of, self.partition.owners(part)) for part in parts)
 
+    @property
+    def ends(self) -> list[str]:
+        """The parts whose outputs this rank sends on, or keeps for another of its stages."""
+        return [self.partition.boundary(stage) for stage in self.schedule.stages_of(self.rank)]
+
     def start(self, around: StepContext) -> None:
         """Step in where the module calls its parts, once they are as they will run."""
         stages = self.schedule.stages_of(self.rank)

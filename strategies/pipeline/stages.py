@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
+from ..state.dtensor import local_shard
 from .draws import Draws
 from .partition import HOOK, Partition
 from .spec import Shapes, Spec, specs_of
@@ -283,5 +284,6 @@ class StagedModule:
 
 
 def has_nan(data: Any) -> bool:
-    """Return whether a tensor of a structure has an element that is not a number."""
-    return any(bool(t.isnan().any()) for t in iterate_tensors(data) if t.is_floating_point() or t.is_complex())
+    """Return whether a tensor of a structure, or this rank's shard of it, has an element that is not a number."""
+    numbers = [tensor for tensor in iterate_tensors(data) if tensor.is_floating_point() or tensor.is_complex()]
+    return any(bool(local_shard(tensor).isnan().any()) for tensor in numbers)
