@@ -356,10 +356,13 @@ class ParallelStrategy(ShardedStrategy):
         return self._peer_collectives, pipeline.elsewhere, pipeline.staged.run
 
     def _around_stages(self) -> StepContext:
+        is_alone = self.degrees.dp_shard == 1  # else each evaluation gathers parameters from data ranks
         if self._sequences is None:
-            return StepContext()
+            return StepContext(evaluates_alone=is_alone)
         begin = self._sequence_collectives.begin_all_reduce  # of what a rehearsal answers itself
-        return StepContext(self._sequences.context.recomputing, lambda flag: bool(begin([float(flag)], "max")()[0]))
+        return StepContext(
+            self._sequences.context.recomputing, lambda flag: bool(begin([float(flag)], "max")()[0]), is_alone
+        )
 
     def _cut(self, module: nn.Module) -> None:
         self._make_stages(module)

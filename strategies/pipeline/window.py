@@ -61,6 +61,8 @@ class StepContext(NamedTuple):
     """In which a stage's backward runs, which may compute parts of its forward again."""
     is_true_on_any: Callable[[bool], bool] = bool
     """Tells whether one of these ranks, which all call it, has passed True."""
+    evaluates_alone: bool = True
+    """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""
 
 
 class WindowRunner:
@@ -184,6 +186,7 @@ class WindowRunner:
         with self._staged.passing(stage, index, value, shapes) as current:
             output = step()
         looks = current.is_last and stage > 0 and self._is_new[index]
+        looks = looks and (torch.is_grad_enabled() or self._around.evaluates_alone)
         # on all of them: to trace it is to run the step again
         if looks and self._around.is_true_on_any(has_nan(output) and not has_nan(value)):
             self._trace(current, value, shapes, step)

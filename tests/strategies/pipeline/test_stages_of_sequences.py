@@ -112,6 +112,9 @@ class MeanOfParts(Model):
     def training_step(self, batch: dict[str, Tensor]) -> Any:
         return self.loss_of(batch)
 
+    def validation_step(self, batch: dict[str, Tensor]) -> Any:
+        return self.loss_of(batch)
+
 
 def batches(lengths: tuple[int, ...] = LENGTHS) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
@@ -217,6 +220,7 @@ def mistakes(folder: Path) -> dict[str, str]:
     nothing_counts = make_trainer(ParallelStrategy(pp=2, dp_shard=2), max_steps=1, enable_checkpointing=False)
     nothing_counts.fit(MeanOfParts(), batches((PADDED,) * 8))
     told["steps without a token that counts"] = str(nothing_counts.global_step)
+    nothing_counts.validate(MeanOfParts(), batches((PADDED, 8, PADDED, 8)), verbose=False)  # on one data rank of two
     return told
 
 
