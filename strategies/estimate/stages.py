@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ..module.memory_estimate import MemoryShare
-from ..parallel.sharding_policy import largest_share
+from ..parallel.sharding_policy import Shape, largest_share
 from ..pipeline.partition import Partition, make_partition, stages_of_parameters
 from ..pipeline.schedule import Schedule
 from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
@@ -27,7 +28,8 @@ class StageEstimates:
     def __init__(self, layout: CutLayout, schedule: Schedule) -> None:
         profile = layout.profile
         self._layout, self._profile, self._schedule = layout, profile, schedule
-        self._cut, self._degrees, self._shapes = layout.activations, layout.degrees, layout.shapes
+        self._cut, self._degrees = layout.activations, layout.degrees
+        self._shapes: Mapping[Any, Shape] = layout.shapes
         self._partition: Partition = make_partition(profile.module, schedule.num_stages)
         self._owners = {name: self._partition.owners(name)[-1] for name in self._partition.parts}
         self._holders = stages_of_parameters(profile.module, self._partition)
