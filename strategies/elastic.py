@@ -59,9 +59,9 @@ class ElasticStrategy(ForwardingStrategy):
     its inner strategy; start the program itself, or use ``echelon launch``.
 
     Args:
-        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, ``"tp"``, or an instance of such a strategy. Of a
-            `ParallelStrategy` dp_shard follows the number of nodes; where the other degrees do not divide the number of
-            ranks, the run stops.
+        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, ``"tp"``, ``"pp"``, or an instance of such a strategy. Of
+            a `ParallelStrategy` dp_shard follows the number of nodes; where the other degrees do not divide the number
+            of ranks, the run stops.
         nodes: number of machines, or "MIN:MAX".
         rdzv: "HOST:PORT" at which several nodes meet: that of one of them, or of ``echelon rendezvous``.
         run_id: distinguishes this run from others that use the same rendezvous.
@@ -194,7 +194,6 @@ def _inner(inner: str | Strategy) -> Strategy:
     if not strategy.supports_restarts:
         names = ", ".join(name for name, make in STRATEGIES.items() if make().supports_restarts)
         raise ConfigError(
-            f"inner must be a strategy whose workers can be started again, got {strategy.name!r}; use one of {names} "
-            "(a ParallelStrategy without pp)."
+            f"inner must be a strategy whose workers can be started again, got {strategy.name!r}; use one of {names}."
         )
     return strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final, Unpack
@@ -15,16 +15,16 @@ from torch.utils.checkpoint import CheckpointError as RecomputationError
 
 from .cluster.hardware import Hardware
 from .context_parallel.attention import ExchangeKind
-from .context_parallel.check import check_step
 from .context_parallel.context import ContextParallel, check_exchange
+from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
 from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError
-from .estimate.cut import CutActivations, cut_shapes, sequence_exchange, summed_parameters
-from .estimate.estimate import Estimate, all_reduced
+from .estimate.cut import cut_shapes
+from .estimate.estimate import Estimate
+from .estimate.layout import CutLayout, estimate_layout
 from .estimate.profile import Profile
-from .estimate.sharded import estimate_sharded
 from .estimate.stages import StageEstimates
 from .module.precision import Precision
 from .parallel.mesh import Degree, Degrees, check_degrees, in_stage
@@ -35,7 +35,7 @@ from .pipeline.partition import find_parts
 from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule, ScheduleName, check_schedule
 from .pipeline.spec import signature_of
-from .pipeline.window import WindowWork
+from .pipeline.window import StepContext, WindowWork
 from .sharded import ShardedStrategy
 from .state.dtensor import gathered, is_dtensor
 from .tensor_parallel.block_check import BlockCheck
@@ -49,9 +49,6 @@ _DATA: Final = ("dp_replicate", "dp_shard")
 
 _OF_STAGE: Final = (*_DATA, "cp", "tp")
 """The axes along which ranks hold one stage."""
-
-_CUT_STEPS: Final = frozenset(("training_step", "validation_step", "test_step"))
-"""The steps that get a part of each sequence; predictions are of whole ones."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +139,14 @@ class ParallelStrategy(ShardedStrategy):
         check_degrees(self._given)
         check_schedule(schedule, virtual_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
-        self.supports_restarts = self.can_try_steps = pp == 1
+        self.can_try_steps = pp == 1
         self.name = "tp" if pp == 1 else "pp"  # type: ignore[misc]
         self.tp_plan = tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         check_exchange(cp_exchange)
         self.cp_exchange, self.sequence_dim = cp_exchange, sequence_dim
         self._check: BlockCheck | None = None
-        self._context: ContextParallel | None = None
-        self._checked_steps: set[str] = set()
+        self._sequences: CutSteps | None = None
         self._has_run = False
 
     def _find_degrees(self) -> Degrees:
@@ -165,9 +161,7 @@ class ParallelStrategy(ShardedStrategy):
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
         if self.degrees.pp > 1:
-            check_pipeline(
-                self.degrees.axes, sequence_parallel=self.sequence_parallel, cpu_offload=self.options.cpu_offload
-            )
+            check_pipeline(self.degrees.pp, cpu_offload=self.options.cpu_offload)
 
     def validate_module(self, module: nn.Module) -> None:
         is_sharded = any(is_dtensor(p) for p in module.parameters())
@@ -205,30 +199,12 @@ class ParallelStrategy(ShardedStrategy):
         if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
             return super()._estimate(profile)  # how the module cuts itself is its own
         plan = self._find_plan(module) if degrees.tp > 1 else None
-        shapes = {} if plan is None else cut_shapes(module, plan, degrees.tp)
-        cut = CutActivations(profile, plan, degrees.tp)
+        layout = CutLayout(profile, degrees, self.options, plan, self.cp_exchange)
         if degrees.pp > 1:
             check_number(self._schedule, profile.num_micro_batches)
-            stages = StageEstimates(profile, self._schedule, cut, self.options, degrees, shapes)
+            stages = StageEstimates(layout, self._schedule)
             return max(stages.of_ranks(), key=lambda estimate: estimate.total)
-        estimate = estimate_sharded(
-            profile,
-            self.options.plan(module, self.precision, degrees, shapes),
-            self.options,
-            degrees,
-            cut.activations().times(1 / degrees.cp),
-            shapes=shapes,
-            is_on_host=self._is_offloaded,
-        )
-        sums = 0 if plan is None else all_reduced(summed_parameters(module, plan), degrees.tp)
-        sent = {
-            "tp": profile.num_micro_batches * ((cut.sent() / degrees.cp if plan is not None else 0.0) + sums),
-            "cp": profile.num_micro_batches * sequence_exchange(profile, degrees.cp, self.cp_exchange),
-        }
-        # the keys and values of one attention are there whole
-        whole = profile.largest_attention_bytes if degrees.cp > 1 and self.cp_exchange == "allgather" else 0
-        traffic = {**estimate.traffic, **{axis: number for axis, number in sent.items() if number}}
-        return replace(estimate, communication=estimate.communication + whole / degrees.tp, traffic=traffic)
+        return estimate_layout(layout, is_on_host=self._is_offloaded)
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -236,28 +212,31 @@ class ParallelStrategy(ShardedStrategy):
         super().connect(hardware, precision)
         if self.group is None:
             self.degrees = Degrees.fit(1, 1, self._given)  # of an elastic run, a single process may be left
-        else:
-            self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
-            self.loss_collectives = self.count_collectives = self.data_collectives
-            self._peer_collectives = self.collectives
-            if self.degrees.cp > 1:
-                self._share_sequences()
-            if self.degrees.pp > 1:
-                self._peer_collectives = self.collectives.over(self.degrees.along(self.rank, _OF_STAGE))
-                self.stage_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp",)))
-                self.count_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp", *_DATA, "cp")))
+        self.has_stages = self.degrees.pp > 1
+        if self.group is None:
+            return
+        self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
+        self.loss_collectives = self.count_collectives = self.data_collectives
+        self._peer_collectives = self.collectives
+        if self.degrees.cp > 1:
+            self._share_sequences()
+        if self.degrees.pp > 1:
+            self._peer_collectives = self.collectives.over(self.degrees.along(self.rank, _OF_STAGE))
+            self.stage_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp",)))
+            self.count_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp", *_DATA, "cp")))
 
     def _share_sequences(self) -> None:
         self.loss_collectives = self.collectives.over(self.degrees.along(self.rank, (*_DATA, "cp")))
         self.count_collectives = self.loss_collectives
         self._sequence_collectives = self.collectives.over(self.degrees.along(self.rank, ("cp",)))
-        self._context = ContextParallel(
+        context = ContextParallel(
             self._sequence_collectives.device_group,
             self.degrees.cp,
             self.degrees.place(self.rank, ("cp",)),
             exchange=self.cp_exchange,
             sequence_dim=self.sequence_dim,
         )
+        self._sequences = CutSteps(context, self.collectives.over(self.degrees.along(self.rank, ("pp", "cp"))))
 
     @property
     def data_rank(self) -> int:
@@ -268,15 +247,18 @@ class ParallelStrategy(ShardedStrategy):
         return 1 if self.group is None else self.degrees.dp_replicate * self.degrees.dp_shard
 
     def positions(self, length: int) -> Tensor:
-        return super().positions(length) if self._context is None else self._context.positions(length, self.device)
+        if self._sequences is None:
+            return super().positions(length)
+        return self._sequences.context.positions(length, self.device)
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        if self._context is not None and is_manual:
+        if self._sequences is not None and is_manual:
             raise ConfigError(
                 f"cp={self.degrees.cp} needs a module with automatic_optimization=True, got a {type(module).__name__} "
                 "without; return the loss, or use cp=1."
             )
-        self._checked_steps.clear()
+        if self._sequences is not None:
+            self._sequences.begin()
         self._has_run = False
         super().setup_module(module, is_manual=is_manual)
 
@@ -284,6 +266,7 @@ class ParallelStrategy(ShardedStrategy):
         pipeline = self._pipeline
         if pipeline is None or pipeline.staged.is_passing:
             return self._run_here(step_name, *args)
+        self._check_sequences(step_name, args)
         signature = signature_of(step_name, args[0] if args else None)
         return pipeline.evaluate(signature, partial(self._run_here, step_name, *args))
 
@@ -294,6 +277,7 @@ class ParallelStrategy(ShardedStrategy):
             check_number(self._schedule, work.micro_batches_a_step)
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
+        self._check_sequences("training_step", work.arguments_at(0))
         self._sharded.begin_window()
         self._pipeline.run_window(work)
         self._sharded.end_window()
@@ -303,20 +287,27 @@ class ParallelStrategy(ShardedStrategy):
         self._pipeline.add_shared_gradients()
 
     def _run_here(self, step_name: str, *args: Any) -> Any:
-        context = self._context
-        if context is None or step_name not in _CUT_STEPS:
+        if self._sequences is None:
             return self._run_checked(step_name, *args)
-        batch, *rest = args
-        if step_name not in self._checked_steps and not self.collectives.is_rehearsed:
-            self._checked_steps.add(step_name)
-            check_step(context, self.module, args, partial(self._run_step, step_name), self._sequence_collectives)
-        part = context.cut(batch, self.module)
-        with context.attention():
-            return self._run_checked(step_name, part, *rest)
+        if self._pipeline is None:
+            self._check_sequences(step_name, args)
+        return self._sequences.run(step_name, self.module, args, self._run_checked)
+
+    def _check_sequences(self, step_name: str, args: Sequence[Any]) -> None:
+        """Compare the first step of each kind with that of whole sequences, where they are cut. Collective."""
+        if self._sequences is not None:
+            run = self._run_step if self._pipeline is None else self._run_through_stages
+            self._sequences.check(step_name, self.module, args, partial(run, step_name))
+
+    def _run_through_stages(self, step_name: str, *args: Any) -> Any:
+        """Run a step with its arguments as they are, and without what is around it in training and evaluations."""
+        assert self._pipeline is not None
+        signature = signature_of(f"{step_name} to compare", args[0])
+        return self._pipeline.evaluate_here(signature, partial(self._run_step, step_name, *args))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # activation checkpointing asks for positions and attention once more
-        with nullcontext() if self._context is None else self._context.attention():
+        with nullcontext() if self._sequences is None else self._sequences.context.recomputing():
             super().backward(loss, *args, **kwargs)
 
     def annotate(self, error: BaseException) -> None:
@@ -326,7 +317,7 @@ class ParallelStrategy(ShardedStrategy):
                 "A parameter of another stage has no values here: it was used outside of its part, or its part was not "
                 "called by its forward. Call it, or name it for this stage, too, in configure_pipeline(num_stages)."
             )
-        if self._context is not None and isinstance(error, RecomputationError):
+        if self._sequences is not None and isinstance(error, RecomputationError):
             error.add_note(
                 "Attention under context parallelism is computed again only by Trainer(activation_checkpointing=...); "
                 "leave torch.utils.checkpoint, and a model's gradient_checkpointing_enable(), out."
@@ -360,9 +351,18 @@ class ParallelStrategy(ShardedStrategy):
         pipeline = self._pipeline
         if pipeline is None:
             return super()._sharded_parts()
-        pipeline.start(torch.autograd.backward)
+        pipeline.start(self._around_stages())
         self.has_loss = pipeline.rank == pipeline.last_rank
         return self._peer_collectives, pipeline.elsewhere, pipeline.staged.run
+
+    def _around_stages(self) -> StepContext:
+        is_alone = self.degrees.dp_shard == 1  # else each evaluation gathers parameters from data ranks
+        if self._sequences is None:
+            return StepContext(evaluates_alone=is_alone)
+        begin = self._sequence_collectives.begin_all_reduce  # of what a rehearsal answers itself
+        return StepContext(
+            self._sequences.context.recomputing, lambda flag: bool(begin([float(flag)], "max")()[0]), is_alone
+        )
 
     def _cut(self, module: nn.Module) -> None:
         self._make_stages(module)
@@ -374,7 +374,7 @@ class ParallelStrategy(ShardedStrategy):
         plan = self._find_plan(module)
         plan.validate(module, self.degrees.tp)
         if self._pipeline is not None:
-            plan = plan.of_layers(self._pipeline.is_here)
+            plan = plan.of_layers(self._pipeline.is_here, self._pipeline.ends)
         for name in plan.words:
             layer = module.get_submodule(name)
             make_equal(chain(layer.parameters(), layer.buffers()), self.device, self._peer_collectives)

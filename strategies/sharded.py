@@ -269,7 +269,7 @@ class ShardedStrategy(Strategy):
         state = super().optimizer_state(optimizer)
         if self._pipeline is None:
             return state
-        return own_entries(self._pipeline, state, is_first=self._peer_collectives.rank == 0)
+        return own_entries(self._pipeline, state, self._peer_collectives)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         own = dict(self.module.named_parameters())

@@ -38,8 +38,11 @@ class AttentionMode(TorchFunctionMode):
         kind: ``"allgather"`` or ``"ulysses"``.
     """
 
-    lengths: frozenset[int] = frozenset()
-    """The lengths of this rank's parts of the batch's sequences; attention over another number of keys is refused."""
+    lengths: frozenset[int] | None = frozenset()
+    """The lengths of this rank's parts of the batch's sequences; attention over another number of keys is refused.
+
+    None for what has been checked before.
+    """
 
     def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class AttentionMode(TorchFunctionMode):
 
     def _check_length(self, key: Tensor, query: Tensor | None) -> None:
         length = key.shape[-2]
-        if length not in self.lengths:
+        if self.lengths is not None and length not in self.lengths:
             lengths = " or ".join(map(str, sorted(self.lengths)))
             raise ModuleError(
                 f"Attention under context parallelism must be over this rank's part of a sequence of the batch, "

@@ -46,8 +46,8 @@ def check_step(
         context: cuts the batch.
         module: the user's; the steps leave nothing behind in it.
         args: of the step; the first is the batch, whole, as the loader gave it.
-        run: calls the step.
-        collectives: over the ranks that share the sequences.
+        run: calls the step; returns None where it ends on another rank, with the loss.
+        collectives: over the ranks that share the sequences, and the stages of the module.
 
     Raises:
         ModuleError: on all ranks, naming the first submodule whose output is another one, or the loss.
@@ -58,7 +58,7 @@ def check_step(
         with context.attention():
             parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
         whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
-    loss_of_parts = collectives.all_reduce(loss_of_part)
+    loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts)
     # of all ranks, since the first part of a sequence may hold positions that are right
     of_outputs, of_losses = zip(*collectives.all_gather_object(found), strict=True)

@@ -109,6 +109,16 @@ class ContextParallel:
         finally:
             self._is_cut = False
 
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Let a backward inside compute once more what it needs of a step, maybe not that of the batch `cut` last."""
+        lengths, self._mode.lengths = self._mode.lengths, None
+        try:
+            with self.attention():
+                yield
+        finally:
+            self._mode.lengths = lengths
+
 
 def check_exchange(exchange: object) -> None:
     """Check that there is such an exchange.

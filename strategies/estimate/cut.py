@@ -65,7 +65,7 @@ class CutActivations:
             is_here, self._sharded_blocks
         ):  # a row of them gathers its last output, and the gradient of its first input
             inside = [use for name, use in self._profile.layers.items() if name.startswith(f"{block}.")]
-            row = self._sharded_blocks & {_neighbour(block, -1), _neighbour(block, 1)}
+            row = set(filter(is_here, self._sharded_blocks & {_neighbour(block, -1), _neighbour(block, 1)}))
             between += (2 - len(row)) * exchanged(inside[0].input_bytes, self._tp) if inside else 0.0
         uses = self._profile.layers.items()
         return between + sum(self._exchanged(name, use) for name, use in uses if is_here(name))

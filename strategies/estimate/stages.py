@@ -9,13 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ..module.memory_estimate import MemoryShare
-from ..parallel.mesh import Degrees
-from ..parallel.sharding_policy import Shape, ShardingOptions, largest_share
+from ..parallel.sharding_policy import Shape, largest_share
 from ..pipeline.partition import Partition, make_partition, stages_of_parameters
 from ..pipeline.schedule import Schedule
-from .cut import CutActivations
 from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
-from .profile import Profile
+from .layout import CutLayout
 from .sharded import dtypes_of
 
 
@@ -23,29 +21,21 @@ class StageEstimates:
     """The estimates of the ranks of one pipeline, the first stage's rank first.
 
     Args:
-        profile: of one micro-batch.
+        layout: how the ranks cut layers and sequences, and shard parameters.
         schedule: which ranks have which stages, and in which order they work.
-        cut: the activations, cut by tensor parallelism or not.
-        options: the dtypes in which units compute and are reduced.
-        degrees: the layout of the ranks.
-        shapes: of the parameters that tensor parallelism has cut.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        schedule: Schedule,
-        cut: CutActivations,
-        options: ShardingOptions,
-        degrees: Degrees,
-        shapes: Mapping[Any, Shape],
-    ) -> None:
-        self._profile, self._schedule, self._cut, self._degrees, self._shapes = profile, schedule, cut, degrees, shapes
+    def __init__(self, layout: CutLayout, schedule: Schedule) -> None:
+        profile = layout.profile
+        self._layout, self._profile, self._schedule = layout, profile, schedule
+        self._cut, self._degrees = layout.activations, layout.degrees
+        self._shapes: Mapping[Any, Shape] = layout.shapes
         self._partition: Partition = make_partition(profile.module, schedule.num_stages)
         self._owners = {name: self._partition.owners(name)[-1] for name in self._partition.parts}
         self._holders = stages_of_parameters(profile.module, self._partition)
-        self._computing, self._reducing = dtypes_of(profile, options)
-        self._by_stage = cut.by_stage(self._stage_of, schedule.num_stages)
+        self._computing, self._reducing = dtypes_of(profile, layout.options)
+        by_stage = self._cut.by_stage(self._stage_of, schedule.num_stages)
+        self._by_stage = [activations.times(1 / self._degrees.cp) for activations in by_stage]
         self._received = [self._input_bytes(stage) for stage in range(schedule.num_stages)]
 
     def of_ranks(self) -> list[Estimate]:
@@ -55,7 +45,7 @@ class StageEstimates:
     def _of_rank(self, rank: int) -> Estimate:
         profile, stages = self._profile, self._schedule.stages_of(rank)
         own = {p for p in profile.parameters if set(self._holders[p]) & set(stages)}
-        num_shards = self._degrees.dp_shard
+        num_shards = self._layout.num_shards
 
         def fraction(parameter: Tensor) -> float:
             if parameter not in own:
@@ -78,15 +68,22 @@ class StageEstimates:
             gathered=float(computing),
             # of all micro-batches, until they are reduced; a stage begins when those of the step before have gone
             whole_gradients=float(reducing),
-            communication=2.0 * max(self._received[stage] for stage in stages),
+            communication=2.0 * max(self._received[stage] for stage in stages) + self._layout.gathered_pairs,
             traffic={
                 "pp": self._sent(stages),
                 "dp_shard": exchanged(computing, num_shards) + exchanged(reducing, num_shards),
                 "dp_replicate": all_reduced(reducing / num_shards, self._degrees.dp_replicate),
-                "tp": profile.num_micro_batches * self._cut.sent(lambda name: self._stage_of(name) in stages),
+                "tp": profile.num_micro_batches
+                * self._cut.sent(lambda name: self._stage_of(name) in stages)
+                / self._degrees.cp,
+                "cp": self._layout.sent_for_attention * self._share_of_blocks(stages),
             },
         )
         return replace(estimate, idle=self._schedule.idle_share(profile.num_micro_batches))
+
+    def _share_of_blocks(self, stages: Sequence[int]) -> float:
+        blocks = [part.name for part in self._partition.parts.values() if part.is_block]
+        return sum(self._owners[name] in stages for name in blocks) / len(blocks) if blocks else 1.0
 
     def _numel(self, parameter: Tensor) -> int:
         number = 1
@@ -124,7 +121,7 @@ class StageEstimates:
             return 0.0
         first = next(name for name in self._partition.stages[stage] if self._partition.parts[name].is_block)
         uses = [use for name, use in self._profile.layers.items() if f"{name}.".startswith(f"{first}.")]
-        return float(uses[0].input_bytes) if uses else 0.0
+        return uses[0].input_bytes / self._degrees.cp if uses else 0.0
 
     def _sent(self, stages: Sequence[int]) -> float:
         """Return what a rank sends to the next stages and, of gradients, to those before."""
@@ -144,6 +141,6 @@ class StageEstimates:
             ranks = sorted({self._schedule.rank_of(stage) for stage in holders})
             own = {self._schedule.rank_of(stage) for stage in stages}
             if len(ranks) > 1 and own & set(ranks):
-                shard = self._numel(parameter) * parameter.element_size() / self._degrees.dp_shard
+                shard = self._numel(parameter) * parameter.element_size() / self._layout.num_shards
                 total += shard * (len(ranks) - 1 if ranks[0] in own else 1)
         return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,17 +11,15 @@ from .partition import Partition, check_is_cut, make_partition
 from .schedule import Schedule
 
 
-def check_pipeline(axes: Mapping[str, int], **options: bool) -> None:
-    """Check what else a strategy with stages is asked for: `options` are those that it cannot have.
+def check_pipeline(pp: int, **options: bool) -> None:
+    """Check what else a strategy with this many ranks a pipeline is asked for: `options` are those it cannot have.
 
     Raises:
         ConfigError: for what a pipeline cannot do.
     """
-    for name, is_asked in {"cp": axes.get("cp", 1) > 1, **options}.items():
+    for name, is_asked in options.items():
         if is_asked:
-            raise ConfigError(
-                f"pp={axes['pp']} cannot be combined with {name}; leave {name} out, or use dp_shard instead of pp."
-            )
+            raise ConfigError(f"pp={pp} cannot be combined with {name}; leave {name} out, or use dp_shard for pp.")
 
 
 def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:

@@ -14,7 +14,7 @@ from .partition import Partition, check_is_cut, make_partition, stages_of_parame
 from .schedule import Schedule
 from .stages import StagedModule
 from .timeline import WindowRecorder
-from .window import WindowRunner, WindowWork
+from .window import StepContext, WindowRunner, WindowWork
 from .wire import StageWire
 
 
@@ -67,14 +67,16 @@ class Pipeline:
         parts = [part for part in self.partition.parts if f"{name}.".startswith(f"{part}.")]
         return all(self.rank in map(self.schedule.rank_of, self.partition.owners(part)) for part in parts)
 
-    def start(self, backward: Callable[..., None]) -> None:
-        """Step in where the module calls its parts, once they are as they will run.
+    @property
+    def ends(self) -> list[str]:
+        """The parts whose outputs this rank sends on, or keeps for another of its stages."""
+        return [self.partition.boundary(stage) for stage in self.schedule.stages_of(self.rank)]
 
-        `backward` computes gradients of several tensors, as ``torch.autograd.backward``.
-        """
+    def start(self, around: StepContext) -> None:
+        """Step in where the module calls its parts, once they are as they will run."""
         stages = self.schedule.stages_of(self.rank)
         self._staged = staged = StagedModule(self.module, self.partition, stages, self._device)
-        self._runner = WindowRunner(staged, self.schedule, self.rank, StageWire(self.collectives), backward)
+        self._runner = WindowRunner(staged, self.schedule, self.rank, StageWire(self.collectives), around)
 
     @property
     def staged(self) -> StagedModule:
@@ -104,8 +106,14 @@ class Pipeline:
 
     def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
         """Run a step without gradients, and return on all ranks what it returns. Collective."""
-        is_here, output = self.runner.evaluate(signature, step)
-        return self.collectives.broadcast(output if is_here else None, self.last_rank)
+        return self.collectives.broadcast(self.evaluate_here(signature, step), self.last_rank)
+
+    def evaluate_here(self, signature: Hashable, step: Callable[[], Any]) -> Any:
+        """Run a step without gradients, and return what it returns on the rank of its end, elsewhere None. Collective.
+
+        The signature tells steps apart that pass tensors of different shapes on.
+        """
+        return self.runner.evaluate(signature, step)
 
     # --- parameters on several ranks ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
+from ..state.dtensor import local_shard
 from .draws import Draws
 from .partition import HOOK, Partition
 from .spec import Shapes, Spec, specs_of
@@ -248,7 +249,7 @@ class StagedModule:
         self._current = current = Pass(self, stage, index, received, shapes.parts if shapes is not None else {})
         self.draws.begin_micro_batch(index)
         current.logs = stage == 0
-        log = self.module.log
+        before, log = vars(self.module).get("log"), self.module.log
 
         def log_here(*args: Any, **kwargs: Any) -> None:
             if current.logs:  # asked when it is called: the values may come from parts that are called in between
@@ -260,6 +261,8 @@ class StagedModule:
         finally:
             self._current = None
             del vars(self.module)["log"]
+            if before is not None:
+                vars(self.module)["log"] = before
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as far as the stage goes, and return what it sends, or what the step returns on the last one."""
@@ -281,5 +284,6 @@ class StagedModule:
 
 
 def has_nan(data: Any) -> bool:
-    """Return whether a tensor of a structure has an element that is not a number."""
-    return any(bool(t.isnan().any()) for t in iterate_tensors(data) if t.is_floating_point() or t.is_complex())
+    """Return whether a tensor of a structure, or this rank's shard of it, has an element that is not a number."""
+    numbers = [tensor for tensor in iterate_tensors(data) if tensor.is_floating_point() or tensor.is_complex()]
+    return any(bool(local_shard(tensor).isnan().any()) for tensor in numbers)

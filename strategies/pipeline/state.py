@@ -29,16 +29,19 @@ def marked(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def own_entries(pipeline: Pipeline, state: Mapping[str, Any], *, is_first: bool) -> dict[str, Any]:
+def own_entries(pipeline: Pipeline, state: Mapping[str, Any], peers: Collectives) -> dict[str, Any]:
     """Return an optimizer's state with the entries that this rank of the pipeline writes.
 
     Args:
         pipeline: the stages.
         state: by name.
-        is_first: whether this is the first of the ranks that hold the stage, which writes what is no DTensor.
+        peers: of the ranks that hold the same stages, the first of which writes what is no DTensor.
     """
     entries = Sharded({name: value for name, value in state["state"].items() if pipeline.owns(name)})
-    entries.is_owner = is_first
+    entries.is_owner = peers.rank == 0
+    owners = {pipeline.rank, *(ranks[0] for _, _, ranks in pipeline.shared())}
+    number = peers.world_size  # pp is the outermost axis
+    entries.sources = [owner * number + peer for owner in sorted(owners) for peer in range(number)]
     return {**state, "state": entries}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ class WindowWork(Protocol):
     def micro_batches_a_step(self) -> int:
         """Of a whole step; the rest of an epoch may have others."""
 
+    def arguments_at(self, index: int) -> Sequence[Any]:
+        """Return what the module's step gets, the batch first."""
+
     def forward_at(self, index: int) -> Any:
         """Call the module's step, as far as a stage goes."""
 
@@ -51,6 +54,17 @@ class WindowWork(Protocol):
         """Return the loss as its gradients are computed in two halves."""
 
 
+class StepContext(NamedTuple):
+    """What surrounds the steps of a pipeline whose ranks compute them together with others of the same stage."""
+
+    recomputing: Callable[[], AbstractContextManager[object]] = nullcontext
+    """In which a stage's backward runs, which may compute parts of its forward again."""
+    is_true_on_any: Callable[[bool], bool] = bool
+    """Tells whether one of these ranks, which all call it, has passed True."""
+    evaluates_alone: bool = True
+    """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""
+
+
 class WindowRunner:
     """Runs windows of micro-batches under a schedule, and single batches without gradients.
 
@@ -62,14 +76,14 @@ class WindowRunner:
         schedule: the order.
         rank: the place of this rank in the pipeline.
         wire: to the other ranks of the pipeline.
-        backward: computes gradients of several tensors, as ``torch.autograd.backward``.
+        around: what surrounds the steps.
     """
 
     def __init__(
-        self, staged: StagedModule, schedule: Schedule, rank: int, wire: StageWire, backward: Callable[..., None]
+        self, staged: StagedModule, schedule: Schedule, rank: int, wire: StageWire, around: StepContext
     ) -> None:
         self._staged, self._schedule, self._rank, self._wire = staged, schedule, rank, wire
-        self._backward_of = backward
+        self._around = around
         self._num_stages = schedule.num_stages
         self.known = KnownShapes()
         self.recorder: WindowRecorder | None = None
@@ -171,7 +185,10 @@ class WindowRunner:
         self._staged.is_first_look = self._is_new[index]
         with self._staged.passing(stage, index, value, shapes) as current:
             output = step()
-        if current.is_last and stage and self._is_new[index] and has_nan(output) and not has_nan(value):
+        looks = current.is_last and stage > 0 and self._is_new[index]
+        looks = looks and (torch.is_grad_enabled() or self._around.evaluates_alone)
+        # on all of them: to trace it is to run the step again
+        if looks and self._around.is_true_on_any(has_nan(output) and not has_nan(value)):
             self._trace(current, value, shapes, step)
         if not current.is_last:
             self._note(stage, index, current, output)
@@ -183,12 +200,18 @@ class WindowRunner:
         Raises:
             ModuleError: naming them; not if there are none.
         """
-        guilty = []
-        for name in dict.fromkeys(failed.stood_in):
+
+        def makes_nan(fills: Mapping[str, float]) -> bool:
             with self._staged.passing(failed.stage, failed.index, value, shapes) as current:
-                current.fills = {name: math.nan}
-                if has_nan(step()):
-                    guilty.append(name)
+                current.fills = fills
+                return has_nan(step())
+
+        is_nan_anyway = makes_nan({})
+        guilty = [
+            name
+            for name in dict.fromkeys(failed.stood_in)
+            if self._around.is_true_on_any(makes_nan({name: math.nan}) and not is_nan_anyway)
+        ]
         if guilty:
             boundary = failed.partition.boundary(failed.stage - 1)
             raise ModuleError(
@@ -307,7 +330,8 @@ class WindowRunner:
         gradients = self._gradients_of_outputs(stage, index)
         del self._outputs[stage, index]
         if outputs:
-            self._backward_of(outputs, gradients)
+            with self._around.recomputing():
+                torch.autograd.backward(outputs, gradients)
 
     def _backward_inputs(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
@@ -318,30 +342,32 @@ class WindowRunner:
             del self._outputs[stage, index]
         inputs = self._inputs[stage, index]
         if inputs and outputs:
-            self._rests[stage, index] = backward_for_inputs(outputs, gradients, inputs, self._weights())
+            with self._around.recomputing():
+                self._rests[stage, index] = backward_for_inputs(outputs, gradients, inputs, self._weights())
         else:  # nothing to send on: all is done with the weights
             self._rests[stage, index] = None, outputs, gradients
 
     def _backward_weights(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
         rest = self._rests.pop((stage, index))
-        if not isinstance(rest, tuple):
-            backward_for_weights(self._weights(), rest)
-        elif rest[1]:
-            self._backward_of(rest[1], rest[2])
+        with self._around.recomputing():
+            if not isinstance(rest, tuple):
+                backward_for_weights(self._weights(), rest)
+            elif rest[1]:
+                torch.autograd.backward(rest[1], rest[2])
 
     def _weights(self) -> list[nn.Parameter]:
         return [p for p in self._staged.module.parameters() if p.requires_grad and not p.is_meta]
 
     # --- without gradients -------------------------------------------------------------------------------------------
 
-    def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> tuple[bool, Any]:
-        """Run a step once through all stages; return whether its end is here, and what it returned then.
+    def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
+        """Run a step once through all stages; return what it returned where its end is, elsewhere None.
 
         Collective: every rank of the pipeline calls it.
         """
         self._begin([signature], 0)
-        result = False, None
+        result = None
         for stage in self._schedule.stages_of(self._rank):
             try:
                 _, current, output = self._pass(stage, 0, step)
@@ -349,7 +375,7 @@ class WindowRunner:
                 error.add_note(self._where(Action("F", stage, 0)))
                 raise
             if current.is_last:
-                result = True, output
+                result = output
             elif self._schedule.rank_of(stage + 1) != self._rank:
                 self._outputs[stage, 0] = list(iterate_tensors(output))
                 self._send(Action("SEND_F", stage, 0), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -162,6 +162,8 @@ class Sharded(dict[str, Any]):
 
     is_owner: bool = True
     """Whether this rank writes what is no DTensor in them, and names them."""
+    sources: Collection[int] = ()
+    """The ranks that write what this one holds, beside itself and those that hold the same shards."""
 
 
 @dataclass(frozen=True, eq=False)

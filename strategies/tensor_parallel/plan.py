@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +31,15 @@ class TensorPlan:
     """The layer whose logits stay cut by vocabulary, with ``loss_parallel``."""
     numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The attributes of modules that are divided by tp, such as a number of heads, by the modules' names."""
+    ends: frozenset[str] = frozenset()
+    """Blocks that return whole activations whatever follows them: a stage of a pipeline ends there."""
 
-    def of_layers(self, is_chosen: Callable[[str], bool]) -> TensorPlan:
-        """Return the plan of some of its layers."""
+    def of_layers(self, is_chosen: Callable[[str], bool], ends: Collection[str]) -> TensorPlan:
+        """Return the plan of some of its layers, those of stages that end with these blocks."""
         words = {name: word for name, word in self.words.items() if is_chosen(name)}
         numbers = {name: numbers for name, numbers in self.numbers.items() if is_chosen(name)}
-        return replace(self, words=words, numbers=numbers, head=self.head if self.head in words else None)
+        head = self.head if self.head in words else None
+        return replace(self, words=words, numbers=numbers, head=head, ends=frozenset(ends))
 
     def layers(self, module: nn.Module) -> dict[str, CutLayer]:
         """Return the cut of each layer that a word names."""
@@ -75,7 +78,7 @@ class TensorPlan:
 
     def sharded_blocks(self, module: nn.Module) -> dict[str, ShardedBlock]:
         """Return the blocks that work on shards of the sequence, with ``sequence_parallel``."""
-        return sharded_blocks(module, self.words) if self.sequence_parallel else {}
+        return sharded_blocks(module, self.words, self.ends) if self.sequence_parallel else {}
 
     def styles(self) -> dict[str, Any]:
         """Return torch's ParallelStyle objects of the plan."""

@@ -88,10 +88,11 @@ def _with_first(forward: Forward, change: Callable[[Any], Any], inputs: tuple[An
     return forward(**{**named, key: change(named[key])})
 
 
-def sharded_blocks(module: nn.Module, cut: Collection[str]) -> dict[str, ShardedBlock]:
+def sharded_blocks(module: nn.Module, cut: Collection[str], ends: Collection[str] = ()) -> dict[str, ShardedBlock]:
     """Return the outermost repeated blocks around the layers of a plan, whose names are `cut`.
 
-    Blocks with a second sequence, to which they attend, are left out unless they are torch's own.
+    Blocks with a second sequence, to which they attend, are left out unless they are torch's own. Those of `ends`
+    return whole activations.
     """
     names: list[str] = []
     for parent_name, parent in module.named_modules():
@@ -100,7 +101,10 @@ def sharded_blocks(module: nn.Module, cut: Collection[str]) -> dict[str, Sharded
         children = [(f"{parent_name}.{name}".lstrip("."), child) for name, child in parent.named_children()]
         names += [name for name, child in children if any(_is_inside(layer, name) for layer in cut) and _suits(child)]
     return {
-        name: ShardedBlock({}, None, _length_dim(module.get_submodule(name)), _precedes(name, names)) for name in names
+        name: ShardedBlock(
+            {}, None, _length_dim(module.get_submodule(name)), name not in ends and _precedes(name, names)
+        )
+        for name in names
     }
 
 

@@ -172,8 +172,8 @@ class Undisturbed:
     curve: list[tuple[int, float]]
 
     @classmethod
-    def run(cls, folder: Path, epochs: int) -> Undisturbed:
-        return cls(train(folder, Plan(epochs=epochs)), curve(folder / "csv" / "version_0"))
+    def run(cls, folder: Path, epochs: int, **plan: Any) -> Undisturbed:
+        return cls(train(folder, Plan(epochs=epochs, **plan)), curve(folder / "csv" / "version_0"))
 
 
 @contextlib.contextmanager

@@ -37,7 +37,12 @@ from echelon import (
 )
 
 TP_PLAN = {"net.0": "colwise", "net.2": "rowwise"}
-_INNER = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "tp": partial(ParallelStrategy, tp=2, tp_plan=TP_PLAN)}
+_INNER = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "tp": partial(ParallelStrategy, tp=2, tp_plan=TP_PLAN),
+    "pp": partial(ParallelStrategy, pp=2, schedule="gpipe"),  # which takes any number of micro-batches
+}
 SAMPLES, BATCH = 100, 8
 STEPS_OF_EPOCH = -(-SAMPLES // BATCH)
 
@@ -63,6 +68,8 @@ class Plan:
     """What the node of rank 1 is lost in, in round 0: ``"on_train_end"``, ``"commit"`` (here of rank 0) or not."""
     can_connect: bool = True
     """Whether the workers of this node get as far as meeting their peers."""
+    is_tied: bool = False
+    """Whether the module is a `TiedRegression`."""
 
 
 class Regression(TrainModule):
@@ -90,6 +97,15 @@ class Regression(TrainModule):
 
     def val_dataloader(self) -> Any:
         return DataLoader(TensorDataset(*(part[:16] for part in samples())), 4)
+
+
+class TiedRegression(Regression):
+    """The same with a parameter of two layers, which lie on two stages of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: Any = self.net
+        layers[2].bias = layers[0].bias
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -199,7 +215,7 @@ def train(folder: Path, plan: Plan) -> dict[str, Tensor]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Regression()
+    module = TiedRegression() if plan.is_tied else Regression()
     trainer.fit(module)
     return module.state_dict()
 

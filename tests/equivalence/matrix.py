@@ -235,6 +235,16 @@ LINES = [
     stages("replicate 2 x pp 2", 4, dp_replicate=2),
     stages("pp 2 x tp 2", 4, tp=2),
     stages("pp 2 x fsdp 2 x tp 2", 8, tp=2, dp_shard=2),
+    stages(
+        "pp 2 x tp 2, zbv_zero_bubble, sequence and loss parallel",
+        4,
+        tp=2,
+        schedule="zbv_zero_bubble",
+        sequence_parallel=True,
+        loss_parallel=True,
+    ),
+    attention("pp 2 x cp 2", 4, is_hardest, network="stages of sequences", pp=2, cp=2),
+    attention("pp 2 x cp 2 x tp 2", 8, is_hardest, network="stages of sequences", pp=2, cp=2, tp=2),
 ]
 ALONE = {
     network: Line("single", note=f", {network}" if network != "dense" else "", takes=takes, network=network)
@@ -244,6 +254,7 @@ ALONE = {
         "sequences": is_harder,
         "tables": is_hard,
         "stages": is_hard,
+        "stages of sequences": is_hardest,
     }.items()
 }
 """One process, with which the lines of each network are compared."""
@@ -396,6 +407,10 @@ class Sequenced(Attending):
         return nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
 
 
+class StagedSequences(Staged, Sequenced):
+    """The model with more blocks, of sequences that are in the batch."""
+
+
 class Tabled(Net):
     """A small regression over rows of an embedding that may be remote, one of which is never trained."""
 
@@ -411,13 +426,20 @@ class Tabled(Net):
         return (self(x) - y).square().squeeze(1)
 
 
-NETWORKS = {"dense": Dense, "attention": Attending, "sequences": Sequenced, "tables": Tabled, "stages": Staged}
+NETWORKS = {
+    "dense": Dense,
+    "attention": Attending,
+    "sequences": Sequenced,
+    "tables": Tabled,
+    "stages": Staged,
+    "stages of sequences": StagedSequences,
+}
 
 
 def samples(number, seed, network="dense"):
     """Samples, each with its index."""
     generator = torch.Generator().manual_seed(seed)
-    if network == "sequences":
+    if "sequences" in network:
         tokens = torch.randint(12, (number, 9), generator=generator)
         return TensorDataset(tokens[:, :-1], tokens[:, 1:], torch.arange(number))
     x = torch.randn(number, 4, generator=generator, dtype=torch.float64)

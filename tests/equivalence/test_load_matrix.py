@@ -68,6 +68,7 @@ LAYOUTS = [
     Layout("pp x 2", 2, partial(ParallelStrategy, pp=2), {"pp": 2}, shared=BOTH, sharing=2),
     Layout("pp 2 x fsdp 2", 4, partial(ParallelStrategy, pp=2), {"pp": 2, "dp_shard": 2}, shared=BOTH, sharing=2),
     Layout("pp 2 x tp 2", 4, partial(TP, pp=2), {"pp": 2, "tp": 2}, shared=BOTH, sharing=4),
+    Layout("pp 2 x cp 2", 4, partial(ParallelStrategy, pp=2, cp=2), {"pp": 2, "cp": 2}, shared=BOTH, sharing=4),
 ]
 TITLES = [layout.title for layout in LAYOUTS]
 BESIDE_STAGES = ("single", "zero x 2", "fsdp x 4", "fsdp 2 x tp 2")

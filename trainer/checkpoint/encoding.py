@@ -80,15 +80,16 @@ class Encoder:
         self._is_first = self._is_own = is_first
         self._is_in_sharded = False
         self._holders = Holders()
+        self._sources: set[int] = set()
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
         self._kept: list[Block] = []  # if one were freed, another tensor could get its address
         self._marks: list[Elsewhere] = []  # the same
 
     @property
-    def replicas(self) -> set[int]:
-        """The ranks that hold the same blocks of DTensors as this one; each of them writes some."""
-        return self._holders.all
+    def sources(self) -> set[int]:
+        """The ranks that write what this one holds of DTensors and of `Sharded` mappings, as far as it is known."""
+        return self._holders.all | self._sources
 
     def encode(self, value: Any, path: str, key: str) -> Any:
         """Return `value` as JSON values; see the function `encode`."""
@@ -125,6 +126,7 @@ class Encoder:
             raise CheckpointError(f"{path} is sharded and has the name {odd[0]!r}; use strings without a leading '$'.")
         self.is_distributed = self._is_in_sharded = True
         self._is_own = value.is_owner
+        self._sources.update(value.sources)
         encoded: dict[str, Any] = self._mapping(value, path, key)
         self._is_own, self._is_in_sharded = self._is_first, False
         self.entries[key] = encoded if value.is_owner else {}

@@ -42,8 +42,8 @@ class EncodedState:
     mesh: Mapping[str, int]
     own: Mapping[str, Collection[str]]
     """Per part the keys of the blocks that only this rank and its replicas hold."""
-    replicas: Collection[int]
-    """The ranks that hold the same blocks as this one; each of them writes some."""
+    sources: Collection[int]
+    """The ranks that write what this one holds: this one, and those that hold the same."""
     further: Mapping[str, Mapping[str, tuple[str, int]]]
     """Per part the blocks after the first of one tensor: the tensor's key and a number."""
 
@@ -133,7 +133,7 @@ def encode_state(
         entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_distributed},
         mesh=dict(mesh or _layout(encoders.values(), world_size)),
         own={part: encoder.own for part, encoder in encoders.items()},
-        replicas={rank, *(other for encoder in encoders.values() for other in encoder.replicas)},
+        sources={rank, *(other for encoder in encoders.values() for other in encoder.sources)},
         further={part: encoder.further for part, encoder in encoders.items()},
     )
 

@@ -170,7 +170,7 @@ class MemoryWriter:
             "parts": [(file.part, file.name) for file in told],
             "entries": encoded.entries if self._snapshots.rank else {},
         }
-        return Contribution(entries, sorted(encoded.replicas), content, fault)
+        return Contribution(entries, sorted(encoded.sources), content, fault)
 
 
 def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None, int, dict[str, Block]]]:

@@ -12,6 +12,7 @@ from ...callbacks.dispatch import overrides
 from ...strategies.errors import ModuleError
 from ...strategies.pipeline.spec import signature_of
 from ..data.micro_batch import MicroBatch, Window
+from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
@@ -114,6 +115,11 @@ class PipelineStep(SharedStep):
         return self.progress.accumulate_grad_batches
 
     # --- what the stages call ----------------------------------------------------------------------------------------
+
+    def arguments_at(self, index: int) -> Sequence[Any]:
+        """Return what ``training_step`` gets with a micro-batch."""
+        number = num_step_arguments(self.module, "training_step", 2)
+        return (self._batches[index], self.state.batches_in_epoch + index)[:number]
 
     def forward_at(self, index: int) -> Any:
         """Call ``training_step`` with a micro-batch."""

@@ -75,6 +75,8 @@ def _products(machine: Machine, *, has_sequences: bool) -> Iterator[RunLayout]:
             yield _parallel(number, pp=stages)
         if machine.devices_of_node % 8 == 0 and number % (8 * stages) == 0:
             yield _parallel(number, pp=stages, tp=8)
+        if has_sequences and machine.devices_of_node % 2 == 0 and number % (2 * stages) == 0:
+            yield _parallel(number, pp=stages, cp=2)
     degree = 2
     while has_sequences and machine.devices_of_node % degree == 0:
         yield _parallel(number, cp=degree)

@@ -21,6 +21,7 @@ LAYOUTS = {
     "tp x fsdp": (parallel(tp=2), {}),
     "cp x fsdp": (parallel(cp=2), {}),
     "pp x fsdp": (parallel(pp=2), {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+    "pp x cp": (parallel(pp=2, cp=2), {"accumulate_grad_batches": 2}),
 }
 ASKED = {
     "ddp": (0,),
@@ -29,6 +30,7 @@ ASKED = {
     "tp x fsdp": (1,),
     "cp x fsdp": (1,),
     "pp x fsdp": (3,),
+    "pp x cp": (0, 3),
 }
 CONFIG = {
     "seed": SEED,
@@ -94,7 +96,11 @@ REFUSED = {
     ),
     "more stages than blocks": (parallel(pp=4), {"accumulate_grad_batches": 4}, "3 repeated blocks for 4 stages"),
     "fewer micro-batches than stages": (parallel(pp=2), {}, "accumulate_grad_batches must be at least 2"),
-    "stages and cut sequences": (parallel(pp=2, cp=2), {"accumulate_grad_batches": 2}, "cannot be combined with cp"),
+    "stages and offloaded shards": (
+        parallel(pp=2, cpu_offload=True),
+        {"accumulate_grad_batches": 2},
+        "pp=2 cannot be combined with cpu_offload",
+    ),
     "a policy that matches nothing": (
         {"_target_": "echelon.FSDPStrategy", "policy": ["nowhere"]},
         {},

@@ -16,7 +16,7 @@ from echelon.testing import run_ranks
 from echelon.trainer.planning.rehearsed_rank import here
 
 NUM_MICRO_BATCHES = 4
-DEGREES = {2: ({"pp": 2}, {"pp": 2, "schedule": "gpipe"}), 4: ({"pp": 2}, {"pp": 2, "tp": 2})}
+DEGREES = {2: ({"pp": 2}, {"pp": 2, "schedule": "gpipe"}), 4: ({"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2})}
 
 
 class WatchedStep(Callback):

@@ -1,0 +1,81 @@
+"""Elastic runs of pipelines: stages that die, nodes with stages that are lost, and come again, or leave too few."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from elastic_nodes import EXACT, Undisturbed, difference, nodes_of_a_run
+from elastic_program import BATCH, Plan, TiedRegression, samples
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import ElasticStrategy, ParallelStrategy, Trainer, seed_everything
+
+EPOCHS = 2
+TWO = Plan(epochs=EPOCHS, strategy="pp", devices=2, is_tied=True, last_call=60.0)  # both come before the first step
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS, is_tied=True)
+
+
+def test_stages_are_killed(memory_path: Any, undisturbed: Any) -> None:
+    seed_everything(1)
+    inner = ParallelStrategy(pp=2, dp_shard=2)
+    trainer = Trainer(
+        strategy=ElasticStrategy(inner, snapshot_every=3, chaos="kill:rank=2@step=5, kill:rank=1@step=17"),
+        accelerator="cpu",
+        devices=4,
+        global_batch_size=BATCH,
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        logger=False,
+        default_root_dir=memory_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = TiedRegression()
+    trainer.fit(module, DataLoader(TensorDataset(*samples()), BATCH // 4, shuffle=True))
+    assert difference(module.state_dict(), undisturbed.weights) <= EXACT
+
+
+def test_a_node_is_lost_and_the_other_has_all_stages(memory_path: Any, undisturbed: Any) -> None:
+    with nodes_of_a_run(memory_path, TWO) as nodes:
+        both = [nodes.start(slot, chaos="lose:node=1@step=5") for slot in range(2)]
+        codes = [nodes.end(one) for one in both]
+        assert sorted(codes) == [-signal.SIGKILL, 0], nodes.told()
+        weights = nodes.finish(both[codes.index(0)])
+    nodes.check_no_scar(weights, undisturbed)
+
+
+def test_a_node_in_place_of_a_lost_one_gets_what_its_stage_shares_with_others(
+    memory_path: Any, undisturbed: Any
+) -> None:
+    with nodes_of_a_run(memory_path, replace(TWO, nodes="2", chaos="lose:node=1@step=8")) as nodes:
+        both = [nodes.start(slot) for slot in range(2)]
+        nodes.wait(lambda _: any(one.process.poll() is not None for one in both), "a node is lost")
+        left = next(one for one in both if one.process.poll() is None)
+        weights = nodes.finish(left, nodes.start(1))
+    nodes.check_no_scar(weights, undisturbed)
+    assert "goes on from step 6" in left.log.read_text()
+
+
+def test_nodes_that_may_be_too_few_for_the_stages_are_refused_at_the_start(memory_path: Any) -> None:
+    with nodes_of_a_run(memory_path, replace(TWO, devices=1)) as nodes:
+        assert nodes.end(nodes.start()) == 1, nodes.told()
+    assert "pp = 2, but world_size is 1; choose degrees whose product" in nodes.told()
+
+
+def test_a_number_of_ranks_that_the_stages_cannot_share_is_a_clear_stop(memory_path: Any) -> None:
+    with nodes_of_a_run(memory_path, replace(TWO, devices=1, nodes="2:3")) as nodes:
+        nodes.hold_after(5)
+        both = [nodes.start(slot, last_call=1.0) for slot in range(2)]
+        nodes.wait(lambda seen: seen["step"] >= 5, "two nodes train")
+        third = nodes.start(1, last_call=1.0)
+        assert [nodes.end(one) for one in (*both, third)] == [1, 1, 1], nodes.told()
+    assert "pp = 2, but world_size is 3; choose degrees whose product divides 3" in nodes.told()
+    assert "is not started again" in nodes.told()
