@@ -7,7 +7,7 @@ import copy
 import io
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,14 +171,26 @@ def _fit(
     cut_by_hand = None if module.automatic_optimization else global_batch_size
     if global_batch_size is not None and cut_by_hand is None:
         settings |= {"global_batch_size": global_batch_size, "accumulate_grad_batches": 1}
+    trainer = _trainer(task, settings, callbacks, logger)
+    if trainer.strategy.has_stages:  # each of which needs a micro-batch to work on, or two
+        trainer = _trainer(task, settings | {"accumulate_grad_batches": 2 * layout.ranks}, callbacks, logger)
+    with contextlib.redirect_stdout(io.StringIO()):  # what the run and the module print, once for each layout
+        trainer.fit(module, datamodule=SeededData(task.data, module, cut_by_hand), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def _trainer(
+    task: RankTask, settings: Mapping[str, Any], callbacks: Sequence[Callback], logger: RowsLogger | None
+) -> Trainer:
+    layout = task.layout
     is_alone = layout.num_processes == 1
-    trainer = Trainer(
+    return Trainer(
         strategy=copy.deepcopy(layout.strategy),
         accelerator=task.accelerator,
         devices=layout.ranks if is_alone and layout.ranks > 1 else ("auto" if not is_alone else 1),
         precision="64-true",
         max_steps=task.steps + 1,
-        callbacks=callbacks,
+        callbacks=list(callbacks),
         logger=logger if logger is not None else RowsLogger(),
         log_every_n_steps=1,
         check_val_every_n_epoch=NEVER,
@@ -189,6 +201,3 @@ def _fit(
         default_root_dir=task.folder,
         **settings,
     )
-    with contextlib.redirect_stdout(io.StringIO()):  # what the run and the module print, once for each layout
-        trainer.fit(module, datamodule=SeededData(task.data, module, cut_by_hand), ckpt_path=ckpt_path)
-    return trainer, module

@@ -188,6 +188,14 @@ class PoolsItsPart(Sound):
         self.middle = Pooled()
 
 
+class ForgetsAStage(Sound):
+    """Trains one of its stages only."""
+
+    def configure_optimizers(self):
+        left = self.parameters() if self.ranks == 1 else self.last.parameters()
+        return torch.optim.SGD(left, lr=0.1)
+
+
 FAULTS = [
     (DoublesAGradient, "ddp", "last", "disagree"),
     (CountsAMetricTwice, "ddp", None, "counted twice"),
@@ -201,6 +209,12 @@ FAULTS = [
     (CountsPositions, Layout(ParallelStrategy(cp=2), 2), "middle", "positions"),
     (ScalesABackward, "ddp", "middle", "counted twice"),
     (PoolsItsPart, "fsdp", "middle", "whole batch"),
+    (DoublesAGradient, "ps", "last", "differ"),
+    (KeepsABuffer, "ps", "middle", "buffer"),
+    (MeansUnequalParts, "ps", "", "unequal parts"),
+    (StepsAScheduler, "ps", None, "scheduler"),
+    (ForgetsAStage, "pp", "first", "left out"),
+    (MeansUnequalParts, "pp", "", "unequal parts"),
 ]
 """A module, the layout on which it shows, the part that is to be named, and a word of the cause."""
 
