@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..distributed.collectives import Collectives
 from ..distributed.pickling import pack
+from ..errors import ModuleError
 from ..state.optimizer_state import attributes_of, parameter_names
 from .connection import Connection
 from .layout import FlatLayout, deal, marks_of
@@ -236,6 +237,12 @@ class ServedOptimizer:
 
     def _message(self, index: int, is_final: bool) -> Push:
         gradients = [self._named[name].grad for name in self._trained[index]]
+        for name, gradient in zip(self._trained[index], gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                raise ModuleError(
+                    f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, or "
+                    "make it a RemoteEmbedding and train with ParameterServerStrategy(dense='ddp'), which pushes rows."
+                )
         sends_settings = self._is_async or self._connection.rank == 0
         settings = [{name: v for name, v in group.items() if name != "params"} for group in self.optimizer.param_groups]
         return Push(

