@@ -184,7 +184,9 @@ def test_parts_of_sequences_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("module", "layout", "part", "word"), FAULTS, ids=[f"{kind.__name__}, {getattr(place, 'name', place)}" for kind, place, *_ in FAULTS]
+    ("module", "layout", "part", "word"),
+    FAULTS,
+    ids=[f"{kind.__name__}, {getattr(place, 'name', place)}" for kind, place, *_ in FAULTS],
 )
 def test_a_fault_is_found_with_the_part_that_it_is_in(module, layout, part, word):
     report = verify(module(), data(module), [layout], steps=2)
