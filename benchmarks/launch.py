@@ -3,7 +3,8 @@
 Run ``python benchmarks/launch.py``. First, in turn: two fresh ``python -c "import torch"`` side by side, and a launch
 of two processes up to the end of their first all-reduce; the program's very first launch is shown apart, since it also
 starts the fork server. Then ``--launches`` launches in a row: what the program and all processes below it hold is
-counted after the first few and after the last.
+counted after the first few and after the last. With ``--strategy ps`` each launch is a short fit of two trainers, or of
+``--trainers``, with that strategy instead, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
+from echelon import Trainer, TrainModule
 from echelon.testing import run_ranks
 
 WARM_UP = 3  # launches after which memory and descriptors are counted for the first time
@@ -41,6 +47,34 @@ def first_all_reduce() -> float:
 def launch() -> float:
     began = time.monotonic()
     return max(run_ranks(first_all_reduce, 2)) - began
+
+
+class Small(TrainModule):
+    """A module whose fit takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def fit(strategy: str, trainers: int) -> None:
+    """Train for four steps."""
+    Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=trainers,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Small(), DataLoader(torch.ones(8 * trainers, 4), 2))
 
 
 def import_torch_twice() -> float:
@@ -64,6 +98,14 @@ def processes_below(pid: int) -> list[int]:
     for one in below:
         below += [child for child, parent in parents.items() if parent == one]
     return below[1:]
+
+
+def listening_ports(pids: list[int]) -> int:
+    """Count the ports on which processes listen."""
+    own = {link for pid in pids for link in open_files(pid) if link.startswith("socket:")}
+    lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    fields = [line.split() for line in lines]
+    return sum(field[3] == "0A" and f"socket:[{field[9]}]" in own for field in fields)
 
 
 def open_files(pid: int) -> list[str]:
@@ -95,6 +137,7 @@ def footprint() -> dict[str, float]:
         "descriptors": len(links),
         "descriptors_below": sum(len(open_files(pid)) for pid in below),
         "sockets": sum(link.startswith("socket:") for link in links),
+        "ports": listening_ports([os.getpid(), *below]),
         "shared_memory": sum(map(mapped_shared_memory, [os.getpid(), *below])),
         "temporary": len(os.listdir(tempfile.gettempdir())),
         "megabytes": megabytes(os.getpid()),
@@ -120,12 +163,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="how often the two are timed, in turn")
     parser.add_argument("--launches", type=int, default=200, help="how many launches in a row")
+    parser.add_argument("--strategy", help="count over short fits with this strategy")
+    parser.add_argument("--trainers", type=int, default=2, help="the processes of each fit")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     multiprocessing.util.get_temp_dir()  # stays until the program ends; so not in the folder that is removed before
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # so that nobody else's files are counted
-        report(options)
+        if options.strategy:
+            before, after = count(partial(fit, options.strategy, options.trainers), options.launches)
+            show(before, after, f"fits of {options.trainers} with {options.strategy!r}", options)
+        else:
+            report(options)
+
+
+def count(launch: Callable[[], object], number: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what is held after the first few launches, and what after so many more."""
+    for _ in range(WARM_UP):
+        launch()
+    before = footprint()
+    for _ in range(number):
+        launch()
+    return before, footprint_after(before)
+
+
+def show(before: dict[str, float], after: dict[str, float], what: str, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps({"before": before, "after": after}))
+        return
+    print(f"{'':20}{'before':>10}{'after':>10}   {options.launches} {what}")
+    for name, number in before.items():
+        print(f"{name.replace('_', ' '):20}{number:10.6g}{after[name]:10.6g}")
 
 
 def report(options: argparse.Namespace) -> None:
@@ -135,22 +203,15 @@ def report(options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         imports.append(import_torch_twice())
         launches.append(launch())
-    for _ in range(WARM_UP):
-        launch()
-    before = footprint()
-    for _ in range(options.launches):
-        launch()
-    after = footprint_after(before)
+    before, after = count(launch, options.launches)
     timed = statistics.median(imports), statistics.median(launches)
     if options.json:
         print(json.dumps({"first": first, "imports": timed[0], "launch": timed[1], "before": before, "after": after}))
         return
     print(f"two fresh `import torch`          {timed[0]:7.3f} s")
     print(f"first launch to first all-reduce  {first:7.3f} s")
-    print(f"later launches                    {timed[1]:7.3f} s   {timed[1] / timed[0]:.1%} of the imports")
-    print(f"\n{'':20}{'before':>10}{'after':>10}   {options.launches} launches of 2 processes")
-    for name, count in before.items():
-        print(f"{name.replace('_', ' '):20}{count:10.6g}{after[name]:10.6g}")
+    print(f"later launches                    {timed[1]:7.3f} s   {timed[1] / timed[0]:.1%} of the imports\n")
+    show(before, after, "launches of 2 processes", options)
 
 
 if __name__ == "__main__":

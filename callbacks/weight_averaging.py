@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..strategies.errors import ConfigError
+from ..strategies.servers.remote_embedding import RemoteEmbedding
 from .callback import Callback
 from .helpers.averaged_weights import AveragedWeights, AverageMany, AverageOne, ExponentialAverage
 from .run import Run
@@ -37,7 +38,7 @@ class WeightAveraging(Callback):
         multi_avg_fn: the same for lists of tensors, in place (faster); see ``torch.optim.swa_utils.AveragedModel``.
 
     Raises:
-        ConfigError: if both functions are given.
+        ConfigError: if both functions are given, and for a `RemoteEmbedding` whose table is on a server.
         CheckpointError: on resume, if the saved average does not have the weights of the module.
     """
 
@@ -105,6 +106,7 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin an average, or continue that of the checkpoint."""
+        _refuse_remote(module)
         self._average = AveragedWeights(module, self._use_buffers, self._device, self._avg_fn, self._multi_avg_fn)
         if self._saved_count:
             self._average.load(self._saved, self._saved_count)
@@ -167,6 +169,16 @@ class WeightAveraging(Callback):
         if self._is_swapped and self._average is not None:
             self._average.swap()
         self._is_swapped = False
+
+
+def _refuse_remote(module: nn.Module) -> None:
+    """Raise a `ConfigError` for a table that a server holds, of which there is nothing here to average."""
+    for name, part in module.named_modules():
+        if isinstance(part, RemoteEmbedding) and part.is_remote:
+            raise ConfigError(
+                f"Weight averaging needs all weights in the trainer, got RemoteEmbedding {name!r}, whose table is on a "
+                "server; leave out dense='ddp', or the callback."
+            )
 
 
 # Three levels of classes where two are the rule: an EMA is only a policy and a function for the hooks above.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any, ClassVar, Final, Literal, Unpack
@@ -16,6 +17,9 @@ from .cluster.launchers import detect_environment
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError, RunError
+from .estimate.estimate import Estimate
+from .estimate.profile import Profile
+from .estimate.served import ServedStep
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.replica import DDPOptions, Replica, copy_from_first
@@ -23,9 +27,9 @@ from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
 from .servers.layout import deal
 from .servers.processes import prepare_nursery
-from .servers.served_optimizer import ServedOptimizer
+from .servers.remote_calls import RemoteCalls
+from .servers.served_optimizer import ServedOptimizer, mean_gradients
 from .servers.tables import RemoteTables
-from .servers.transport import Arguments
 from .state.dtensor import multiply_all
 from .state.optimizer_state import Sharded, needs_closure
 from .strategy import ClipAlgorithm
@@ -34,7 +38,7 @@ from .torch_internals import overflows_of
 _PUSH_TIMEOUT: Final = timedelta(minutes=30)  # torch's for gloo
 
 
-class ParameterServerStrategy(ReplicaStrategy):
+class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     """Train replicas whose parameters and optimizer state are held, and updated, by servers.
 
     Servers are no ranks: they are processes beside the trainers, started by the first trainer of the first node, and
@@ -109,7 +113,34 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     @property
     def memory_share(self) -> MemoryShare:
-        return MemoryShare(optimizer=lambda _: 0.0) if self.choices.serves_all else MemoryShare()
+        if self.choices.serves_all:
+            return MemoryShare(optimizer=lambda _: 0.0)
+        return MemoryShare() if self._tables is None else self._tables.memory_share
+
+    def _estimate(self, profile: Profile) -> Estimate:
+        step = self._served_step(profile)
+        self.choices.check_number(self._num_servers, len(step.served))
+        servers = [server.total for server in step.of_servers()]
+        trainer = step.of_trainer(super()._estimate, is_on_cpu=self.hardware.device_type == "cpu")
+        return replace(trainer, host=max(servers) if self.choices.servers == "nodes" else sum(servers))
+
+    def estimate_servers(self, profile: Profile, hardware: Hardware) -> list[Estimate]:
+        """Return what each server would hold, and send and get in a step; see `estimate`, which adds it to ``host``."""
+        self.estimate(profile, hardware)
+        return self._served_step(profile).of_servers()
+
+    def _served_step(self, profile: Profile) -> ServedStep:
+        return ServedStep(
+            profile,
+            serves_all=self.choices.serves_all,
+            num_trainers=self.environment.world_size,
+            num_servers=self._num_servers,
+            is_async=self.choices.bound is not None,
+        )
+
+    @property
+    def _num_servers(self) -> int:
+        return self.environment.num_nodes if self.choices.servers == "nodes" else self.choices.servers
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         self._has_failed = False
@@ -178,13 +209,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         sizes = {
             n: p.numel() * p.element_size() for n, p in named.items() if self._tables is None or n in self._tables.names
         }
-        number = self.environment.num_nodes if self.choices.servers == "nodes" else self.choices.servers
-        if number > max(len(sizes), 1) or (self._tables is not None and not sizes):
-            what = "parameter tensors" if self._tables is None else "tables of RemoteEmbedding"
-            raise ConfigError(
-                f"servers must be at most the number of {what}, got {number} for {len(sizes)}; use fewer servers"
-                + (", or strategy='ddp' without any." if self._tables is not None else ".")
-            )
+        number = self._num_servers
+        self.choices.check_number(number, len(sizes))
         return {name: index for index, names in enumerate(deal(sizes, number)) for name in names}
 
     def annotate(self, error: BaseException) -> None:
@@ -233,7 +259,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         gradients = [parameter.grad for parameter in own if parameter.grad is not None]
         if algorithm == "value":
             served.limit(limit)
-            nn.utils.clip_grad_value_(own, limit)
+            if gradients:
+                nn.utils.clip_grad_value_(own, limit)
             return
         squared_norm += sum(float(torch.linalg.vector_norm(gradient).double().square()) for gradient in gradients)
         factor = min(1.0, limit / (squared_norm**0.5 + 1e-6)) if squared_norm == squared_norm else squared_norm
@@ -276,63 +303,6 @@ class ParameterServerStrategy(ReplicaStrategy):
             raise RunError("strategy.ledger() needs a fit in async mode that goes on, found none; call it in a hook.")
         return self._served[optimizer if optimizer is not None else next(iter(self._served))].ledger()
 
-    # --- calls of the user's -----------------------------------------------------------------------------------------
-
-    def rpc_sync(
-        self,
-        to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = 0,
-    ) -> Any:
-        """Return what a function returns in another process: ``"server0"``, ``"trainer1"``, ...
-
-        It may be defined anywhere; see ``torch.distributed.rpc``. From ``on_fit_start`` to the end of a fit.
-
-        Raises:
-            RunError: outside of a fit.
-            ConfigError: for a peer that is not there.
-        """
-        return self._call("sync", to, func, args, kwargs, timeout)
-
-    def rpc_async(
-        self,
-        to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = 0,
-    ) -> Any:
-        """Call a function as `rpc_sync` does, and return a ``torch.futures.Future`` of its result."""
-        return self._call("async", to, func, args, kwargs, timeout)
-
-    def remote(
-        self,
-        to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = 0,
-    ) -> Any:
-        """Call a function, or a class, and return torch's ``RRef`` to the result, which stays in the other process."""
-        return self._call("remote", to, func, args, kwargs, timeout)
-
-    def _call(
-        self,
-        how: str,
-        to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
-    ) -> Any:
-        if self._connection is None:
-            raise RunError(
-                f"strategy.rpc_{how} needs a fit that goes on, found none; call it between on_fit_start and on_fit_end."
-            )
-        return self._connection.invoke(how, to, func, Arguments(tuple(args), kwargs or {}), timeout)
-
     # --- state -------------------------------------------------------------------------------------------------------
 
     def sync_replicas(self) -> None:
@@ -358,9 +328,20 @@ class ParameterServerStrategy(ReplicaStrategy):
             state.update(self._tables.fetch(self._connection, list(self._tables.names)))
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
+    def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
+        served = {n: p for n, p in named.items() if self._tables is None or n in self._tables.names}
+        rest = super().whole_tensors({n: p for n, p in named.items() if n not in served}, gradients=gradients)
+        if gradients:
+            return rest | mean_gradients(served, self.collectives)
+        if self._tables is None or self._connection is None:
+            return rest | super().whole_tensors(served)
+        return rest | self._tables.fetch(self._connection, list(served))
+
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         if self._tables is None or self._connection is None:
             super().load_model_state(state, strict=strict)
+            for served in self._served.values():
+                served.take_weights()
             return
         self._tables.load(state, self._connection, self.collectives)
         super().load_model_state(self._tables.without_memory(state), strict=strict)

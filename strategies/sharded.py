@@ -26,7 +26,7 @@ from .parallel.sharded_module import ShardedModule, configure
 from .parallel.sharding_policy import ShardingOptions
 from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule
-from .pipeline.state import gather_all, here, marked, own_entries, without_elsewhere
+from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
 from .state.shards import Holders
@@ -255,6 +255,12 @@ class ShardedStrategy(Strategy):
             self._sharded.reshard()
             return gather_all(self._pipeline, self.collectives, is_kept=self.local_rank == 0)
         return gather_whole(self.model_state(), is_kept=self.local_rank == 0)
+
+    def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
+        if self._pipeline is None or self._sharded is None:
+            return super().whole_tensors(named, gradients=gradients)
+        self._sharded.reshard()
+        return whole_of_stages(self._pipeline, {name: p.grad if gradients else p for name, p in named.items()})
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         own = self.module.state_dict()

@@ -31,7 +31,7 @@ from .module.precision import Precision
 from .parallel.replica import copy_from_first
 from .pipeline.timeline import WindowRecorder
 from .pipeline.window import WindowWork
-from .state.dtensor import multiply_all
+from .state.dtensor import multiply_all, whole_on_cpu
 from .state.optimizer_state import state_by_name, state_by_position
 
 T = TypeVar("T")
@@ -415,6 +415,10 @@ class Strategy(ABC):
     def full_model_state(self) -> dict[str, Any]:
         """Return `model_state` whole, on the CPU, at least on each node's first rank: a caller gets it. Collective."""
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in self.model_state().items()}
+
+    def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
+        """Return copies of parameters, or of the gradients of their update, whole, on every rank's CPU. Collective."""
+        return whole_on_cpu({name: p.grad if gradients else p for name, p in named.items()})
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state with the plain module's names. Collective: every rank calls it."""

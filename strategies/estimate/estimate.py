@@ -31,13 +31,16 @@ class Estimate:
     workspace: float = 0.0
     """Buffers of the module, and what operations of forward, backward and update need beyond what is kept."""
     host: float = 0.0
-    """What is kept in the memory of the node instead, with ``cpu_offload``; not in `total`."""
+    """What is kept in the memory of the node instead, with ``cpu_offload`` or by servers; not in `total`."""
     overlap: float = 0.0
     """Of the sum of all these, what is never there at once: activations are freed as gradients come."""
     idle: float = 0.0
     """The share of a step in which ranks wait for each other, if all stages of a pipeline are ideal."""
     traffic: Mapping[str, float] = field(default_factory=dict)
-    """What the rank sends, by axis of the mesh; collectives count as rings, which send the least possible."""
+    """What the rank sends, by axis of the mesh; collectives count as rings, which send the least possible.
+
+    With "servers" what it gets counts, too: they send it.
+    """
 
     @property
     def total(self) -> float:

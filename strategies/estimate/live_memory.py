@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final
@@ -194,7 +194,10 @@ class LiveMemory(TorchDispatchMode):
         return _NOTHING if known is None else known[1] - {CASTS}
 
     def _note(self, tensor: Tensor, sources: Sources) -> None:
-        storage = local_shard(tensor).untyped_storage()
+        for part in _parts(tensor):
+            self._note_storage(part.untyped_storage(), sources)
+
+    def _note_storage(self, storage: Any, sources: Sources) -> None:
         memory = int(storage._cdata)  # noqa: SLF001 - the address of the data is unknown without memory
         if memory in self._alive or memory in self._own or memory in self._gradients:
             return
@@ -216,9 +219,10 @@ class LiveMemory(TorchDispatchMode):
         self._now -= size
 
     def _take_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        memory = _memory(parameter.grad)
+        for part in () if parameter.grad is None else _parts(parameter.grad):
+            self._take_memory(_memory(part))
+
+    def _take_memory(self, memory: int) -> None:
         if memory in self._alive:
             size, sources, _ = self._alive.pop(memory)
             self._take_peak()
@@ -262,9 +266,15 @@ class LiveMemory(TorchDispatchMode):
 
 def storages_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, each storage counted once."""
-    storages = {_memory(tensor): local_shard(tensor).untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    parts = [part for tensor in tensors for part in _parts(tensor)]
+    return sum({_memory(part): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return what has the memory of a tensor: its shard, or the two tensors that a sparse one is made of."""
+    shard = local_shard(tensor)
+    return (shard._indices(), shard._values()) if shard.is_sparse else (shard,)  # noqa: SLF001 - also if not coalesced
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(local_shard(tensor).untyped_storage()._cdata)  # noqa: SLF001
+    return int(_parts(tensor)[0].untyped_storage()._cdata)  # noqa: SLF001

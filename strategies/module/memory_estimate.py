@@ -77,7 +77,15 @@ def _expected_state(optimizer: Optimizer, share: Share) -> float:
 
 
 def _held(tensors: Iterable[Tensor]) -> int:
-    return sum(local_shard(tensor).nbytes for tensor in tensors)
+    return sum(_size(local_shard(tensor)) for tensor in tensors)
+
+
+def _size(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - those of what is not coalesced, too
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return tensor.nbytes
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # what is expanded has fewer elements than it shows
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.collectives import Collectives
-from ..state.dtensor import is_dtensor, whole_tensor
+from ..state.dtensor import is_dtensor, whole_on_cpu, whole_tensor
 from ..state.optimizer_state import Elsewhere, Sharded
 from .pipeline import Pipeline
 
@@ -76,4 +76,14 @@ def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -
             value = whole_tensor(value)
         if is_kept:
             whole[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return whole
+
+
+def whole_of_stages(pipeline: Pipeline, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return copies of parameters, or their gradients, by name, of all stages on every rank. Collective: all ranks."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        first = pipeline.ranks_of[name][0]
+        own = whole_on_cpu({name: tensor}) if pipeline.rank == first else None
+        whole |= pipeline.collectives.broadcast(own, first)
     return whole

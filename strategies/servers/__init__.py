@@ -1,1 +1,1 @@
-"""Parameter servers: processes beside the trainers that hold parameters. Imports launch, state and below."""
+"""Parameter servers: processes beside the trainers that hold parameters. Imports module and below."""

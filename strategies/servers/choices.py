@@ -57,6 +57,20 @@ class ServerChoices:
             with suppress(OSError):  # that of a run which is only planned; its ranks would say so
                 private_address(environment.main_address)
 
+    def check_number(self, num_servers: int, num_tensors: int) -> None:
+        """Check that each server gets a tensor.
+
+        Raises:
+            ConfigError: if there are too few.
+        """
+        if num_servers <= max(num_tensors, 1) and (num_tensors or self.serves_all):
+            return
+        what = "parameter tensors" if self.serves_all else "tables of RemoteEmbedding"
+        raise ConfigError(
+            f"servers must be at most the number of {what}, got {num_servers} for {num_tensors}; use fewer servers"
+            + ("." if self.serves_all else ", or strategy='ddp' without any.")
+        )
+
     def _check_staleness(self, *, uses_scaler: bool) -> None:
         if self.mode == "sync":
             if self.max_staleness is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatLayout:
@@ -58,3 +61,13 @@ def deal(sizes: Mapping[str, int], number: int) -> list[list[str]]:
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how many bytes tensors have."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def marks_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a number for each tensor that changes with its values, whoever has changed them."""
+    if not tensors:
+        return []
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    sums = [tensor.view(_BITS[tensor.element_size()]).sum() for tensor in real]
+    marks: list[int] = torch.stack(sums).tolist()
+    return marks

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from ..distributed.collectives import Collectives
 from ..distributed.pickling import pack
+from ..errors import ModuleError
 from ..state.optimizer_state import attributes_of, parameter_names
 from .connection import Connection
-from .layout import FlatLayout, deal
+from .layout import FlatLayout, deal, marks_of
 from .messages import Assignment, Push, Rows, Update, Updated
 
 
@@ -56,8 +57,9 @@ class ServedOptimizer:
         self._holders, self._tables, self._is_async = holders, tables, is_async
         self._step_of_others = optimizer.step
         self._signature: object = None
-        self._versions = 0
-        self._num_pushes = 0
+        self._mark: object = None
+        self._has_loaded_weights = False
+        self._num_pushes = self._num_pushes_pulled = 0
         self._has_gathered = False
         self._factor = 1.0
         self._limit: float | None = None
@@ -85,13 +87,12 @@ class ServedOptimizer:
         """Send what has changed since the last step. Collective: every trainer calls it."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         signature = [(id(parameter), parameter.requires_grad) for parameter in parameters]
-        if signature != self._signature or self._has_loaded_state():
+        if signature != self._signature or self._has_loaded_state() or self._has_loaded_weights:
             self._assign()
-            self._signature = signature
-        elif self._has_edited_weights() and self._connection.rank == 0:
+            self._signature, self._has_loaded_weights = signature, False
+        elif self._has_edited_weights():
             flats = {index: (self.key, layout.join(self._own(index))) for index, layout in self._layouts.items()}
             self._connection.ask("set_values", flats)
-        self._versions = self._count_versions()
 
     def _has_loaded_state(self) -> bool:
         state = self.optimizer.state
@@ -99,11 +100,15 @@ class ServedOptimizer:
 
     def _has_edited_weights(self) -> bool:
         # in async mode the servers go by the pushes of others as well
-        return not self._tables and not self._is_async and self._versions != self._count_versions()
+        return not self._tables and not self._is_async and self._mark != self._mark_of_weights()
 
-    def _count_versions(self) -> int:
-        """Return a number that grows with each change in place of a parameter that is served."""
-        return sum(parameter._version for parameter in self._named.values())  # noqa: SLF001 - torch has no other name
+    def _mark_of_weights(self) -> object:
+        """Return what differs once a parameter that is served was changed, by its ``data`` as well; on trainer 0."""
+        if self._tables or self._is_async or self._connection.rank != 0:
+            return None
+        named = self._named.values()
+        versions = sum(parameter._version for parameter in named)  # noqa: SLF001 - torch has no other name
+        return versions, marks_of([parameter.detach() for parameter in named if parameter.requires_grad])
 
     def _own(self, index: int) -> list[Tensor | None]:
         return [self._named[name] for name in self._trained[index]]
@@ -132,6 +137,7 @@ class ServedOptimizer:
             self._connection.ask("assign", assignments)
         for parameter in named.values():
             optimizer.state.pop(parameter, None)
+        self._mark = self._mark_of_weights()
         self._collectives.barrier()
 
     def _assignment(self, index: int, packed: bytes, state: Mapping[str, Any]) -> Assignment:
@@ -165,11 +171,15 @@ class ServedOptimizer:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Take the parameters as the servers have them now."""
-        if self.is_assigned and not self._tables:
+        """Take the parameters as the servers have them now, unless no trainer has pushed since they were taken last."""
+        if self.is_assigned and not self._tables and self._num_pushes != self._num_pushes_pulled:
             answers = self._connection.ask("values", dict.fromkeys(self._layouts, (self.key,)))
             self._copy(answers)
-            self._versions = self._count_versions()
+            self._num_pushes_pulled = self._num_pushes
+
+    def take_weights(self) -> None:
+        """Take note that trainer 0 has loaded other weights, which servers get before the next push."""
+        self._has_loaded_weights = True
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -227,6 +237,12 @@ class ServedOptimizer:
 
     def _message(self, index: int, is_final: bool) -> Push:
         gradients = [self._named[name].grad for name in self._trained[index]]
+        for name, gradient in zip(self._trained[index], gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                raise ModuleError(
+                    f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, or "
+                    "make it a RemoteEmbedding and train with ParameterServerStrategy(dense='ddp'), which pushes rows."
+                )
         sends_settings = self._is_async or self._connection.rank == 0
         settings = [{name: v for name, v in group.items() if name != "params"} for group in self.optimizer.param_groups]
         return Push(
@@ -253,7 +269,7 @@ class ServedOptimizer:
     def _take(self, answers: Mapping[int, Updated]) -> None:
         """Take the parameters and settings that the servers have made."""
         self._copy({index: answer.flats for index, answer in answers.items()})
-        self._versions = self._count_versions()
+        self._mark = self._mark_of_weights()
         for answer in answers.values() if not self._tables else ():
             for group, changed in zip(self.optimizer.param_groups, answer.settings, strict=bool(answer.settings)):
                 group.update(changed)
@@ -273,6 +289,17 @@ class ServedOptimizer:
         index = min(self._layouts)
         found: Tensor = self._connection.ask("ledger", {index: (self.key,)})[index]
         return found
+
+
+def mean_gradients(named: Mapping[str, nn.Parameter], collectives: Collectives) -> dict[str, Tensor]:
+    """Return the means of gradients over the trainers, on the CPU, as servers make them. Collective: every trainer."""
+    means = {}
+    for name, parameter in named.items():
+        own = parameter.grad
+        if collectives.all_reduce(int(own is not None), "max"):
+            dense = torch.zeros(parameter.shape, dtype=parameter.dtype) if own is None else own.to_dense().cpu()
+            means[name] = collectives.all_reduce(dense, "mean")
+    return means
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:

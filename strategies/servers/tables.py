@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError
+from ..module.memory_estimate import MemoryShare
 from .connection import Connection
 from .layout import deal
 from .remote_embedding import RemoteEmbedding
@@ -37,6 +38,16 @@ class RemoteTables:
     @property
     def _weights(self) -> dict[str, Tensor]:
         return {name: layers[0][1].weight for name, layers in self._layers.items()}
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        """The share of a trainer: nothing of the tables."""
+        tables = set(self._weights.values())
+
+        def share(parameter: Tensor) -> float:
+            return float(parameter not in tables)
+
+        return MemoryShare(share, share, share)
 
     # --- while a fit goes on -----------------------------------------------------------------------------------------
 

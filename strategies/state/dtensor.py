@@ -91,6 +91,17 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
     return whole
 
 
+def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return dense copies of tensors, whole, on the CPU, without those that are None. Collective: ranks of the mesh."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            found = whole_tensor(tensor) if is_dtensor(tensor) else tensor
+            dense = found.detach().to_dense() if found.is_sparse else found.detach()
+            whole[name] = dense.to("cpu", copy=True)
+    return whole
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors in place; a factor takes their dtype, so that torch does not read it from the device."""
     if not isinstance(factor, Tensor):

@@ -1,20 +1,35 @@
-"""benchmarks/parameter_server.py runs, at a size that measures no time, and counts the bytes of the rows of a table."""
+"""benchmarks/parameter_server.py counts the bytes of a table's rows, benchmarks/staleness.py how stale pushes get."""
 
 import re
 from pathlib import Path
 
 from programs import run_program
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "parameter_server.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBER = r"([0-9.]+)"
 
 
 def test_a_step_with_a_server_stands_beside_that_of_ddp_and_a_table_moves_the_rows_of_a_batch(tmp_path):
-    done = run_program(SCRIPT, "--steps", "6", "--turns", "1", "--rows", "20000", folder=tmp_path)
+    done = run_program(
+        BENCHMARKS / "parameter_server.py", "--steps", "6", "--turns", "1", "--rows", "20000", folder=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     *_, dense, table = done.stdout.splitlines()
     found = re.fullmatch(rf"MLP: ps {NUMBER} ms, ddp {NUMBER} ms, ratio {NUMBER}", dense)
     assert found and all(float(number) > 0 for number in found.groups())
     found = re.fullmatch(rf"table: {NUMBER} ms, {NUMBER} kB a step and trainer, {NUMBER} x its rows", table)
     assert found and 1.0 <= float(found[3]) <= 1.2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_push_of_1000_with_random_delays_is_staler_than_allowed_and_fast_trainers_do_not_wait(tmp_path):
+    words = ("--trainers", "2", "--steps", "500", "--slow-steps", "40", "--max-staleness", "4")
+    done = run_program(BENCHMARKS / "staleness.py", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *_, ledger, speed = done.stdout.splitlines()
+    found = re.fullmatch(rf"ledger: (\d+) pushes, at most (\d+) steps ahead .*=4, {NUMBER} on the mean", ledger)
+    assert found and int(found[1]) == 1000
+    assert 1 <= int(found[2]) <= 4 and 0 < float(found[3]) <= int(found[2])
+    found = re.search(rf"{NUMBER} ms in sync mode and {NUMBER} ms in async mode, {NUMBER} x the steps", speed)
+    assert found and float(found[3]) > 1.2  # 1.8 on a quiet machine
     assert list(tmp_path.iterdir()) == []

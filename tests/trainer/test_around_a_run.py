@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, DataModule, EchelonError, Trainer, TrainModule
-from echelon.strategies import ElasticStrategy, FSDPStrategy
+from echelon.strategies import ElasticStrategy, FSDPStrategy, ParameterServerStrategy
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 from echelon.trainer.module.data_module import DataHooks
@@ -31,6 +31,8 @@ STRATEGIES = {
     "fsdp": (lambda: "fsdp", 2),
     "hsdp": (lambda: FSDPStrategy(replicate=2), 2),
     "elastic": (lambda: ElasticStrategy("ddp"), 2),
+    "ps": (lambda: "ps", 2),
+    "ps, async": (lambda: ParameterServerStrategy(mode="async", max_staleness=2), 2),
 }
 
 

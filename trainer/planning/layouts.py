@@ -11,6 +11,8 @@ from ...strategies import (
     DDPStrategy,
     FSDPStrategy,
     ParallelStrategy,
+    ParameterServerStrategy,
+    RemoteEmbedding,
     SingleDeviceStrategy,
     Strategy,
     ZeroStrategy,
@@ -48,6 +50,8 @@ def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
         return
     yield RunLayout("ddp", DDPStrategy, "ddp", number)
     yield RunLayout("zero", ZeroStrategy, "zero", number)
+    if any(isinstance(part, RemoteEmbedding) for part in profile.module.modules()):
+        yield _class("ddp, tables on a server", ParameterServerStrategy, number, dense="ddp")
     yield RunLayout("fsdp", FSDPStrategy, "fsdp", number)
     yield _class("fsdp summing each micro-batch", FSDPStrategy, number, sync_each_micro_batch=True)
     if nodes > 1:

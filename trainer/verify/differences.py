@@ -37,6 +37,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64, copy=True)
 
 
+def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in float64."""
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+
 def largest(tensors: Mapping[str, Tensor]) -> float:
     """Return the largest absolute value of all tensors."""
     return max((float(tensor.abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)

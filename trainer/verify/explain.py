@@ -28,8 +28,8 @@ class Scene:
     """Of the parameters whose gradients differ, by rank."""
     num_parameters: int
     """Of those that have a gradient."""
-    samples: tuple[int, ...]
-    """Of each rank in this step."""
+    sizes: tuple[tuple[int, ...], ...]
+    """The samples of the micro-batches of each rank in this step."""
     reference: Traced
     """The step in one process."""
     traced: tuple[Traced, ...]
@@ -124,7 +124,7 @@ def _of_gradient(first: First, scene: Scene) -> Divergence:
     name = first_in_backward(scene)
     ranks, some = scene.gradients[name], len(scene.gradients)
     size, rank = max((one.size, rank) for rank, one in ranks.items())
-    num_ranks = max(len(scene.samples), 1)
+    num_ranks = max(len(scene.sizes), 1)
     is_of_all = some == scene.num_parameters and len(ranks) == num_ranks and first.kind == "loss"
     module = "" if is_of_all else name.rpartition(".")[0]
     text = f"{_opening(first)} " + ("No module's output differs in the forward pass. " if scene.traced else "")
@@ -145,13 +145,13 @@ def _causes_of_gradient(scene: Scene, ranks: dict[int, Deviation], *, is_of_all:
     if scene.reference.random is not None:
         causes.append(_random(scene))
     others = {round(other.ratio, 6) for other in ranks.values()}
-    if len(ranks) < len(scene.samples) or len(others) > 1:
+    if len(ranks) < len(scene.sizes) or len(others) > 1:
         causes.append("ranks that disagree: this gradient is changed, or added to, after the ranks have averaged it")
     if _multiple(one.ratio) is not None:
         causes.append("a sum counted twice: gradients or losses are added up over ranks where they are averaged")
     if math.isnan(one.ratio) or abs(one.ratio) < _CLOSE:
         causes.append("a parameter that is left out: of the optimizer, of the graph, or of what ranks synchronize")
-    if is_of_all and len(set(scene.samples)) > 1:
+    if is_of_all and len({size for own in scene.sizes for size in own}) > 1:
         causes.append(
             "a loss that is a mean over unequal parts, or scaled by a number of the rank: return the mean over the "
             "samples, or Loss(total, count) where another unit counts"

@@ -16,8 +16,6 @@ from ...strategies.registry import find_strategy
 
 MOST_RANKS: Final = 64
 
-_NOT_COMPARED: Final = {"pp": "a rank has gradients of its own stage only", "ps": "gradients meet at servers only"}
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -40,10 +38,10 @@ class Layout:
         if type(self.ranks) is not int or not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigError(f"ranks must be a number from 1 to {MOST_RANKS}, got {self.ranks!r}; give one of these.")
         made = find_strategy(self.strategy, BY_NAME, argument="strategies")()
-        if made.name in _NOT_COMPARED:
+        if made.max_lead:
             raise ConfigError(
-                f"strategies must be such that each rank has gradients to compare, got {made.name!r}, where "
-                f"{_NOT_COMPARED[made.name]}; leave it out, docs/equivalence.md says how it is held to one process."
+                f"strategies must take one process's steps, got {made.name!r} in a mode in which a rank may be "
+                f"{made.max_lead} step(s) ahead of another, and each makes updates of its own; give it mode='sync'."
             )
         if not (made.uses_processes or made.uses_many_devices):
             object.__setattr__(self, "ranks", 1)

@@ -7,7 +7,7 @@ import copy
 import io
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def _fit(
 ) -> tuple[Trainer, TrainModule]:
     """Train a copy of the module from the same beginning, or from a checkpoint."""
     seed_everything(SEED, verbose=False)
-    module, layout = copy.deepcopy(task.module), task.layout
+    module = copy.deepcopy(task.module)
     switch_off(module, freezes_batchnorm=task.freezes_batchnorm)
     settings = dict(task.settings)
     callbacks = copy.deepcopy(settings.pop("callbacks", None)) or []
@@ -168,17 +168,31 @@ def _fit(
     callbacks.append(watcher)
     if isinstance(watcher, Recorder):
         watcher.watch(module)
-    cut_by_hand = None if module.automatic_optimization else global_batch_size
-    if global_batch_size is not None and cut_by_hand is None:
+    changed_size, num_pieces = (None if module.automatic_optimization else global_batch_size), 1
+    if global_batch_size is not None and changed_size is None:
         settings |= {"global_batch_size": global_batch_size, "accumulate_grad_batches": 1}
+    trainer = _trainer(task, settings, callbacks, logger)
+    if trainer.strategy.has_stages and global_batch_size is not None:
+        # as many as any schedule asks for
+        changed_size, num_pieces = global_batch_size, 2 * trainer.strategy.mesh_axes["pp"]
+    data = SeededData(task.data, module, changed_size, num_pieces)
+    with contextlib.redirect_stdout(io.StringIO()):  # what the run and the module print, once for each layout
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def _trainer(
+    task: RankTask, settings: Mapping[str, Any], callbacks: Sequence[Callback], logger: RowsLogger | None
+) -> Trainer:
+    layout = task.layout
     is_alone = layout.num_processes == 1
-    trainer = Trainer(
+    return Trainer(
         strategy=copy.deepcopy(layout.strategy),
         accelerator=task.accelerator,
         devices=layout.ranks if is_alone and layout.ranks > 1 else ("auto" if not is_alone else 1),
         precision="64-true",
         max_steps=task.steps + 1,
-        callbacks=callbacks,
+        callbacks=list(callbacks),
         logger=logger if logger is not None else RowsLogger(),
         log_every_n_steps=1,
         check_val_every_n_epoch=NEVER,
@@ -189,6 +203,3 @@ def _fit(
         default_root_dir=task.folder,
         **settings,
     )
-    with contextlib.redirect_stdout(io.StringIO()):  # what the run and the module print, once for each layout
-        trainer.fit(module, datamodule=SeededData(task.data, module, cut_by_hand), ckpt_path=ckpt_path)
-    return trainer, module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -135,13 +136,14 @@ class SeededData(DataModule):
         data: a data module, a training loader, or a pair of one for training and one for validation; None where the
             module brings its own.
         module: the user's.
-        global_batch_size: the samples of a step, where the trainer cannot cut them: in manual optimization. The batch
-            size of the training loader is changed.
+        global_batch_size: the samples of a step, for which the batch size of the training loader is changed: in manual
+            optimization, where the trainer cannot cut them, and for stages.
+        num_pieces: into how many micro-batches those of a rank are cut.
     """
 
-    def __init__(self, data: Any, module: Any, global_batch_size: int | None = None) -> None:
+    def __init__(self, data: Any, module: Any, global_batch_size: int | None = None, num_pieces: int = 1) -> None:
         super().__init__()
-        self._global_batch_size = global_batch_size
+        self._global_batch_size, self._num_pieces = global_batch_size, num_pieces
         self._owner = data if isinstance(data, DataModule) else module
         pair = data if isinstance(data, tuple) else (data, None)
         self._given = (None, None) if data is None or isinstance(data, DataModule) else pair
@@ -174,9 +176,11 @@ class SeededData(DataModule):
         if self._global_batch_size is None or self.trainer is None:
             return loader
         session = self.trainer.session  # type: ignore[attr-defined]  # the trainer has more than `Run`
-        # a run that resumes keeps the samples of its step: the loader's times the ranks that it began with
-        ranks = session.state.data_size or session.strategy.data_size
-        return _with_batches_of(loader, self._global_batch_size // ranks)
+        ranks = session.strategy.data_size
+        if self._num_pieces == 1 and session.state.data_size:
+            # by hand a run that resumes keeps the samples of its step: the loader's times the ranks that it began with
+            ranks = session.state.data_size
+        return _with_batches_of(loader, math.ceil(self._global_batch_size / (ranks * self._num_pieces)))
 
     def val_dataloader(self) -> Any:
         return _seeded(self._given[1] if self._given[0] is not None else self._owner.val_dataloader())

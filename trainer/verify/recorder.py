@@ -19,7 +19,7 @@ from ..loggers.dummy import DummyLogger
 from ..module.loss import Loss, loss_of
 from ..module.train_module import TrainModule
 from . import differences
-from .differences import Deviation, whole
+from .differences import Deviation, doubled, whole
 from .randomness import NoDropout
 from .trace import Trace
 
@@ -31,7 +31,8 @@ class StepNotes:
     step: int
     losses: list[tuple[float, float]] = field(default_factory=list)
     """Of the micro-batches of this rank: the total and the number of what it is over."""
-    samples: int = 0
+    sizes: list[int] = field(default_factory=list)
+    """The samples of these micro-batches; on a stage of a pipeline, of each that passes it."""
     learning_rates: list[float] = field(default_factory=list)
     norm: float = 0.0
     """Of the gradients, before they are clipped."""
@@ -89,9 +90,8 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
         self._is_real = False
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in module.named_parameters():
-            if id(parameter) in own and parameter.grad is not None:
-                self._gradients[name] = whole(parameter.grad)
+        named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
+        self._gradients |= doubled(trainer.strategy.whole_tensors(named, gradients=True))
         self._current.learning_rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
@@ -103,7 +103,7 @@ class Recorder(Callback):
         notes.step = step
         found = {f"gradient {name}": gradient for name, gradient in self._gradients.items()}
         notes.norm = float(torch.stack([g.square().sum() for g in found.values()]).sum().sqrt()) if found else 0.0
-        parameters = {name: whole(parameter) for name, parameter in module.named_parameters()}
+        parameters = doubled(trainer.strategy.whole_tensors(dict(module.named_parameters())))
         buffers = {}
         if self._saves is not None and step == self._saves[0]:
             trainer.save_checkpoint(self._saves[1])
@@ -170,11 +170,13 @@ class Recorder(Callback):
         micro_batch, strategy = session.progress.micro_batch, session.strategy
         is_whole = len(strategy.devices) == 1 or not strategy.uses_many_devices  # else it gets a slice
         follows: Any = nullcontext()
-        if self._traces is not None and session.state.global_step + 1 == self._traces[0] and is_whole:
+        is_traced = is_whole and not strategy.has_stages  # whose submodules get no values before those of their stage
+        if self._traces is not None and session.state.global_step + 1 == self._traces[0] and is_traced:
             if self.trace is None:
                 file = self._folder / f"trace-{self._traces[0]}.safetensors"
                 self.trace = Trace(module, file, self._traces[1])
             follows = self.trace.micro_batch(args[0], list(micro_batch.indices or ()), strategy)
+        self._current.sizes.append(micro_batch.size)
         with NoDropout(), follows:
             output = step(*args, **kwargs)
         loss = loss_of(output) if module.automatic_optimization else None
@@ -183,5 +185,4 @@ class Recorder(Callback):
             total = loss.total if isinstance(loss, Loss) else loss * size
             count = loss.count if isinstance(loss, Loss) else size
             self._current.losses.append((float(total.detach()), float(count)))
-        self._current.samples += micro_batch.size
         return output

@@ -228,7 +228,7 @@ class _Bench:
             module=self.task.module,
             gradients=gradients,
             num_parameters=max((len(step.gradients) for step in notes), default=0),
-            samples=tuple(step.samples for step in notes),
+            sizes=tuple(tuple(step.sizes) for step in notes),
             reference=reference,
             traced=tuple(traced),
             cuts_sequences=any(seen.cuts_sequences for seen in ranks),

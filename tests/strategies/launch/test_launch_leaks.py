@@ -33,6 +33,23 @@ def test_nothing_stays_of_launches(tmp_path):
     assert counted["launch"] < counted["imports"]
 
 
+@linux_only
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_nothing_stays_of_fits_with_a_parameter_server(trainers, tmp_path):
+    """One trainer is this process, whose servers are started by another process each time."""
+    words = ["--json", "--strategy", "ps", "--trainers", str(trainers), "--launches", "5"]
+    command = [sys.executable, str(BENCHMARK), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=440, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout.splitlines()[-1])
+    before, after = counted["before"], counted["after"]
+    for name in ("megabytes", "megabytes_below"):
+        assert after.pop(name) < before.pop(name) + 8  # a server that stayed would keep 100
+    assert {name: count for name, count in after.items() if count > before[name]} == {}
+    assert after["ports"] == after["shared_memory"] == 0
+    assert max(after["sockets"], after["temporary"]) <= 1  # the socket of the fork server, and torch's cache
+
+
 @pytest.fixture
 def no_collection():
     """Leave what others have left in cycles out of the count, and what a launch would leave in cycles in it."""

@@ -27,7 +27,7 @@ from echelon import Callback, ModelCheckpoint, ModuleError, RunError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-LAUNCHED = ("ddp", "fsdp", "elastic")
+LAUNCHED = ("ddp", "fsdp", "elastic", "ps")
 STRATEGIES = ("single", "dp", *LAUNCHED)
 Scenario = Callable[..., None]
 

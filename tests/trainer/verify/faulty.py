@@ -17,6 +17,9 @@ class Sound(TrainModule):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(4, 8), nn.Identity(), nn.Linear(8, 1)
 
+    def configure_pipeline(self, num_stages):
+        return [["first"], ["last"]]
+
     @property
     def ranks(self):
         return self.trainer.strategy.world_size
@@ -188,6 +191,14 @@ class PoolsItsPart(Sound):
         self.middle = Pooled()
 
 
+class ForgetsAStage(Sound):
+    """Trains one of its stages only."""
+
+    def configure_optimizers(self):
+        left = self.parameters() if self.ranks == 1 else self.last.parameters()
+        return torch.optim.SGD(left, lr=0.1)
+
+
 FAULTS = [
     (DoublesAGradient, "ddp", "last", "disagree"),
     (CountsAMetricTwice, "ddp", None, "counted twice"),
@@ -201,6 +212,12 @@ FAULTS = [
     (CountsPositions, Layout(ParallelStrategy(cp=2), 2), "middle", "positions"),
     (ScalesABackward, "ddp", "middle", "counted twice"),
     (PoolsItsPart, "fsdp", "middle", "whole batch"),
+    (DoublesAGradient, "ps", "last", "differ"),
+    (KeepsABuffer, "ps", "middle", "buffer"),
+    (MeansUnequalParts, "ps", "", "unequal parts"),
+    (StepsAScheduler, "ps", None, "scheduler"),
+    (ForgetsAStage, "pp", "first", "left out"),
+    (MeansUnequalParts, "pp", "", "unequal parts"),
 ]
 """A module, the layout on which it shows, the part that is to be named, and a word of the cause."""
 

@@ -13,7 +13,16 @@ from small import raises
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from echelon import Callback, ConfigError, DeviceMapStrategy, LocalSGDStrategy, ModelCheckpoint, ParallelStrategy
+from echelon import (
+    Callback,
+    ConfigError,
+    DeviceMapStrategy,
+    LocalSGDStrategy,
+    ModelCheckpoint,
+    ParallelStrategy,
+    ParameterServerStrategy,
+    RemoteEmbedding,
+)
 from echelon.strategies.placement import BY_NAME
 from echelon.testing import Layout, verify
 from echelon.trainer.cli.main import main
@@ -50,10 +59,11 @@ class Whole(CountsPositions):
 
 
 LAYOUTS = [
-    *("single", "dp", "ddp", "zero", "fsdp", "hsdp", "tp", "elastic"),
+    *("single", "dp", "ddp", "zero", "fsdp", "hsdp", "tp", "elastic", "ps", "pp"),
     Layout(LocalSGDStrategy(warmup_steps=50), 2, "local_sgd"),
     Layout(DeviceMapStrategy({"first": "cpu:0", "": "cpu"}), 1),
     Layout("ddp", 3),
+    Layout(ParameterServerStrategy(2), 3),
 ]
 
 
@@ -72,10 +82,7 @@ def test_every_strategy_is_the_same():
     loaders = DataLoader(Shaken(), 8, shuffle=True), data(Sound)[1]
     report = verify(module, loaders, LAYOUTS, steps=2, settings=settings)
     report.check()
-    assert {layout if isinstance(layout, str) else layout.name.split(" ")[0] for layout in LAYOUTS} >= set(BY_NAME) - {
-        "pp",
-        "ps",
-    }  # which tests/equivalence holds
+    assert {layout if isinstance(layout, str) else layout.name.split(" ")[0] for layout in LAYOUTS} >= set(BY_NAME)
     assert report.global_batch_size == 7
     for comparison in report.comparisons[:-1]:
         assert all(value < 1e-12 for kind, value in comparison.largest.items() if kind != "metrics"), str(report)
@@ -105,11 +112,82 @@ def test_two_optimizers_by_hand_are_the_same():
     assert report.global_batch_size == 12 and set(report.comparisons[0].largest) >= {"gradients", "parameters"}
 
 
+class Tabled(CountsPositions):
+    """Tables that lie on a server, of which one gets sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = RemoteEmbedding(12, 8), nn.LayerNorm(8)
+        self.second = RemoteEmbedding(12, 8, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        mixed = self.last(self.middle(self.first(x) + self.second(x)))
+        return nn.functional.cross_entropy(mixed.flatten(0, 1), y.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+class Block(nn.Module):
+    """A layer with a buffer that every rank keeps alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.calls * self.layer(x).tanh()
+
+
+class Stacked(Sound):
+    """Blocks for four stages, with buffers, and a parameter that two stages use."""
+
+    def __init__(self):
+        super().__init__()
+        del self.middle
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].layer.weight = self.blocks[0].layer.weight
+
+    def configure_pipeline(self, num_stages):
+        stages = [[f"blocks.{i}" for i in range(4) if i * num_stages // 4 == stage] for stage in range(num_stages)]
+        return [["first", *stages[0]], *stages[1:-1], [*stages[-1], "last"]]
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def test_stages_of_each_schedule_are_the_same():
+    layouts = [
+        Layout(ParallelStrategy(pp=2, schedule=name), 2, name) for name in ("gpipe", "interleaved_1f1b", "dualpipe_v")
+    ]
+    layouts.append(Layout(ParallelStrategy(pp=2, dp_shard=2), 4, "pp 2 x fsdp 2"))
+    report = verify(Stacked(), data(Sound), layouts, steps=2, settings={"gradient_clip_val": 0.05})
+    report.check()
+    for one in report.comparisons[:-1]:
+        assert set(one.largest) == {*report.comparisons[0].largest} >= {"gradients", "parameters", "metrics"}
+
+
+def test_tables_on_a_server_are_the_same():
+    layouts = [Layout(ParameterServerStrategy(dense="ddp"), 2), Layout("single", 1)]
+    report = verify(Tabled(), data(CountsPositions), layouts, steps=2)
+    report.check()
+    assert all(set(one.largest) >= {"gradients", "parameters", "checkpoint"} for one in report.comparisons[:-1])
+
+
 def test_parts_of_sequences_are_the_same():
     verify(Whole(), data(CountsPositions), [Layout(ParallelStrategy(cp=2), 2)], steps=1).check()
 
 
-@pytest.mark.parametrize(("module", "layout", "part", "word"), FAULTS, ids=[kind.__name__ for kind, *_ in FAULTS])
+@pytest.mark.parametrize(
+    ("module", "layout", "part", "word"),
+    FAULTS,
+    ids=[f"{kind.__name__}, {getattr(place, 'name', place)}" for kind, place, *_ in FAULTS],
+)
 def test_a_fault_is_found_with_the_part_that_it_is_in(module, layout, part, word):
     report = verify(module(), data(module), [layout], steps=2)
     [comparison] = report.comparisons
@@ -160,8 +238,10 @@ def test_a_step_that_fails_on_ranks_alone_is_a_finding():
         ({"strategies": ""}, ["strategies must name at least one"]),
         ({"strategies": "ddp:two"}, ["'ddp:two'", "must be a number", "ddp:4"]),
         ({"strategies": "ddp,ddp"}, ["must differ", "'ddp x 2' twice"]),
-        ({"strategies": "ddp,pp"}, ["got 'pp', where a rank has gradients of its own stage only"]),
-        ({"strategies": "ps"}, ["got 'ps', where gradients meet at servers only"]),
+        (
+            {"strategies": [ParameterServerStrategy(mode="async", max_staleness=3)]},
+            ["must take one process's steps, got 'ps'", "3 step(s) ahead", "mode='sync'"],
+        ),
         ({"strategies": "ddp:0"}, ["ranks must be a number from 1", "got 0"]),
         ({"steps": 0}, ["steps must be a number from 1", "got 0"]),
         ({"tolerance": 2}, ["tolerance must be between", "got 2"]),
