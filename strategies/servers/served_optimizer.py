@@ -240,8 +240,8 @@ class ServedOptimizer:
         for name, gradient in zip(self._trained[index], gradients, strict=True):
             if gradient is not None and gradient.is_sparse:
                 raise ModuleError(
-                    f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, or "
-                    "make it a RemoteEmbedding and train with ParameterServerStrategy(dense='ddp'), which pushes rows."
+                    f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, "
+                    "or make it a RemoteEmbedding and use ParameterServerStrategy(dense='ddp'), which pushes rows."
                 )
         sends_settings = self._is_async or self._connection.rank == 0
         settings = [{name: v for name, v in group.items() if name != "params"} for group in self.optimizer.param_groups]
