@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,7 @@ class Small(TrainModule):
 
 def fit(strategy: str, trainers: int) -> None:
     """Train for four steps."""
+    samples: Any = torch.ones(8 * trainers, 4)
     Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -74,7 +76,7 @@ def fit(strategy: str, trainers: int) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Small(), DataLoader(torch.ones(8 * trainers, 4), 2))
+    ).fit(Small(), DataLoader(samples, 2))
 
 
 def import_torch_twice() -> float:

@@ -121,11 +121,12 @@ class ServedStep:
 
 def _rows_of(profile: Profile, layers: Mapping[str, RemoteEmbedding]) -> dict[nn.Parameter, float]:
     """Return how many rows of each table a micro-batch uses, at most."""
-    rows = dict.fromkeys((layer.weight for layer in layers.values()), 0.0)
-    for name, layer in layers.items():
+    tables = {name: layer.get_parameter("weight") for name, layer in layers.items()}
+    rows = dict.fromkeys(tables.values(), 0.0)
+    for name, table in tables.items():
         use = profile.layers.get(name)
         if use is not None:
-            rows[layer.weight] += use.num_calls * min(use.output_bytes / _row_bytes(layer.weight), layer.num_embeddings)
+            rows[table] += use.num_calls * min(use.output_bytes / _row_bytes(table), table.shape[0])
     return rows
 
 
