@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
@@ -137,6 +138,9 @@ class Replica:
         )
         if options.comm_hook is not None:
             register_compression(self._wrapper, options.comm_hook)
+        for layer in self._module.modules():
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+                layer.weight.register_hook(_with_values_of_its_own)
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return a function that calls the module's step, with as few calls in between as possible."""
@@ -210,6 +214,12 @@ class Replica:
         """Give all replicas rank 0's buffers. Collective: every rank calls it."""
         if self._collectives is not None and self._options.broadcast_buffers:
             copy_from_first(self._module.buffers(), self._collectives)
+
+
+@unserializable_hook
+def _with_values_of_its_own(gradient: Tensor) -> Tensor:
+    """Copy a sparse gradient: its values may be the gradient of others, and DDP (torch 2.14) divides them in place."""
+    return gradient.clone() if gradient.is_sparse else gradient
 
 
 def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
