@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..callbacks.run import Logger, Run, Stage
 from ..callbacks.timer import parse_duration
 from ..strategies import Precision, is_auto, place
 from ..strategies.errors import CheckpointError, RunError
+from ..strategies.launch.node_folder import NodeFolder
 from .advice import advise, name_roles, show_batch
 from .checkpoint import make_writer
 from .checkpoint.manifest import Origin
@@ -219,15 +220,14 @@ class Runner:
 
         parts = {**request.parts(), "callbacks": self._callbacks, "loggers": self.loggers, "strategy": self.strategy}
         before = self.current
-        with TemporaryDirectory(prefix="echelon-saved-") as folder:
-            saved_list = Path(folder, "saved")
+        with NodeFolder.create(Path(gettempdir())) as folder:  # which the next run removes if this process is killed
+            saved_list = folder.path / "saved"
             job = partial(self._report, work, replace(request, saved_list=saved_list), capture_rng())
             try:
                 return self.strategy.launch(job, on_result=take, parts=parts)[1]
             except BaseException as error:
-                ended = self.current
-                is_interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-                if is_interrupted and isinstance(ended, EndedRun) and ended is not before:
+                ended, is_stopped = self.current, isinstance(error, KeyboardInterrupt | SystemExit)
+                if is_stopped and isinstance(ended, EndedRun) and ended is not before:
                     if isinstance(error, KeyboardInterrupt):
                         ended.interruption.signal = signal.SIGINT  # the workers got SIGTERM
                     ended.interruption.raise_if_requested(ended.progress.last_checkpoint)

@@ -216,7 +216,7 @@ class Replica:
             copy_from_first(self._module.buffers(), self._collectives)
 
 
-@unserializable_hook
+@unserializable_hook  # type: ignore[untyped-decorator]
 def _with_values_of_its_own(gradient: Tensor) -> Tensor:
     """Copy a sparse gradient: its values may be the gradient of others, and DDP (torch 2.14) divides them in place."""
     return gradient.clone() if gradient.is_sparse else gradient
