@@ -275,9 +275,9 @@ class ParallelStrategy(ShardedStrategy):
         assert self._sharded is not None
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
+            self._check_sequences("training_step", work.arguments_at(0))
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
-        self._check_sequences("training_step", work.arguments_at(0))
         self._sharded.begin_window()
         self._pipeline.run_window(work)
         self._sharded.end_window()
