@@ -22,7 +22,7 @@ import torch
 from elastic_program import STEPS_OF_EPOCH, Plan, train, write
 from forked_server import MARK
 from programs import ForkedProgram
-from two_nodes import Node, kill_marked, start
+from two_nodes import Node, kill_marked, running, start
 
 from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.callbacks.goodput.spans import account
@@ -198,16 +198,6 @@ def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **
 
 def nodes_of(seen: dict[str, Any]) -> int:
     return len({worker["node"] for worker in seen["workers"]})
-
-
-def running(mark: str) -> list[str]:
-    """Return the command lines of all processes that were started with a mark."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-    return found
 
 
 def sweep() -> None:

@@ -217,12 +217,17 @@ def check_checkpoints(folder: Path) -> None:
 
 def compare(war: Path, peace: Path) -> None:
     """Weights, curve and what is kept are those of the run that nobody killed."""
-    ours, theirs = (torch.load(run / "weights.pt", weights_only=True) for run in (war, peace))
-    different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    assert not different, f"weights differ: {different}"
+    compare_weights_and_kept(war, peace)
     ours, theirs = ((run / "csv" / "version_0" / "metrics.csv").read_text().splitlines() for run in (war, peace))
     assert ours == theirs, f"the curves differ: {set(ours) ^ set(theirs)}"
     assert len(theirs) == 1 + EPOCHS * (STEPS_OF_EPOCH + 3)  # 2 validations and the end of each epoch
+
+
+def compare_weights_and_kept(war: Path, peace: Path) -> None:
+    """Weights, to the bit, and the checkpoints that are kept are those of the run that nobody killed."""
+    ours, theirs = (torch.load(run / "weights.pt", weights_only=True) for run in (war, peace))
+    different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+    assert not different, f"weights differ: {different}"
     # hidden is what the next save, had there been one, would have cleared away
     ours, theirs = (sorted(name for name in entries(run) if not name.startswith(".")) for run in (war, peace))
     assert ours == theirs, f"kept were {ours}, not {theirs}"

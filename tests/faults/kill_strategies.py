@@ -19,16 +19,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 FAULTS = Path(__file__).parent
 sys.path += [str(FAULTS), str(FAULTS.parent / "helpers")]
 
 from forked_server import MARK  # noqa: E402 - they lie beside this file
-from kill_anywhere import check_checkpoints, entries  # noqa: E402
+from kill_anywhere import check_checkpoints, compare_weights_and_kept, entries  # noqa: E402
 from kill_program import EPOCHS, LAYOUTS, STEPS_OF_EPOCH  # noqa: E402
 from programs import ForkedProgram  # noqa: E402
-from two_nodes import kill_marked  # noqa: E402
+from two_nodes import kill_marked, running  # noqa: E402
 
 from echelon.callbacks.samples.audit import audit, samples_folder  # noqa: E402
 
@@ -75,22 +73,10 @@ class Run:
         """Wait for the end of the program, and for that of all that it has started."""
         code = program.wait(PATIENCE)
         end = time.monotonic() + PATIENCE
-        while marked(self.mark):
-            assert time.monotonic() < end, f"left behind: {marked(self.mark)}\n{self.told()}"
+        while running(self.mark):
+            assert time.monotonic() < end, f"left behind: {running(self.mark)}\n{self.told()}"
             time.sleep(0.02)
         return code
-
-
-def marked(mark: str) -> list[str]:
-    """Return the command lines of the processes with a mark."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
 
 
 def kill(run: Run, program: ForkedProgram, chance: random.Random) -> str:
@@ -137,14 +123,10 @@ def kill_until_it_ends(run: Run, chance: random.Random, landed: Counter[str], mo
 
 def compare(war: Path, peace: Path) -> None:
     """Weights, curve, samples and what is kept are those of the run that nobody killed."""
-    ours, theirs = (torch.load(run / "weights.pt", weights_only=True) for run in (war, peace))
-    different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    assert not different, f"weights differ: {different}"
+    compare_weights_and_kept(war, peace)
     ours, theirs = curve(war), curve(peace)
     assert ours == theirs, f"the curves differ: {sorted(set(ours) ^ set(theirs))}"
     assert len(theirs) == EPOCHS * (STEPS_OF_EPOCH + 1)
-    ours, theirs = (sorted(name for name in entries(run) if not name.startswith(".")) for run in (war, peace))
-    assert ours == theirs, f"kept were {ours}, not {theirs}"
     found = audit(samples_folder(war / "csv" / "version_0"))
     assert found.is_exact, found
     assert len(found.epochs) == EPOCHS

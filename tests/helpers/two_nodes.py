@@ -115,12 +115,28 @@ def run_together(commands, *, timeout=400.0, cwd=None):
 def kill_marked(mark):
     """Kill, and return, all processes that were started with MARK=mark; torchrun's are in sessions of their own."""
     killed = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if f"{MARK}={mark}".encode() in file.read_bytes():
-                killed.append(int(file.parent.name))
-                os.kill(killed[-1], signal.SIGKILL)
+    for folder in _marked(mark):
+        with contextlib.suppress(OSError):  # it has ended
+            killed.append(int(folder.name))
+            os.kill(killed[-1], signal.SIGKILL)
     return killed
+
+
+def running(mark):
+    """Return the command lines of all processes that were started with MARK=mark."""
+    found = []
+    for folder in _marked(mark):
+        with contextlib.suppress(OSError):  # it has ended
+            found.append((folder / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def _marked(mark):
+    """Yield the folders in /proc of the processes that were started with MARK=mark."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                yield folder
 
 
 def start(command, variables, output, cwd=None):
