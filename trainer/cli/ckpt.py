@@ -17,7 +17,7 @@ from ..checkpoint.export import export
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
-from .printable import printable
+from .output import printable
 
 _WIDEST: Final = 100
 _PLAIN: Final = (bool, int, float, str)

@@ -15,8 +15,9 @@ from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_le
 from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
 from ...callbacks.helpers.console import say
 from ...callbacks.helpers.table import boxed
-from ...strategies.errors import ConfigError, EchelonError, RunError
+from ...strategies.errors import ConfigError, RunError
 from .goodput_figure import draw
+from .output import draw_for_command
 
 _MEANINGS: Final[dict[Category, str]] = {
     "productive": "steps that count",
@@ -122,18 +123,12 @@ def run(options: argparse.Namespace) -> int:
         began = datetime.fromtimestamp(goodput.rounds[0].began, UTC).astimezone()
         say(f"{path.parent}: goodput {goodput_of(goodput.micros):.1%} since {began:%Y-%m-%d %H:%M:%S}")
         say(render(goodput))
-    if options.json and options.png is None:
-        return 0
-    try:
-        target = options.png or path.with_name("goodput.png")
-        draw(goodput, target, title=str(path.parent))
-    except EchelonError as error:
-        if options.png is not None:
-            raise
-        say(f"There is no figure: {error}")
-    else:
-        if not options.json:
-            say(f"Drawn as {target}.")
+    draw_for_command(
+        lambda target: draw(goodput, target, title=str(path.parent)),
+        options.png,
+        path.with_name("goodput.png"),
+        prints_json=options.json,
+    )
     return 0
 
 

@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run-id", default="echelon", metavar="ID", help="what tells elastic runs on one store apart")
     parser.add_argument(
-        "--grace", type=_seconds, default=30.0, metavar="S", help="elastic: to end a step in, when told to leave (30)"
+        "--grace", type=seconds, default=30.0, metavar="S", help="elastic: to end a step in, when told to leave (30)"
     )
-    parser.add_argument("--hang-timeout", type=_seconds, metavar="S", help="elastic: how long a step may take (adapts)")
+    parser.add_argument("--hang-timeout", type=seconds, metavar="S", help="elastic: how long a step may take (adapts)")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
@@ -114,14 +114,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Return the seconds of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything but a number above 0.
+    """
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
+        number = 0.0
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text!r}")
-    return seconds
+    return number
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 from ...strategies.errors import ConfigError, EchelonError, did_you_mean
-from .printable import printable
+from .output import printable
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Final
 from ...callbacks.helpers.console import say
 from ...callbacks.helpers.table import boxed
 from ...callbacks.samples.audit import Audit, EpochAudit, audit, samples_folder
-from .printable import printable
+from .output import printable
 
 _SHOWN: Final = 10
 _EPILOG: Final = """\

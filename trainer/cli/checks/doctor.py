@@ -17,7 +17,8 @@ from ....strategies.doctor.examine import Patient, examine
 from ....strategies.doctor.finding import Finding
 from ....strategies.doctor.machine import NestedTimeouts
 from ....strategies.doctor.peers import NodeReport, Way, meet
-from ..printable import printable
+from ..launch import seconds
+from ..output import printable
 
 _EPILOG: Final = f"""\
 on one machine:
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("hang-timeout", None, "how long a step may take"),
     ):
         shown = f" ({default:g})" if default is not None else ""
-        parser.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=what + shown)
+        parser.add_argument(f"--{name}", type=seconds, default=default, metavar="S", help=what + shown)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -152,13 +153,3 @@ def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text!r}")
-    return seconds

@@ -20,7 +20,7 @@ from ...verify.verify import SETTINGS, TOLERANCE
 from ..config import check_config
 from ..config_file import load_config
 from ..instantiate import build
-from ..printable import printable
+from ..output import printable
 
 _EPILOG = f"""\
 strategies:

@@ -16,7 +16,7 @@ from ....callbacks.helpers.console import say
 from ....callbacks.helpers.peak_flops import peak_flops_by_name
 from ....callbacks.helpers.table import boxed
 from ....strategies import ActivationCheckpointing, Hardware, Precision
-from ....strategies.errors import ConfigError, EchelonError
+from ....strategies.errors import ConfigError
 from ....strategies.torch_internals import fake_mode, unknown_values
 from ...data.seed import seed_everything
 from ...module.data_module import DataModule
@@ -29,6 +29,7 @@ from ...trainer import Trainer
 from ..config import check_config
 from ..config_file import load_config
 from ..instantiate import build
+from ..output import draw_for_command
 from .plan_figure import draw
 
 _KEPT: Final = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         say(json.dumps(as_json(plan, title), indent=2))
     else:
         say(render(plan, title, shows_all=options.all))
-    _draw(options, plan, title)
+    draw_for_command(lambda path: draw(plan, path, title), options.png, Path("plan.png"), prints_json=options.json)
     return 0 if plan.best is not None else 1
 
 
@@ -253,18 +254,3 @@ def _label(planned: PlannedLayout) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def _draw(options: argparse.Namespace, plan: Plan, title: str) -> None:
-    if options.json and options.png is None:
-        return
-    target = options.png or Path("plan.png")
-    try:
-        draw(plan, target, title)
-    except EchelonError as error:
-        if options.png is not None:
-            raise
-        say(f"There is no figure: {error}")
-    else:
-        if not options.json:
-            say(f"Drawn as {target}.")

@@ -34,7 +34,7 @@ from ...trainer import Trainer
 from ..config import check_config
 from ..config_file import load_config
 from ..instantiate import build
-from ..printable import printable
+from ..output import printable
 
 _KEPT: Final = (
     *("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs"),

@@ -12,7 +12,7 @@ from typing import Final
 
 from ....lightning.port import Ported, port
 from ....strategies.errors import ConfigError
-from ..printable import printable
+from ..output import printable
 
 _EPILOG: Final = """\
 Each line that behaves otherwise with Echelon is named, and so is each name without a counterpart; docs/lightning.md has
