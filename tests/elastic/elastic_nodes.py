@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_program import STEPS_OF_EPOCH, Plan, train, write
+from elastic_program import BATCH, STEPS_OF_EPOCH, Plan, Regression, train, write
 from forked_server import MARK
 from programs import ForkedProgram
 from two_nodes import Node, kill_marked, running, start
 
+from echelon import ElasticStrategy, Strategy, Trainer, seed_everything
 from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.callbacks.goodput.spans import account
 from echelon.callbacks.samples.audit import audit, samples_folder
@@ -140,6 +141,13 @@ class Nodes:
         assert all(difference(weights, other) == 0.0 for other in others)
         return weights
 
+    def lose_one(self, **what: Any) -> dict[str, torch.Tensor]:
+        """Start both nodes, of which one is lost; return the weights with which the other comes to its end."""
+        both = [self.start(slot, **what) for slot in range(2)]
+        codes = [self.end(one) for one in both]
+        assert sorted(codes) == [-signal.SIGKILL, 0], self.told()
+        return self.finish(both[codes.index(0)])
+
     # --- what is left ------------------------------------------------------------------------------------------------
 
     def check_no_scar(self, weights: dict[str, torch.Tensor], undisturbed: Undisturbed) -> None:
@@ -194,6 +202,27 @@ def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **
         kill_marked(nodes.mark)
         for one in nodes.programs:
             one.process.wait()
+
+
+def train_amid_kills(inner: Strategy, folder: Path, make: type[Regression], *data: Any) -> dict[str, torch.Tensor]:
+    """Train on four ranks, of which two are killed, each once; return the weights."""
+    seed_everything(1)
+    trainer = Trainer(
+        strategy=ElasticStrategy(inner, snapshot_every=3, chaos="kill:rank=2@step=5, kill:rank=1@step=17"),
+        accelerator="cpu",
+        devices=4,
+        global_batch_size=BATCH,
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        logger=False,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = make()
+    trainer.fit(module, *data)
+    return module.state_dict()
 
 
 def nodes_of(seen: dict[str, Any]) -> int:

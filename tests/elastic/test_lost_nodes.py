@@ -35,10 +35,7 @@ def undisturbed(tmp_path_factory):
 )
 def test_a_node_is_lost(memory_path, undisturbed, what):
     with nodes_of_a_run(memory_path, TWO) as nodes:
-        both = [nodes.start(slot, **what) for slot in range(2)]
-        codes = [nodes.end(one) for one in both]
-        assert sorted(codes) == [-signal.SIGKILL, 0], nodes.told()
-        weights = nodes.finish(both[codes.index(0)])
+        weights = nodes.lose_one(**what)
     nodes.check_no_scar(weights, undisturbed)
 
 

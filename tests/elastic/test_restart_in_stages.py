@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from elastic_nodes import EXACT, Undisturbed, difference, nodes_of_a_run
+from elastic_nodes import EXACT, Undisturbed, difference, nodes_of_a_run, train_amid_kills
 from elastic_program import BATCH, Plan, TiedRegression, samples
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ElasticStrategy, ParallelStrategy, Trainer, seed_everything
+from echelon import ParallelStrategy
 
 EPOCHS = 2
 TWO = Plan(epochs=EPOCHS, strategy="pp", devices=2, is_tied=True, last_call=60.0)  # both come before the first step
@@ -23,32 +22,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_stages_are_killed(memory_path: Any, undisturbed: Any) -> None:
-    seed_everything(1)
     inner = ParallelStrategy(pp=2, dp_shard=2)
-    trainer = Trainer(
-        strategy=ElasticStrategy(inner, snapshot_every=3, chaos="kill:rank=2@step=5, kill:rank=1@step=17"),
-        accelerator="cpu",
-        devices=4,
-        global_batch_size=BATCH,
-        max_epochs=EPOCHS,
-        num_sanity_val_steps=0,
-        logger=False,
-        default_root_dir=memory_path,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = TiedRegression()
-    trainer.fit(module, DataLoader(TensorDataset(*samples()), BATCH // 4, shuffle=True))
-    assert difference(module.state_dict(), undisturbed.weights) <= EXACT
+    loader = DataLoader(TensorDataset(*samples()), BATCH // 4, shuffle=True)
+    weights = train_amid_kills(inner, memory_path, TiedRegression, loader)
+    assert difference(weights, undisturbed.weights) <= EXACT
 
 
 def test_a_node_is_lost_and_the_other_has_all_stages(memory_path: Any, undisturbed: Any) -> None:
     with nodes_of_a_run(memory_path, TWO) as nodes:
-        both = [nodes.start(slot, chaos="lose:node=1@step=5") for slot in range(2)]
-        codes = [nodes.end(one) for one in both]
-        assert sorted(codes) == [-signal.SIGKILL, 0], nodes.told()
-        weights = nodes.finish(both[codes.index(0)])
+        weights = nodes.lose_one(chaos="lose:node=1@step=5")
     nodes.check_no_scar(weights, undisturbed)
 
 
