@@ -22,6 +22,7 @@ from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.mesh import Degrees, make_mesh
+from .parallel.shard_update import step_on_shards
 from .parallel.sharded_module import ShardedModule, configure
 from .parallel.sharding_policy import ShardingOptions
 from .pipeline.pipeline import Pipeline
@@ -208,6 +209,13 @@ class ShardedStrategy(Strategy):
             torch._foreach_clamp_min_(shards, -limit)
             torch._foreach_clamp_max_(shards, limit)
         return None
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        # a closure computes gradients of the DTensors, and torch's scaler looks at them
+        if self._sharded is None or self.precision.uses_scaler or closure is not None:
+            super().step(optimizer, closure)
+        else:
+            step_on_shards(optimizer, optimizer.step)
 
     @property
     def _schedule(self) -> Schedule | None:
