@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
 from ..torch_internals import function_modes
+from .activation_offload import ActivationOffload
 from .blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 
 Mode = Literal["full", "selective"]
@@ -142,10 +143,11 @@ def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> 
     """
     submodules = [] if setting is None else [submodule for _, submodule in setting.submodules(module)]
     before = [vars(submodule).get("forward") for submodule in submodules]
+    offload = ActivationOffload() if setting is not None and setting.offload else None
     for submodule in submodules:
         assert setting is not None
         # in the instance: a wrapping module would change the names of parameters
-        vars(submodule)["forward"] = MethodType(_make_forward(submodule, setting), submodule)
+        vars(submodule)["forward"] = MethodType(_make_forward(submodule, setting, offload), submodule)
     try:
         yield
     finally:
@@ -153,9 +155,13 @@ def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> 
             del vars(submodule)["forward"]
             if forward is not None:
                 vars(submodule)["forward"] = forward
+        if offload is not None:
+            offload.close()
 
 
-def _make_forward(submodule: nn.Module, setting: ActivationCheckpointing) -> Callable[..., Any]:
+def _make_forward(
+    submodule: nn.Module, setting: ActivationCheckpointing, offload: ActivationOffload | None
+) -> Callable[..., Any]:
     """Return a submodule's new method ``forward``; it can be bound to a replica of the submodule, too."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -169,13 +175,13 @@ def _make_forward(submodule: nn.Module, setting: ActivationCheckpointing) -> Cal
             options["respect_saved_tensors_hooks"] = True
     has_buffers = next(submodule.buffers(), None) is not None
     changing = _Changing()
-    is_computed_again, is_offloaded = setting.mode is not None, setting.offload
+    is_computed_again = setting.mode is not None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(type(self).forward, self) if own is None else own
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu) if is_offloaded else nullcontext():
+        with nullcontext() if offload is None else offload.hooks():
             if not is_computed_again:
                 return plain(*args, **kwargs)
             if kwargs:  # checkpoint has keyword arguments of its own
@@ -258,21 +264,6 @@ def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return False
-
-
-def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
-    if isinstance(whole, nn.Parameter):  # its memory is not freed anyway
-        return tensor.device, tensor
-    if not tensor.is_cuda or tensor.is_sparse or type(tensor) is not Tensor:
-        return tensor.device, tensor.cpu()
-    kept = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, kept.copy_(tensor, non_blocking=True)
-
-
-def _from_cpu(kept: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = kept
-    return tensor.to(device, non_blocking=True)
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------

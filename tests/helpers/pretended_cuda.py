@@ -15,9 +15,23 @@ def tensor_on(index: int, tensor: Tensor) -> Any:
     return tensor.as_subclass(_CLASSES[index])
 
 
+class _OnDevice(Tensor):
+    """Copies from here and to here take the time that the streams of `PretendedCuda` give them."""
+
+    late: PretendedCuda | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = super().__torch_function__
+        if func is not Tensor.copy_ or _OnDevice.late is None or _OnDevice.late.stream_of_now is None:
+            return plain(func, types, args, kwargs)
+        _OnDevice.late.stream_of_now.commands.append(lambda: plain(func, types, args, kwargs))
+        return args[0]
+
+
 def _class_on(index: int) -> type[Tensor]:
     attributes = {"is_cuda": True, "device": torch.device("cuda", index), "cpu": lambda self: self.as_subclass(Tensor)}
-    return type(f"TensorOn{index}", (Tensor,), attributes)
+    return type(f"TensorOn{index}", (_OnDevice,), attributes)
 
 
 _CLASSES = [_class_on(index) for index in range(4)]
@@ -26,11 +40,14 @@ _CLASSES = [_class_on(index) for index in range(4)]
 class PretendedCuda:
     """Streams and events as torch.cuda has them, with a current device for each thread, which is 0 at first.
 
-    A stream takes commands; nothing is done before somebody synchronizes with it: `log` holds what a real device would
-    have been told.
+    `log` holds what a real device would have been told. Copies are made at once; if `is_late`, those on a side stream
+    as late as possible: when somebody waits for them. New memory then holds NaN, as far as it can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_late: bool = False) -> None:
+        self.is_late = is_late
+        self.now, self.completed = 0.0, float("inf")
+        """Milliseconds of the clock of the devices, and the time until which they have come to what was recorded."""
         self.log: list[tuple[Any, ...]] = []
         self.stream_of_now: Any = None
         self._thread = threading.local()
@@ -50,28 +67,56 @@ class PretendedCuda:
         class Stream:
             def __init__(self, device: Any = None) -> None:
                 self.index = cuda.device if device is None else torch.device(device).index
+                self.commands: list[Any] = []
+                self.num_done = 0
 
             def wait_event(self, event: Any) -> None:
                 cuda.log.append(("wait", self.index, event.index))
+                event.reach()
 
             def wait_stream(self, stream: Any) -> None:
                 cuda.log.append(("wait for stream", self.index, stream.index))
+                stream.reach(len(stream.commands))
 
             def synchronize(self) -> None:
                 cuda.log.append(("synchronize", self.index))
+                self.reach(len(self.commands))
+
+            def reach(self, place: int) -> None:
+                while self.num_done < place:
+                    self.num_done += 1
+                    self.commands[self.num_done - 1]()
 
         class Event:
             index = None
+            stream: Any = None
+            place = 0
+
+            def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+                self.enable_timing = enable_timing
 
             def record(self, stream: Any = None) -> None:
                 self.index = cuda.device if stream is None else stream.index
+                self.stream, self.place = stream, 0 if stream is None else len(stream.commands)
+                self.time = cuda.now
                 cuda.log.append(("record", self.index))
 
             def synchronize(self) -> None:
                 cuda.log.append(("synchronize", self.index))
+                self.reach()
 
             def query(self) -> bool:
-                return True
+                return self.time <= cuda.completed and (self.stream is None or self.stream.num_done >= self.place)
+
+            def elapsed_time(self, end: Any) -> float:
+                assert self.enable_timing
+                assert end.enable_timing
+                assert end.query(), "torch raises for an event that the device has not come to"
+                return end.time - self.time  # type: ignore[no-any-return]
+
+            def reach(self) -> None:
+                if self.stream is not None:
+                    self.stream.reach(self.place)
 
         @contextmanager
         def stream(stream: Any) -> Any:
@@ -85,8 +130,15 @@ class PretendedCuda:
 
         plain_empty = torch.empty
 
-        def empty(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-            return plain_empty(*args, **options)
+        def empty(*args: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> Tensor:
+            made = plain_empty(*args, **options)
+            if cuda.is_late and made.is_floating_point():
+                made.fill_(float("nan"))
+            on_gpu = device is not None and torch.device(device).type == "cuda"
+            return tensor_on(torch.device(device).index, made) if on_gpu else made
+
+        def record_stream(tensor: Tensor, stream: Any) -> None:
+            cuda.log.append(("keep for", stream.index))
 
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -94,4 +146,6 @@ class PretendedCuda:
         monkeypatch.setattr(torch.cuda, "current_stream", Stream)
         monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
         monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(Tensor, "record_stream", record_stream)
+        monkeypatch.setattr(_OnDevice, "late", self if self.is_late else None)
         return self
