@@ -30,9 +30,9 @@ class StragglerMonitor(Callback):
     with the largest sum of compute and data wait; ``stragglers/slowest_rank`` is its number, and
     ``stragglers/slowdown`` this sum over the median of the others'. ../docs/stragglers.md explains the parts.
 
-    On a CPU every step is measured, at a cost of 2 us; on a GPU one in `sample_every`, since the host waits for it. The
-    first step of a `fit`, validations and checkpoints are left out. The hooks run on every rank; a report is a
-    collective of 32 bytes; rank 0 logs and warns.
+    On a CPU every step is measured, at a cost of 2 us; on a GPU one in `sample_every`, by events, which nothing waits
+    for: a step that the GPU has not completed is in a later report. The first step of a `fit`, validations and
+    checkpoints are left out. The hooks run on every rank; a report is a collective of 32 bytes; rank 0 logs and warns.
 
     Args:
         every_n_steps: optimizer steps between two reports; by default the trainer's `log_every_n_steps`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
 from time import perf_counter, thread_time
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,11 +22,12 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Sums the parts of steps, on the host's clock; a step that was not started costs nothing and does not count.
+    """Sums the parts of steps; a step that was not started costs nothing and does not count.
 
     Where ranks may wait for each other, compute on a CPU is the processor time of this thread (gloo waits without
-    using any), and the rest is waiting. Other devices are synchronized at every mark; there, one rank cannot separate
-    the two, and both count as communication wait.
+    using any), and the rest is waiting. Other devices get an event at every mark, and the host never waits for them: a
+    step is summed, on the device's clock, once the device has come to its end. There, one rank cannot separate compute
+    from waiting, and both count as communication wait.
 
     Args:
         device: of this rank.
@@ -35,7 +38,7 @@ class StepClock:
     def __init__(self, device: torch.device, *, meets: bool, meets_in_forward: bool) -> None:
         self._device = device
         self.is_exact = device.type == "cpu"
-        """Whether marks are cheap, and compute is separated from waiting."""
+        """Whether marks are cheap, steps are summed as they end, and compute is separated from waiting."""
         self._meets: set[_Phase] = {"forward", "backward"} if meets_in_forward else {"backward"}
         if not meets:
             self._meets.clear()
@@ -43,9 +46,12 @@ class StepClock:
         self._wall = self._busy = 0.0
         self._compute = self._communication_wait = self._data_wait = 0.0
         self._num_steps = 0
+        self._events: list[tuple[_Phase, Any]] = []  # of the step that is running: each ends a phase
+        self._under_way: deque[list[tuple[_Phase, Any]]] = deque()
 
     def start(self) -> None:
         """Begin a step: the time until its first micro-batch is data wait."""
+        self._events = []
         self._enter("data")
 
     def begin_micro_batch(self) -> None:
@@ -69,29 +75,48 @@ class StepClock:
         """End the step, and count it if it had a micro-batch."""
         if self._phase == "forward" or self._phase == "backward":
             self._enter("none")
-            self._num_steps += 1
+            if self.is_exact:
+                self._num_steps += 1
+            else:
+                self._under_way.append(self._events)
+                self._sum_completed()
         self._phase = "none"
 
     def take(self) -> StepTimes:
-        """Return the sums since the last call, and reset them."""
+        """Return the sums since the last call, and reset them; a step that the device still computes comes later."""
+        self._sum_completed()
         times = StepTimes(self._compute, self._communication_wait, self._data_wait, self._num_steps)
         self._compute = self._communication_wait = self._data_wait = 0.0
         self._num_steps = 0
         return times
 
     def _enter(self, next_phase: _Phase) -> None:
-        """Add the time since the last mark to the phase that ends now."""
-        if not self.is_exact:
-            torch.accelerator.synchronize(self._device)
+        """Mark the end of a phase, and begin another."""
         phase, meets = self._phase, self._meets
+        self._phase = next_phase
+        if not self.is_exact:
+            event = torch.get_device_module(self._device).Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
+            return
         wall = perf_counter()
         # a system call, which takes most of the time of a mark
-        busy = thread_time() if self.is_exact and (phase in meets or next_phase in meets) else 0.0
-        elapsed = wall - self._wall
+        busy = thread_time() if phase in meets or next_phase in meets else 0.0
+        self._add(phase, wall - self._wall, busy - self._busy)
+        self._wall, self._busy = wall, busy
+
+    def _add(self, phase: _Phase, elapsed: float, busy: float) -> None:
+        """Add the time of a phase to the sums."""
         if phase == "data":
             self._data_wait += elapsed
         elif phase == "forward" or phase == "backward":
-            compute = min(busy - self._busy, elapsed) if phase in meets else elapsed
+            compute = min(busy, elapsed) if phase in self._meets else elapsed
             self._compute += compute
             self._communication_wait += elapsed - compute
-        self._phase, self._wall, self._busy = next_phase, wall, busy
+
+    def _sum_completed(self) -> None:
+        """Add the steps that the device has completed."""
+        while self._under_way and self._under_way[0][-1][1].query():
+            for (_, begin), (phase, end) in pairwise(self._under_way.popleft()):
+                self._add(phase, begin.elapsed_time(end) / 1000, 0.0)
+            self._num_steps += 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_cuda import PretendedCuda
 from recording_logger import RecordingLogger
 from scripted import Scripted, batches, trainer_in
 from torch import Tensor, nn
@@ -204,8 +205,10 @@ def test_on_a_gpu_one_step_in_some_is_measured(tmp_path: Path) -> None:
     logger = RecordingLogger(str(tmp_path))
     monitor = StragglerMonitor(1, sample_every=2)
     trainer_in(tmp_path, monitor, logger=logger, max_epochs=2, accelerator="gpu").fit(Scripted(), batches())
-    assert [step for step, seconds in logger.series("time/compute/rank_0") if seconds > 0] == [3, 5, 7]
-    assert [seconds for _, seconds in logger.series("time/communication_wait/rank_0")] == [0.0] * 3
+    reports = logger.series("time/compute/rank_0")  # a step that the GPU has not completed comes later, or with others
+    assert 1 <= len(reports) <= 3
+    assert all(step >= 3 and seconds > 0 for step, seconds in reports)
+    assert {seconds for _, seconds in logger.series("time/communication_wait/rank_0")} == {0.0}
 
 
 # --- the arithmetic --------------------------------------------------------------------------------------------------
@@ -236,6 +239,44 @@ def test_a_step_that_was_not_started_or_had_no_batch_is_not_counted() -> None:
     clock.start()
     clock.end()
     assert clock.take() == (0, 0, 0, 0)
+
+
+def device_step(clock: StepClock, cuda: PretendedCuda, data: float, forward: float, backward: float) -> None:
+    """Mark one step of two micro-batches, each with these milliseconds on the device."""
+    clock.start()
+    for _ in range(2):
+        cuda.now += data
+        clock.begin_micro_batch()
+        cuda.now += forward
+        clock.begin_backward()
+        cuda.now += backward
+        data = 0
+    clock.end()
+
+
+def test_on_a_gpu_marks_are_events_that_are_read_once_the_device_has_come_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = PretendedCuda().install(monkeypatch)
+    clock = StepClock(torch.device("cuda", 0), meets=True, meets_in_forward=False)
+    cuda.completed = 0.0
+    device_step(clock, cuda, 1.0, 20.0, 300.0)
+    assert clock.take() == (0, 0, 0, 0)
+    cuda.completed = cuda.now
+    device_step(clock, cuda, 2.0, 30.0, 400.0)
+    assert clock.take() == pytest.approx((0.04, 0.6, 0.001, 1))
+    clock.start()
+    clock.interrupt()  # a validation
+    cuda.now += 5000.0
+    clock.begin_micro_batch()
+    cuda.now += 7.0
+    clock.interrupt()  # the end of the epoch
+    clock.start()
+    clock.end()
+    cuda.completed = cuda.now
+    assert clock.take() == pytest.approx((0.06 + 0.007, 0.8, 0.002, 2))
+    assert clock.take() == (0, 0, 0, 0)
+    assert {kind for kind, *_ in cuda.log} == {"record"}
 
 
 def test_the_slowest_rank_is_compared_with_the_median_of_the_others() -> None:
