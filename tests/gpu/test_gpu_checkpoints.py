@@ -6,7 +6,8 @@ import pytest
 import torch
 from on_gpu import DEVICE, ON_CPU
 
-from echelon.trainer.checkpoint import AsyncWriter, load
+from echelon.strategies.snapshots.snapshots import MemorySnapshots
+from echelon.trainer.checkpoint import AsyncWriter, MemoryWriter, load
 
 pytestmark = pytest.mark.gpu
 NUM_NUMBERS = 1 << (12 if ON_CPU else 27)
@@ -35,3 +36,28 @@ def test_a_save_under_load_holds_the_state_of_its_step(memory_path):
         writer.close()
         saved = load(path)["optimizers"]
         assert all(bool((tensor == step).all()) for tensor in saved.values())
+
+
+def test_a_snapshot_under_load_holds_the_state_of_its_step(memory_path):
+    size = 64 if ON_CPU else 4096
+    snapshots, matrix = MemorySnapshots(Path(memory_path), 0), torch.randn(size, size, device=DEVICE)
+    snapshots.agree()
+    writer = MemoryWriter(snapshots)
+    moments = {str(index): torch.zeros(NUM_NUMBERS, device=DEVICE) for index in range(2)}
+    weights = {"w": torch.zeros(NUM_NUMBERS, device=DEVICE)}
+    for step in range(1, 4):
+        for tensor in (*moments.values(), *weights.values()):
+            tensor.fill_(step)
+        matrix = busy(matrix)
+        writer.save({"model": weights, "optimizers": moments}, step, still=("optimizers",))
+        weights["w"].fill_(-1)
+        matrix = busy(matrix)
+        writer.wait_for_copy()
+        for tensor in moments.values():
+            tensor.fill_(-1)
+    writer.close()
+    recovered = MemorySnapshots(Path(memory_path), 1).agree()
+    assert recovered is not None
+    saved = load(recovered.path, verify=False)
+    for tensor in (*saved["model"].values(), *saved["optimizers"].values()):
+        assert bool((tensor == 3).all())

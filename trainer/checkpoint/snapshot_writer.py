@@ -6,8 +6,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from .files import FileRecord
 from .manifest import MANIFEST, NO_RUN, Origin
 from .safetensors_file import lay_out
 from .saving import STATE, EncodedState, encode_state, file_name, manifest_of, stems_of, to_json
-from .staging import Copies, copy_all
+from .staging import Copies, Marks, copy_all, mark
 
 _PATIENCE: Final = 0.5
 """Seconds that a failed run waits for a snapshot under way: the one before it will do."""
@@ -47,12 +47,25 @@ class _SnapshotFile:
     """The place of each tensor; who writes to one writes to the file."""
 
 
+@dataclass
+class _Taken:
+    """What a rank has copied of a state, and what it has still to copy."""
+
+    encoded: EncodedState | None = None
+    files: Sequence[_SnapshotFile] = ()
+    later: Copies = field(default_factory=list)
+    """Copies from a GPU, once it has come to the `marks`."""
+    marks: Marks = field(default_factory=dict)
+    fault: str = ""
+
+
 class MemoryWriter:
     """Takes snapshots into the memory of the nodes; the caller waits only while tensors are copied there.
 
-    They are checked, described and sent to another node in a thread. What goes wrong is logged, and never ends a run:
-    it goes on with the snapshot before, and its checkpoints. Collective: all ranks call everything but `close`, in the
-    same order.
+    Of tensors on a GPU, those that stay as they are until the optimizers step are copied in a thread, on a stream of
+    its own. There snapshots are also checked, described and sent to another node. What goes wrong is logged, and never
+    ends a run: it goes on with the snapshot before, and its checkpoints. Collective: all ranks call `save`, in the same
+    order.
     """
 
     def __init__(self, snapshots: MemorySnapshots) -> None:
@@ -61,13 +74,30 @@ class MemoryWriter:
         self._files: dict[Path, _SnapshotFile] = {}
         self._is_over = False
         self._is_failing = False  # what goes wrong again and again is logged once
+        self._copied = threading.Event()
+        self._copied.set()
+        self._waits_since: float | None = None
 
-    def save(self, state: Mapping[str, Any], step: int, *, gathering: float = 0.0, origin: Origin = NO_RUN) -> None:
+    @property
+    def is_copying(self) -> bool:
+        """Whether `wait_for_copy` may have to wait."""
+        return not self._copied.is_set()
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        still: Collection[str] = (),
+        gathering: float = 0.0,
+        origin: Origin = NO_RUN,
+    ) -> None:
         """Copy `state`, wait for the snapshot before that if it is not complete, and return.
 
         Args:
             state: As `checkpoint.save` takes it.
             step: The step after which it was taken.
+            still: The parts that do not change before the caller calls `wait_for_copy`.
             gathering: The seconds that it has taken to get the state, for `MemorySnapshots.cost`.
             origin: The run, for the manifest.
         """
@@ -76,19 +106,24 @@ class MemoryWriter:
             return
         began = time.perf_counter()
         draft = self._snapshots.begin(step)
-        encoded: EncodedState | None = None
-        files: list[_SnapshotFile] = []
-        fault = ""
+        taken = _Taken()
         try:
-            encoded, files = self._copy(draft, state)
-            encoded = replace(encoded, origin=origin)
+            taken = self._copy(draft, state, still, origin)
         except (EchelonError, OSError) as error:
-            fault = str(error)  # told in the thread, since others wait for this rank
+            taken.fault = str(error)  # told in the thread, since others wait for this rank
+        self._waits_since = None
+        if taken.later:
+            self._copied.clear()
         cost = SnapshotCost(gathering, time.perf_counter() - began)
-        work = functools.partial(self._finish, draft, encoded, files, fault, cost)
+        work = functools.partial(self._finish, draft, taken, cost)
         # a daemon: a process whose run has failed does not wait for ranks that may be dead
         self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
         self._thread.start()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
+        self._waits_since = time.perf_counter()
+        self._copied.wait()
 
     def close(self) -> None:
         """Wait until the snapshot under way is complete, or has failed."""
@@ -99,22 +134,26 @@ class MemoryWriter:
         """Note that the run has failed: `close` waits for half a second only."""
         self._is_over = True
 
-    def _copy(self, draft: Draft, state: Mapping[str, Any]) -> tuple[EncodedState, list[_SnapshotFile]]:
-        """Copy this rank's tensors into files."""
+    def _copy(self, draft: Draft, state: Mapping[str, Any], still: Collection[str], origin: Origin) -> _Taken:
+        """Copy this rank's tensors into files, but for those of a GPU that are still."""
         rank, world_size = self._snapshots.rank, self._snapshots.world_size
         encoded = encode_state(state, rank=rank, world_size=world_size, writes_common=self._snapshots.is_first)
         files: list[_SnapshotFile] = []
         copies: Copies = []
+        later: Copies = []
         for part, writer, number, blocks in _groups(encoded, rank):
             name = file_name(stems_of(encoded.blocks)[part], writer, world_size, number)
             file = self._file(draft, name, part, writer, blocks)
-            copies += [(place, blocks[key].tensor) for key, place in file.places.items()]
+            for key, place in file.places.items():
+                tensor = blocks[key].tensor
+                (later if part in still and tensor.is_cuda else copies).append((place, tensor))
             files.append(file)
         copy_all(copies)
         others = {path: file for path, file in self._files.items() if path.parent != draft.path}
         self._files = others | {draft.path / file.name: file for file in files}
         # the thread needs the values only; it must not keep tensors alive
-        return replace(encoded, blocks={part: {} for part in encoded.blocks}), files
+        encoded = replace(encoded, blocks={part: {} for part in encoded.blocks}, origin=origin)
+        return _Taken(encoded, files, later, mark(later))
 
     def _file(
         self, draft: Draft, name: str, part: str, writer: int | None, blocks: Mapping[str, Block]
@@ -132,17 +171,11 @@ class MemoryWriter:
         outline = len(header) if writer is not None and part in _HAS_OUTLINE else 0
         return _SnapshotFile(name, part, writer, shapes, memory, outline, places)
 
-    def _finish(
-        self,
-        draft: Draft,
-        encoded: EncodedState | None,
-        files: Sequence[_SnapshotFile],
-        fault: str,
-        cost: SnapshotCost,
-    ) -> None:
+    def _finish(self, draft: Draft, taken: _Taken, cost: SnapshotCost) -> None:
+        """Copy what was left for later, and tell the other ranks."""
         try:
-            share = self._share(encoded, files, fault)
-            self._snapshots.commit(draft, share, functools.partial(_describe, draft.path, encoded))
+            cost = self._copy_later(taken, cost)
+            self._snapshots.commit(draft, self._share(taken), functools.partial(_describe, draft.path, taken.encoded))
         except Exception as error:  # noqa: BLE001 - no caller of a thread hears of it
             self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the ranks have lost step
             # a dead rank is reported elsewhere
@@ -156,21 +189,34 @@ class MemoryWriter:
             cost = replace(cost, writing=cost.writing + time.thread_time())
             self._snapshots.cost = None if self._snapshots.is_broken else cost
 
-    def _share(self, encoded: EncodedState | None, files: Sequence[_SnapshotFile], fault: str) -> Contribution:
+    def _copy_later(self, taken: _Taken, cost: SnapshotCost) -> SnapshotCost:
+        """Copy what was left for later; return the cost with the time for which the caller has waited for that."""
+        try:
+            copy_all(taken.later, taken.marks)
+        except RuntimeError as error:  # the device's
+            taken.encoded, taken.files, taken.fault = None, (), str(error)
+        finally:
+            taken.later.clear()
+            since, now = self._waits_since, time.perf_counter()
+            self._copied.set()
+        return cost if since is None else replace(cost, writing=cost.writing + now - since)
+
+    def _share(self, taken: _Taken) -> Contribution:
         """Return what this rank tells the others of its files."""
+        encoded, files = taken.encoded, taken.files
         entries = {
             file.name: FileEntry(file.memory.size, checksum(file.memory.bytes), file.writer, file.outline)
             for file in files
         }
         if encoded is None:
-            return Contribution(entries, [], None, fault)
+            return Contribution(entries, [], None, taken.fault)
         told = [file for file in files if self._snapshots.rank == 0 or file.writer is not None]
         content = {
             "files": {file.name: file.memory.size for file in told},
             "parts": [(file.part, file.name) for file in told],
             "entries": encoded.entries if self._snapshots.rank else {},
         }
-        return Contribution(entries, sorted(encoded.sources), content, fault)
+        return Contribution(entries, sorted(encoded.sources), content)
 
 
 def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None, int, dict[str, Block]]]:

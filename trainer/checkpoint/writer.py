@@ -42,6 +42,7 @@ class Writer:
 
     def __init__(self, group: SavingGroup | None = None) -> None:
         self._group = group
+        self._waits: list[Callable[[], object]] = []
 
     def save(
         self,
@@ -61,6 +62,14 @@ class Writer:
 
     def wait_for_copy(self) -> None:
         """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
+        waits, self._waits, self.is_copying = self._waits, [], False
+        for wait in waits:
+            wait()
+
+    def also_wait(self, wait: Callable[[], object]) -> None:
+        """Have the next `wait_for_copy` call this, too: something else copies the state."""
+        self._waits.append(wait)
+        self.is_copying = True
 
     def point(self, link: Path, path: Path) -> None:
         """Make `link` stand for the checkpoint at `path`, once that is committed."""
@@ -129,13 +138,9 @@ class AsyncWriter(Writer):
         later = [(buffer, tensor) for part, buffer, tensor in copies if part in still]
         copy_all([(buffer, tensor) for part, buffer, tensor in copies if part not in still])
         self._copied.clear()
-        self.is_copying = True
+        self.also_wait(self._copied.wait)
         staged_state = replace(encoded, blocks=staged)
         self._submit(functools.partial(self._copy_and_write, Path(path), staged_state, later, mark(later)))
-
-    def wait_for_copy(self) -> None:
-        self._copied.wait()
-        self.is_copying = False
 
     def point(self, link: Path, path: Path) -> None:
         self._submit(functools.partial(_tidy, point, link, path))

@@ -31,6 +31,7 @@ def roll_back(session: Session, path: Path) -> None:
     if session.progress.stage != "train":
         raise RunError(f"roll_back was called in stage={session.progress.stage!r}; call it in on_train_step_end.")
     session.writer.close()  # on every rank this returns when the checkpoint is committed
+    session.writer.wait_for_copy()
     saved = read_checkpoint(path, session.strategy)
     state, loop = session.state, saved["loop"]
     load_weights(session, saved)

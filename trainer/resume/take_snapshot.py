@@ -6,7 +6,7 @@ import time
 
 from ...callbacks.helpers.loggers import tell
 from ..session.session import Session
-from .run_state import take_state
+from .run_state import still_parts, take_state
 from .save import origin_of
 
 
@@ -29,7 +29,11 @@ def take_snapshot(session: Session) -> None:
             state = take_state(session, weights_only=False)
         finally:
             progress.is_taking_snapshot = False
-        recovery.snapshots.save(state, session.state.global_step, gathering=time.monotonic() - began, origin=origin)
+        gathering, snapshots = time.monotonic() - began, recovery.snapshots
+        still, step = still_parts(session), session.state.global_step
+        snapshots.save(state, step, still=still, gathering=gathering, origin=origin)
+        if snapshots.is_copying:
+            session.writer.also_wait(snapshots.wait_for_copy)
     progress.checkpoint_seconds += time.monotonic() - began
 
 

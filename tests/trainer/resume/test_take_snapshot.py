@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pretended_cuda import PretendedCuda, tensor_on
 from programs import run_program
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +24,7 @@ from echelon.strategies.fsdp import FSDPStrategy
 from echelon.strategies.snapshots.snapshots import MemorySnapshots, SnapshotCost
 from echelon.strategies.state.lazy_tensor import OUTLINE
 from echelon.testing import run_ranks
-from echelon.trainer.checkpoint import MemoryWriter, load, save
+from echelon.trainer.checkpoint import MemoryWriter, load, save, snapshot_writer, staging
 from echelon.trainer.session.session import ElasticFit
 
 STRATEGIES = ("ddp", "zero", "fsdp", "hsdp")
@@ -195,6 +198,100 @@ def test_a_snapshot_is_of_the_moment_and_costs_what_it_says(memory_path: Path) -
     assert recovered is not None
     assert same(load(recovered.path, verify=False), state_at(3))
     assert len(list(snapshots.folder.iterdir())) == 1
+
+
+def test_on_a_gpu_what_is_still_is_copied_beside_training_and_before_it_changes(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = PretendedCuda(is_late=True).install(monkeypatch)
+    cuda.set_device("cuda:1")
+    snapshots, writer = written(memory_path)
+    for step in (1, 2, 3):
+        on_gpu = {part: tensor_on(1, torch.full((100, 7), float(step))) for part in ("model", "optimizers")}
+        state = {part: {"a": tensor} for part, tensor in on_gpu.items()}
+        writer.save({**state, "loop": {"global_step": step}}, step, still=("optimizers",))
+        on_gpu["model"].fill_(-1)  # such as a buffer, in forward
+        writer.wait_for_copy()
+        assert not writer.is_copying
+        on_gpu["optimizers"].fill_(-1)
+        writer.close()
+        assert snapshots.cost is not None
+        expected = {part: {"a": torch.full((100, 7), float(step))} for part in state}
+        assert same(load(newest(memory_path), parts=tuple(state), verify=False), expected)
+    assert ("wait", 1, 1) in cuda.log  # for what computes the state
+
+
+def test_what_training_waits_for_is_a_cost_of_the_snapshot(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread copies no sooner than training waits for it."""
+    cuda = PretendedCuda().install(monkeypatch)
+    snapshots, writer = written(memory_path)
+    waiting = threading.Event()
+
+    def copy_when_waited_for(copies: Any, after: Any = None) -> None:
+        if after is not None:
+            assert waiting.wait(60)
+            time.sleep(0.1)
+        staging.copy_all(copies, after)
+
+    monkeypatch.setattr(snapshot_writer, "copy_all", copy_when_waited_for)
+    writer.save({"optimizers": {"a": tensor_on(0, torch.ones(3))}}, 1, still=("optimizers",))
+    assert writer.is_copying
+    assert snapshots.cost is None
+    timer = threading.Timer(0.05, waiting.set)
+    timer.start()
+    writer.wait_for_copy()
+    writer.close()
+    timer.join()
+    assert snapshots.cost is not None
+    assert snapshots.cost.writing >= 0.1
+    assert cuda.log
+
+
+class LateWriter(MemoryWriter):
+    """A writer whose copies are always under way, and which notes who waits for them."""
+
+    def __init__(self, snapshots: MemorySnapshots, notes: list[str]) -> None:
+        super().__init__(snapshots)
+        self.notes = notes
+
+    is_copying = True
+
+    def save(self, *args: Any, still: Any = (), **options: Any) -> None:
+        super().save(*args, still=still, **options)
+        self.notes.append(f"save but {', '.join(sorted(still))}")
+
+    def wait_for_copy(self) -> None:
+        self.notes.append("wait")
+
+
+class Noting(Callback):
+    """Takes a snapshot after each step but the third, and notes what changes parameters."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.notes = folder, list[str]()
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        snapshots = MemorySnapshots(self.folder, 0, trainer.strategy.group)
+        snapshots.agree()
+        trainer.session.recovery = ElasticFit(0, LateWriter(snapshots, self.notes))
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.notes.append("step"))
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step != 3:
+            trainer.take_snapshot()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.notes.append("end")
+
+
+def test_nothing_changes_the_state_before_it_is_copied(memory_path: Path) -> None:
+    noting = Noting(memory_path)
+    fit([noting], 4)
+    taken = ["save but optimizers", "wait"]  # the module has a buffer
+    assert noting.notes == ["step", *taken, "step", *taken, "step", "step", *taken, "end"]
 
 
 def test_nothing_grows_over_many_snapshots(memory_path: Path) -> None:
