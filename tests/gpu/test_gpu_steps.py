@@ -7,9 +7,13 @@ import torch
 from on_gpu import ON_CPU, Net, loader, quiet_on_gpu
 
 import echelon
-from echelon import Callback
+from echelon import ActivationCheckpointing, Callback
+from echelon.callbacks import StragglerMonitor
 
 pytestmark = pytest.mark.gpu
+
+OFFLOADED = ActivationCheckpointing(offload=True)
+ONLY_OFFLOADED = ActivationCheckpointing(mode=None, offload=True)
 
 
 class NoWaits(Callback):
@@ -40,6 +44,9 @@ class NoWaits(Callback):
         pytest.param({}, {"precision": "bf16-mixed"}, id="bf16-mixed"),
         pytest.param({}, {"precision": "bf16-true"}, id="bf16-true"),
         pytest.param({}, {"callbacks": [echelon.EMAWeightAveraging()]}, id="exponential average"),
+        pytest.param({}, {"callbacks": [StragglerMonitor(1, sample_every=1)]}, id="times of the parts of steps"),
+        pytest.param({}, {"activation_checkpointing": OFFLOADED}, id="activations offloaded"),
+        pytest.param({}, {"activation_checkpointing": ONLY_OFFLOADED}, id="all activations offloaded"),
     ],
 )
 def test_a_step_does_not_wait(module, settings):
