@@ -19,9 +19,10 @@ from ..module.deferred_init import DeferredInit, Places
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor, local_shard, shard_like
 from ..torch_internals import BatchNorm, reduce_sharded_gradients
+from .large_layers import LargeLayers, LayerUnit
 from .mesh import in_stage
 from .replica import copy_from_first
-from .sharding_policy import ShardingOptions
+from .sharding_policy import ShardingOptions, large_layers
 from .step_caller import StepCaller
 
 _DP_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
@@ -73,11 +74,19 @@ class ShardedModule:
         # parameters kept gathered would be outdated after the updates of a manual step; the micro-batches of a pipeline
         # follow each other too closely to gather for each
         self._reshards = True if is_manual else False if runs is not None else options.reshard_after_forward
+        self._in_layers: set[nn.Parameter] = set()
         self._units = self._shard_units(is_pipeline=runs is not None)
         self._caller = StepCaller(module, returns_tensors=True, copies_views=True, runs=runs)
+        layers = [] if is_manual or runs is not None else self._shard_layers()
+        self._in_layers = {parameter for layer in layers for parameter in layer.parameters()}
         self._roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual = is_manual
         self._set_prefetch()
+        self._layers: LargeLayers | None = None
+        if layers:
+            self._units += layers
+            self._layers = LargeLayers(layers, collectives)
+            self._roots[0].register_forward_pre_hook(self._layers.begin)
         if device.type == "cpu":
             _match_inputs_of_norms(module)
         self.parameters = _names(module)
@@ -108,6 +117,18 @@ class ShardedModule:
             )
         return list(own)
 
+    def _shard_layers(self) -> list[Any]:
+        """Shard the large layers outside of the blocks as units beside the module's, and return these."""
+        if self._options.policy is not None or overrides(self.module, "configure_sharding"):
+            return []
+        layers = [LayerUnit(self.module.get_submodule(name)) for name in large_layers(self.module)]
+        # beside the module, whose names stay; inside what the root's hooks look at
+        self._caller.layers = nn.ModuleList(layers)
+        units = [self._shard(layer) for layer in layers]
+        for unit in units:
+            unit.set_unshard_in_backward(not unit.frees_after_forward)
+        return units
+
     def _is_one_unit(self, is_pipeline: bool) -> bool:
         """Return whether the root alone does what units would, and calls of blocks can do without their hooks.
 
@@ -127,14 +148,18 @@ class ShardedModule:
 
         self._make_equal(submodule)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
+        reshards: bool | int | None = self._reshards
+        if isinstance(submodule, StepCaller) and reshards:
+            reshards = None  # torch's default for a root: it keeps the parameters that backward needs first
+        elif isinstance(submodule, LayerUnit) and not submodule.frees_after_forward:
+            reshards = False  # likewise
         return fully_shard(
             submodule,
             mesh=self._dp_mesh,
-            # None is torch's default for a root: it keeps the parameters that backward needs first
-            reshard_after_forward=None if isinstance(submodule, StepCaller) and self._reshards else self._reshards,
+            reshard_after_forward=reshards,
             mp_policy=self._mixed_precision(submodule, is_root=is_root),
             offload_policy=offload if self._options.cpu_offload else OffloadPolicy(),
-            ignored_params=self._elsewhere or None,
+            ignored_params=(self._elsewhere | self._in_layers) or None,
         )
 
     def _make_equal(self, submodule: nn.Module) -> None:
@@ -173,6 +198,8 @@ class ShardedModule:
             # a batch holds targets as well as inputs; autocast casts those that need it
             cast_forward_inputs=not isinstance(submodule, StepCaller),
         )
+        if isinstance(submodule, LayerUnit):  # computes the same whether it is active or not
+            policy = replace(policy, cast_forward_inputs=False)
         # a unit that returned float32 would pass it to the next unit's half precision parameters
         return policy if is_root else replace(policy, output_dtype=None)
 
@@ -251,11 +278,14 @@ class ShardedModule:
         return self._run(step_name, *args)
 
     def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
-        self._is_in_step = True
+        self._is_in_step = has_failed = True
         try:
             output = self._roots[0](step_name, *args, **kwargs)
+            has_failed = False
         finally:
             self._is_in_step = False
+            if self._layers is not None:
+                self._layers.end(step_name, has_failed=has_failed)
         # or hooks between steps, and a loop between forward and backward, would see and change gathered copies of the
         # parameters, whose gradients are others
         if step_name != "training_step" or not torch.is_grad_enabled():

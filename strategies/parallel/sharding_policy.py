@@ -158,6 +158,28 @@ def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bo
     return [name for name in submodules if name in separate]
 
 
+def large_layers(module: nn.Module) -> list[str]:
+    """Return the names of embeddings and linear layers outside of the repeated blocks, at least half as large as these.
+
+    Those that share their parameters with another layer stay with the rest.
+    """
+    blocks = [block for _, block in repeated_blocks(module)]
+    if not blocks:
+        return []
+    inside = {submodule for block in blocks for submodule in block.modules()}
+    least = max(_size(block) for block in blocks) / 2
+    names = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.Linear)
+        and layer not in inside
+        and next(layer.children(), None) is None
+        and _size(layer) >= least
+    ]
+    shared = _shared_submodules(module, names)
+    return [name for name in names if name not in shared]
+
+
 def check_parameters(module: nn.Module) -> None:
     """Check that all parameters have a first dimension that can be cut.
 
@@ -245,6 +267,10 @@ def largest_share(parameter: Tensor, shape: Shape, num_shards: int) -> int:
     """Return the bytes of the largest shard of a parameter, of which a rank has to shard what has this shape."""
     # computed from the shape, since indexing a DTensor is a collective
     return -(-shape[0] // num_shards) * prod(shape[1:]) * parameter.element_size()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _has_parameters(module: nn.Module) -> bool:

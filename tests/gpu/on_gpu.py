@@ -26,12 +26,14 @@ WIDTH = 64
 class Net(TrainModule):
     """Some blocks with dropout; what it logs, returns and draws is chosen by the test."""
 
-    def __init__(self, *, dropout: float = 0.0, counts: bool = False, logs: bool = False, draws: bool = False) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, counts: bool = False, logs: bool = False, draws: bool = False, outputs: int = 8
+    ) -> None:
         super().__init__()
         self.blocks = nn.Sequential(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout)) for _ in range(3))
         )
-        self.head = nn.Linear(WIDTH, 8)
+        self.head = nn.Linear(WIDTH, outputs)
         self.counts, self.logs, self.draws = counts, logs, draws
 
     def forward(self, x: Tensor) -> Tensor:

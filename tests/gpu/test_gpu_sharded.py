@@ -27,10 +27,11 @@ class OneRank(echelon.FSDPStrategy):
 
 strategy = OneRank({options})
 trainer = on_gpu.quiet_on_gpu(strategy=strategy, gradient_clip_val=1.0, max_steps=6, {settings})
-module = on_gpu.Net(dropout=0.1, counts={counts})
+module = on_gpu.Net(dropout=0.1, counts={counts}, outputs={outputs})
 trainer.fit(module, on_gpu.loader())
 assert torch.isfinite(on_gpu.weights_of(module)).all()
-print("finished", trainer.global_step)
+layers = strategy._sharded._layers
+print("finished", trainer.global_step, None if layers is None else layers._active)
 """
 
 
@@ -50,4 +51,12 @@ print("finished", trainer.global_step)
     ],
 )
 def test_a_sharded_module_trains(options, settings, counts):
-    assert "finished 6" in run_program(PROGRAM.format(options=options, settings=settings, counts=counts))
+    program = PROGRAM.format(options=options, settings=settings, counts=counts, outputs=8)
+    assert "finished 6 None" in run_program(program)
+
+
+@pytest.mark.parametrize("options", ["", "cpu_offload=True", "reshard_after_forward=False"])
+@pytest.mark.parametrize("settings", ["", "precision='bf16-mixed', accumulate_grad_batches=2"])
+def test_a_large_head_is_gathered_for_its_calls(options, settings):
+    program = PROGRAM.format(options=options, settings=settings, counts=False, outputs=4096)
+    assert "finished 6 {'training_step': [True]}" in run_program(program)
