@@ -110,21 +110,21 @@ def look_at_steps():
     """Return the kinds of parameters that optimizers step on, by the reason."""
     seen = {}
 
-    def kinds(optimizer):
+    def look(reason, optimizer):
         def step():
-            seen[name] = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
+            seen[reason] = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
 
-        return step
+        step_on_shards(optimizer, step)
 
     net = sharded_net()
     gradients(net, 0)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    for name, kind in (("torch's", torch.optim.SGD), ("another class", Sees), ("not by element", torch.optim.Adafactor)):
-        optimizer = kind(trained, lr=0.1)
-        step_on_shards(optimizer, kinds(optimizer))
-    name, optimizer = "hook", torch.optim.SGD(trained, lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    step_on_shards(optimizer, kinds(optimizer))
+    look("torch's", torch.optim.SGD(trained, lr=0.1))
+    look("another class", Sees(trained, lr=0.1))
+    look("not by element", torch.optim.Adafactor(trained, lr=0.1))
+    watched = torch.optim.SGD(trained, lr=0.1)
+    watched.register_step_pre_hook(lambda *_: None)
+    look("hook", watched)
     return seen
 
 
