@@ -12,6 +12,7 @@ from ..callbacks.dispatch import overrides
 from ..callbacks.helpers.local_path import local_path
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError
+from ..strategies.module.compiled_calls import compile_calls
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .resume.changed_settings import Winner
@@ -74,8 +75,7 @@ def unwrapped(model: M, strategy: Strategy) -> M:
             f"torch.compile({type(module).__name__}); set compile=True, or to a dict of torch.compile's arguments."
         )
     for part in [module] if overrides(module, "forward", nn.Module) else module.children():
-        # what nn.Module.compile does, with the options that torch.compile was given
-        part._compiled_call_impl = model.dynamo_ctx(part._call_impl)  # type: ignore[attr-defined]  # noqa: SLF001
+        compile_calls(part, model.dynamo_ctx)  # type: ignore[attr-defined]  # with the options that it was given
     return module  # type: ignore[return-value]
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..callbacks.callback import Callback
@@ -22,6 +23,7 @@ from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
 from ..strategies.module.blocks import repeated_blocks
+from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.state.optimizer_state import needs_closure
 from .checkpoint import load
 from .checkpoint.manifest import read_manifest
@@ -333,7 +335,7 @@ def set_up_module(session: Session) -> None:
 def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
     """Compile blocks, if any, else ``forward`` where the module has one, else each child; names stay as they are."""
     for part in blocks or ([module] if overrides(module, "forward", nn.Module) else module.children()):
-        part.compile(**options)
+        compile_calls(part, partial(torch.compile, **options))
 
 
 def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
