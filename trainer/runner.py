@@ -36,6 +36,7 @@ from .checks import (
     check_sync_batchnorm,
     check_writable,
 )
+from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
 from .loggers.base import continue_loggers
@@ -263,7 +264,7 @@ class Runner:
         try:
             self._agree(session, request)
             set_up(session)
-            with self._profiled(request.task):
+            with ending_workers(), self._profiled(request.task):
                 yield session
             status = "interrupted" if session.interruption.is_requested else "success"
             note_end(session)
@@ -299,8 +300,7 @@ class Runner:
 
     @contextmanager
     def _profiled(self, task: Task) -> Iterator[None]:
-        rank = self.strategy.rank if self.strategy.world_size > 1 else None
-        self.profiler.setup(task, rank, self._run.log_dir)
+        self.profiler.setup(task, self.strategy.rank if self.strategy.world_size > 1 else None, self._run.log_dir)
         try:
             yield
         finally:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
@@ -39,10 +42,33 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
         )
 
 
+_of_thread = threading.local()
+
+
+@contextmanager
+def ending_workers() -> Iterator[None]:
+    """End, at the end, the worker processes of what has begun inside: the traceback of an error may hold them longer.
+
+    Those that outlive an iterator (``persistent_workers=True``) are the loader's.
+    """
+    outer, own = getattr(_of_thread, "begun", None), WeakSet[Any]()
+    _of_thread.begun = own
+    try:
+        yield
+    finally:
+        _of_thread.begun = outer
+        for iterator in list(own):
+            iterator._shutdown_workers()  # noqa: SLF001 - nothing public does
+
+
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over a loader; worker processes that this starts do not hear Ctrl-C."""
     with sheltering_forks():
-        return iter(loader)
+        iterator = iter(loader)
+    begun = getattr(_of_thread, "begun", None)
+    if begun is not None and hasattr(iterator, "_shutdown_workers") and not getattr(loader, "persistent_workers", True):
+        begun.add(iterator)
+    return iterator
 
 
 def _is_web_loader(loader: Any) -> bool:
