@@ -64,6 +64,8 @@ class ServedStep:
                 profile,
                 MemoryShare(optimizer=lambda _: 0.0),
                 whole_activations(profile),
+                # trainer 0 compares its parameters with those that the servers have
+                communication=0.0 if self._is_async else pulled,
                 between_steps=pushed + pulled if is_on_cpu else 0.0,  # a message, and the answer
                 traffic={"servers": pushed + pulled},
             )

@@ -15,7 +15,7 @@ from ..distributed.pickling import pack
 from ..errors import ModuleError
 from ..state.optimizer_state import attributes_of, parameter_names
 from .connection import Connection
-from .layout import FlatLayout, deal, marks_of
+from .layout import FlatLayout, deal, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
 
 
@@ -57,7 +57,8 @@ class ServedOptimizer:
         self._holders, self._tables, self._is_async = holders, tables, is_async
         self._step_of_others = optimizer.step
         self._signature: object = None
-        self._mark: object = None
+        self._agreed: list[Tensor] = []
+        """On trainer 0 of sync mode: the values that the servers have of what is pushed, in the order of `_trained`."""
         self._has_loaded_weights = False
         self._num_pushes = self._num_pushes_pulled = 0
         self._has_gathered = False
@@ -91,27 +92,35 @@ class ServedOptimizer:
             self._assign()
             self._signature, self._has_loaded_weights = signature, False
         elif self._has_edited_weights():
-            flats = {index: (self.key, layout.join(self._own(index))) for index, layout in self._layouts.items()}
-            self._connection.ask("set_values", flats)
+            flats = {index: layout.join(self._own(index)) for index, layout in self._layouts.items()}
+            self._connection.ask("set_values", {index: (self.key, flat) for index, flat in flats.items()})
+            self._agreed = self._views(flats)
 
     def _has_loaded_state(self) -> bool:
         state = self.optimizer.state
         return bool(state) and any(parameter in state for parameter in self._named.values())
 
     def _has_edited_weights(self) -> bool:
-        # in async mode the servers go by the pushes of others as well
-        return not self._tables and not self._is_async and self._mark != self._mark_of_weights()
+        # by their values: no version counts what is done to the ``data`` of a parameter
+        pairs = zip(self._pushed, self._agreed, strict=True) if self._agreed else ()
+        return not all(have_same_bits(parameter.detach(), value) for parameter, value in pairs)
 
-    def _mark_of_weights(self) -> object:
-        """Return what differs once a parameter that is served was changed, by its ``data`` as well; on trainer 0."""
-        if self._tables or self._is_async or self._connection.rank != 0:
-            return None
-        named = self._named.values()
-        versions = sum(parameter._version for parameter in named)  # noqa: SLF001 - torch has no other name
-        return versions, marks_of([parameter.detach() for parameter in named if parameter.requires_grad])
+    @property
+    def _can_be_edited(self) -> bool:
+        # in async mode the servers go by the pushes of others as well
+        return not self._tables and not self._is_async and self._connection.rank == 0
+
+    @property
+    def _pushed(self) -> list[Tensor]:
+        return [self._named[name] for index in self._layouts for name in self._trained[index]]
 
     def _own(self, index: int) -> list[Tensor | None]:
         return [self._named[name] for name in self._trained[index]]
+
+    def _views(self, flats: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        """Return the values that lie in flat tensors for the parameters that are pushed, where these are."""
+        values = [value for index, layout in self._layouts.items() for value in layout.views(flats[index])]
+        return [value.to(parameter.device) for parameter, value in zip(self._pushed, values, strict=True)]
 
     def _assign(self) -> None:
         """Deal parameters, groups and state to the servers."""
@@ -137,7 +146,7 @@ class ServedOptimizer:
             self._connection.ask("assign", assignments)
         for parameter in named.values():
             optimizer.state.pop(parameter, None)
-        self._mark = self._mark_of_weights()
+        self._agreed = [p.detach().clone() for p in self._pushed] if self._can_be_edited else []
         self._collectives.barrier()
 
     def _assignment(self, index: int, packed: bytes, state: Mapping[str, Any]) -> Assignment:
@@ -268,21 +277,18 @@ class ServedOptimizer:
     @torch.no_grad()
     def _take(self, answers: Mapping[int, Updated]) -> None:
         """Take the parameters and settings that the servers have made."""
-        self._copy({index: answer.flats for index, answer in answers.items()})
-        self._mark = self._mark_of_weights()
+        values = self._copy({index: answer.flats for index, answer in answers.items()})
+        self._agreed = values if self._can_be_edited else []
         for answer in answers.values() if not self._tables else ():
             for group, changed in zip(self.optimizer.param_groups, answer.settings, strict=bool(answer.settings)):
                 group.update(changed)
         self.staleness = next((answer.staleness for answer in answers.values() if answer.staleness), ())
 
-    def _copy(self, flats: Mapping[int, Sequence[Tensor]]) -> None:
-        own: list[Tensor] = []
-        new: list[Tensor] = []
-        for index, layout in self._layouts.items():
-            own += [self._named[name] for name in self._trained[index]]
-            new += layout.views(flats[index])
-        if own:
-            torch._foreach_copy_(own, new)
+    def _copy(self, flats: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        values = self._views(flats)
+        if values:
+            torch._foreach_copy_(self._pushed, values)
+        return values
 
     def ledger(self) -> Tensor:
         """Return the pushes of all trainers to the first server of this optimizer."""

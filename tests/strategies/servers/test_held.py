@@ -6,7 +6,7 @@ from torch import nn
 
 from echelon.strategies.distributed.pickling import pack
 from echelon.strategies.servers.held import HeldOptimizer
-from echelon.strategies.servers.layout import FlatLayout, deal
+from echelon.strategies.servers.layout import FlatLayout, deal, have_same_bits
 from echelon.strategies.servers.messages import Assignment, Push, Rows, Update
 from echelon.strategies.servers.staleness import StalenessBound
 from echelon.strategies.state.optimizer_state import attributes_of
@@ -114,3 +114,21 @@ def test_tensors_are_dealt_by_size_and_lie_in_one_flat_tensor_a_dtype():
     assert torch.equal(views[1], torch.zeros(4).double())
     assert torch.equal(views[2], tensors[2])
     assert views[3].shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_tensors_are_the_same_to_the_bit_however_they_lie(dtype, begin):
+    whole = torch.arange(1, 26).to(dtype)
+    for tensor in (whole[begin : begin + 24], whole[begin : begin + 24].view(4, 6).t(), whole[begin : begin + 23]):
+        other = tensor.clone()
+        assert have_same_bits(tensor, other)
+        other[-1].fill_(0)
+        assert not have_same_bits(tensor, other)
+        other.copy_(tensor.flip(0))
+        assert not have_same_bits(tensor, other)
+
+
+def test_nan_is_the_same_as_itself_and_zero_has_a_sign():
+    assert have_same_bits(torch.full((3,), torch.nan), torch.full((3,), torch.nan))
+    assert not have_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))

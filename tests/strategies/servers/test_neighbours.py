@@ -88,6 +88,13 @@ class Clamps(Net):
         self.backbone.weight.data.clamp_(-0.1, 0.1)
 
 
+class Swaps(Net):
+    """Exchanges its weights behind autograd's back, so that their sums stay."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.backbone.weight.data.copy_(self.backbone.weight.data.flip(0))
+
+
 class Words(TrainModule):
     """A table beside dense layers."""
 
@@ -161,6 +168,7 @@ FEATURES = {
     "accumulation by epoch": {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]},
     "all that watches": {"callbacks": everything, "logger": True},
     "edits by data": {"make": Clamps},
+    "exchanges by data": {"make": Swaps},
     "compiled": {"compile": {"backend": "eager"}},
     "checkpointed activations": {"activation_checkpointing": ActivationCheckpointing(modules=nn.Sequential)},
 }

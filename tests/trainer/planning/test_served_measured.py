@@ -79,6 +79,8 @@ class MeasuredTrainer(MeasuredStep):
             number = strategy.choices.servers
             self.measured["servers"] = [strategy.rpc_sync(f"server{i}", held_by_server) for i in range(number)]
             self.measured["served"] = moved
+            kept = [value for served in strategy._served.values() for value in served._agreed]
+            self.measured["communication"] = storages_bytes(kept)
 
 
 def measured_on_ranks():
@@ -114,11 +116,13 @@ def test_what_trainers_and_servers_hold_and_exchange_is_what_was_estimated():
         profile = replace(profile, num_micro_batches=accumulate)
         strategy = ParameterServerStrategy(**choices)
         estimate, servers = strategy.estimate(profile, hardware), strategy.estimate_servers(profile, hardware)
-        for rank in ranks:
+        for index, rank in enumerate(ranks):
             measured = rank[name]
             for kind in ("parameters", "gradients", "optimizer"):
                 assert measured[kind] == pytest.approx(getattr(estimate, kind), rel=0.02, abs=64), (name, kind)
             assert measured["activations"] == pytest.approx(estimate.activations, rel=0.15), name
+            kept = estimate.communication if index == 0 else 0.0
+            assert measured["communication"] == pytest.approx(kept, rel=0.02), name
             assert measured["served"] == pytest.approx(estimate.traffic["servers"], rel=0.05), name
             assert measured["traffic"] == pytest.approx(estimate.traffic.get("dp_replicate", 0), rel=0.05, abs=64), name
         for index, server in enumerate(servers):
