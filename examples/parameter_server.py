@@ -10,6 +10,7 @@ import argparse
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
@@ -36,7 +37,10 @@ class Digits(echelon.TrainModule):
         self.log("accuracy", (self.net(images).argmax(1) == labels).float().mean())
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), weight_decay=0.01)
+        # up and down again: gradients are stale while the rate is high, and the last steps forgive it
+        schedule = OneCycleLR(optimizer, self.hparams.lr, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def strategy_of(mode, max_staleness):
