@@ -1,9 +1,12 @@
 """How stale async mode of a parameter server gets, and what it saves where trainers have different speeds.
 
 Run ``python benchmarks/staleness.py``. First trainers wait a random time at each step; the ledger of all pushes is read
-again, from the order of its rows alone, for the most that any trainer was ahead of the slowest. Then one trainer takes
-twice as long for a step as the others, which is measured in sync mode, and in async mode with a bound that they do not
-reach; a smaller one holds them once they have used it up, after about twice as many steps as it allows.
+again, from the order of its rows alone, for the most that any trainer was ahead of the slowest.
+
+Then one trainer takes twice as long for a step as the others. Beside it these make twice the steps of sync mode until
+they have used up a bound of k, after 2 k steps; then they go at its pace, so that over N steps it is N / (N - k) times
+the steps: 1.6 at 8 k / 3. Last, trainers are slow in turns, each for half of the time in which it would use up the
+bound: at any time one of n is slow, and all make 2 - 1 / n times the steps of sync mode, for as long as they train.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,64 +27,85 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ParameterServerStrategy, Trainer, TrainModule
 
+Waiting = Callable[[int, int, torch.Generator], float]
+"""Returns the seconds of a step, of a rank, a world size and random numbers of the rank's own."""
+
+
+def at_random(delay: float, rank: int, world_size: int, generator: torch.Generator) -> float:
+    """Wait from nothing to `delay`."""
+    return delay * torch.rand((), generator=generator).item()
+
+
+def as_the_last(delay: float, rank: int, world_size: int, generator: torch.Generator) -> float:
+    """Wait twice as long on the last trainer."""
+    return delay * (1 + (rank == world_size - 1))
+
+
+def in_turns(delay: float, turn: float, rank: int, world_size: int, generator: torch.Generator) -> float:
+    """Wait twice as long on one trainer after another, each for `turn` seconds of the machine's clock."""
+    return delay * (1 + (int(time.monotonic() / turn) % world_size == rank))
+
 
 class Waits(TrainModule):
-    """A small module whose steps take longer: a random time, or twice as long on the last trainer.
+    """A small module whose steps take longer.
 
     Args:
         path: where the first trainer writes what it has measured.
-        delay: the seconds that a step of the others takes.
-        is_random: whether it is a random time from 0 to `delay`, on each trainer.
+        waiting: how long a step takes.
     """
 
-    def __init__(self, path: Path, delay: float, *, is_random: bool) -> None:
+    def __init__(self, path: Path, waiting: Waiting) -> None:
         super().__init__()
-        self.path, self.delay, self.is_random = path, delay, is_random
+        self.path, self.waiting = path, waiting
         self.layer = nn.Linear(8, 1)
         self.times = list[float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy = self.trainer.strategy
-        is_last = strategy.rank == strategy.world_size - 1
         self.times.append(time.perf_counter())
-        time.sleep(self.delay * (self.waits() if self.is_random else 1 + is_last))
+        time.sleep(self.waiting(strategy.rank, strategy.world_size, self.generator))
         return self.layer(batch[0]).square().mean()
-
-    def waits(self) -> float:
-        """Return a random number from 0 to 1 that each trainer draws for itself."""
-        return torch.rand((), generator=self.generator).item()
 
     def on_train_start(self) -> None:
         self.generator = torch.Generator().manual_seed(self.trainer.strategy.rank)
 
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
-        strategy.barrier()  # all have pushed
+        times = strategy.all_gather_object(self.times)  # all have pushed
         if strategy.rank == 0:
             ledger = strategy.ledger().tolist() if strategy.choices.bound else []
-            seconds = (self.times[-1] - self.times[0]) / (len(self.times) - 1)
-            self.path.write_text(json.dumps({"seconds": seconds, "ledger": ledger}))
+            self.path.write_text(json.dumps({"times": times, "ledger": ledger}))
         del self.generator
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def fit(module: Waits, strategy: ParameterServerStrategy, trainers: int, steps: int) -> dict[str, Any]:
-    """Train for some steps on each trainer; return what the first one has measured."""
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=trainers,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(steps * trainers, 8)), 1))
-    measured: dict[str, Any] = json.loads(module.path.read_text())
-    return measured
+def fit(waiting: Waiting, max_staleness: int, trainers: int, steps: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Train; return when each step of each trainer began, and the ledger.
+
+    Args:
+        waiting: how long a step takes.
+        max_staleness: 0 for sync mode.
+        trainers: how many there are.
+        steps: of each of them.
+    """
+    with TemporaryDirectory() as folder:
+        module = Waits(Path(folder, "measured"), waiting)
+        trainer = Trainer(
+            strategy=ParameterServerStrategy(mode="async", max_staleness=max_staleness),
+            accelerator="cpu",
+            devices=trainers,
+            max_epochs=1,
+            logger=False,
+            log_every_n_steps=0,  # metrics are those of all trainers, who would meet for them
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(steps * trainers, 8)), 1))
+        measured = json.loads(module.path.read_text())
+    return measured["times"], measured["ledger"]
 
 
 def largest_lead(ledger: list[list[int]], trainers: int) -> int:
@@ -91,33 +118,52 @@ def largest_lead(ledger: list[list[int]], trainers: int) -> int:
     return largest
 
 
+def seconds(times: list[list[float]], steps: int) -> float:
+    """Return the mean time of the first steps of some trainers, after that in which servers get the parameters."""
+    last = min(steps, len(times[0]) - 2) + 1
+    return fmean((own[last] - own[1]) / (last - 1) for own in times)
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--max-staleness", type=int, default=4, help="with random delays")
     parser.add_argument("--steps", type=int, default=1000, help="of each trainer, with random delays")
+    parser.add_argument("--slow-staleness", type=int, default=30, help="where one trainer is at half the speed")
     parser.add_argument("--slow-steps", type=int, default=200, help="of each trainer, one of them at half the speed")
-    parser.add_argument("--delay", type=float, default=0.02, help="seconds of a step of the others")
+    parser.add_argument("--turn-trainers", type=int, default=4, help="that are slow in turns")
+    parser.add_argument("--delay", type=float, default=0.05, help="seconds of a step of the others")
     arguments = parser.parse_args()
-    trainers, bound = arguments.trainers, arguments.max_staleness
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "measured")
-        random = Waits(path, arguments.delay / 4, is_random=True)
-        strategy = ParameterServerStrategy(mode="async", max_staleness=bound)
-        ledger = fit(random, strategy, trainers, arguments.steps)["ledger"]
-        uneven, steps = Waits(path, arguments.delay, is_random=False), arguments.slow_steps
-        sync = fit(uneven, ParameterServerStrategy(), trainers, steps)["seconds"]
-        free = ParameterServerStrategy(mode="async", max_staleness=steps)
-        own_pace = fit(uneven, free, trainers, steps)["seconds"]
+    trainers, delay, bound, steps = arguments.trainers, arguments.delay, arguments.slow_staleness, arguments.slow_steps
+
+    _, ledger = fit(partial(at_random, delay / 4), arguments.max_staleness, trainers, arguments.steps)
     leads = [row[2] for row in ledger]
     print(
         f"ledger: {len(ledger)} pushes, at most {largest_lead(ledger, trainers)} steps ahead of the slowest with "
-        f"max_staleness={bound}, {sum(leads) / len(leads):.2f} on the mean"
+        f"max_staleness={arguments.max_staleness}, {sum(leads) / len(leads):.2f} on the mean"
     )
+
+    uneven = partial(as_the_last, delay)
+    sync = seconds(fit(uneven, 0, trainers, steps)[0], steps)
+    times, ledger = fit(uneven, bound, trainers, steps)
+    found = [
+        f"{sync / seconds(times[:-1], number):.2f} x the steps over the first {number}"
+        for number in (2 * bound, round(bound * 8 / 3), steps)
+    ]
     print(
-        f"one trainer at half the speed: a step of the others takes {sync * 1e3:.1f} ms in sync mode and "
-        f"{own_pace * 1e3:.1f} ms in async mode, {sync / own_pace:.2f} x the steps"
+        f"one trainer at half the speed, others at most {largest_lead(ledger, trainers)} steps ahead with "
+        f"max_staleness={bound}: {', '.join(found)}; a step of sync mode takes {sync * 1e3:.1f} ms"
+    )
+
+    trainers = arguments.turn_trainers
+    turns = partial(in_turns, delay, delay * bound)
+    sync = seconds(fit(turns, 0, trainers, steps)[0], steps)
+    times, ledger = fit(turns, bound, trainers, steps)
+    print(
+        f"{trainers} trainers at half the speed in turns, at most {largest_lead(ledger, trainers)} steps ahead with "
+        f"max_staleness={bound}: {sync / seconds(times, steps):.2f} x the steps; a step of sync mode takes "
+        f"{sync * 1e3:.1f} ms"
     )
 
 
