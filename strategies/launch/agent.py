@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ..errors import ProcessError
 from .failures import WorkerExit
-from .fork_server import blank_main, preload
+from .fork_server import blank_main, keeping_start_method, preload
 from .proc_status import look_at
 from .worker import WorkerTask, run_worker
 
@@ -83,6 +83,9 @@ class Agent(LocalElasticAgent):
         They would stay open for as long as a caller keeps the error of a run, whose frames hold this agent.
         """
         self._store = self._worker_group.store = self._pcontext = None
+        for process in self._processes:
+            if process.exitcode is not None:
+                process.join()  # else multiprocessing keeps it among its children
         self._processes.clear()
 
     def send(self, number: signal.Signals) -> None:
@@ -103,7 +106,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         preload(self._modules, uses_cuda=self._uses_cuda)
-        with blank_main(), _without_signal_warning():
+        with blank_main(), keeping_start_method(), _without_signal_warning():
             try:
                 pids: dict[int, Any] = super()._start_workers(worker_group)
             except (EOFError, ConnectionError) as error:

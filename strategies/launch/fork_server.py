@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -25,6 +26,9 @@ PRELOADED = (
     "echelon",
     f"{__package__}.forkserver_preload",
 )
+
+_ONE_THREAD: Final = threading.RLock()
+"""For what is changed for a moment: another thread would take that for what was there before."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,20 +58,39 @@ def preload(modules: Iterable[str], *, uses_cuda: bool = False) -> None:
 def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *, uses_cuda: bool) -> bool:
     """Return whether the fork server was not running yet."""
     pid = server._forkserver_pid  # noqa: SLF001
+    _forget_in_forks()
     multiprocessing.set_forkserver_preload([*PRELOADED, *users])
     resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
     try:
-        with preloading(["cuda" if uses_cuda else "", *own]):
+        with preloading(["cuda" if uses_cuda else "", *own]), keeping_start_method():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return bool(server._forkserver_pid != pid)  # noqa: SLF001
 
 
+@functools.cache
+def _forget_in_forks() -> None:
+    """Have forked processes start a fork server of their own. Once, as Python never forgets.
+
+    CPython (3.11 to 3.13) would ask there whether the one that they know still runs, which only its parent may:
+    "ChildProcessError: No child processes".
+    """
+    server: Any = forkserver._forkserver  # noqa: SLF001
+
+    def forget() -> None:
+        server._lock = threading.Lock()  # another thread of the parent may have held it  # noqa: SLF001
+        if server._forkserver_pid is not None:  # noqa: SLF001
+            os.close(server._forkserver_alive_fd)  # noqa: SLF001
+            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None  # noqa: SLF001
+
+    os.register_at_fork(after_in_child=forget)
+
+
 def _in_a_child(function: Callable[[list[str]], None], names: list[str]) -> int:
     """Return the exit code of a function in a child of the fork server."""
-    with blank_main():
+    with blank_main(), keeping_start_method():
         process = multiprocessing.get_context("forkserver").Process(target=function, args=(names,))
         process.start()
     process.join()
@@ -79,15 +102,25 @@ def _number_of_culprit(names: list[str]) -> None:
     os._exit(names.index(CULPRITS[0]) + 1 if CULPRITS else 0)
 
 
-_ONE_THREAD: Final = threading.Lock()
+@contextlib.contextmanager
+def keeping_start_method() -> Iterator[None]:
+    """Leave the program free to choose how its processes start.
+
+    CPython asks for the start method as it starts a fork server or a child of one, and takes a default that it finds
+    for chosen: ``set_start_method`` would raise "context has already been set" from then on.
+    """
+    with _ONE_THREAD:
+        is_open = multiprocessing.get_start_method(allow_none=True) is None
+        try:
+            yield
+        finally:
+            if is_open:
+                multiprocessing.set_start_method(None, force=True)
 
 
 @contextlib.contextmanager
 def blank_main() -> Iterator[None]:
-    """Hide the user's program from multiprocessing, which would make each child run it again to import it.
-
-    In one thread at a time: another would take the blank module for the program, and leave it there.
-    """
+    """Hide the user's program from multiprocessing, which would make each child run it again to import it."""
     with _ONE_THREAD:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")

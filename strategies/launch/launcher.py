@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import signal
 import tempfile
 import threading
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from ..cluster.environment import LOOPBACK, Environment
 from ..distributed.call_record import describe_difference
 from ..distributed.pickling import installed, pack, unpack
-from ..errors import CollectiveError, ProcessError
+from ..errors import CollectiveError, ConfigError, ProcessError
 from .node_folder import NodeFolder
 from .signal_handlers import handling
 from .worker import IMPORTED_FIRST, SHOW_STACKS, CallerState, InheritedFile, WorkerTask
@@ -65,12 +66,13 @@ def launch(
         on_result: called with the result, before it is returned or the caller's signal is raised.
 
     Raises:
-        ConfigError: if `function` or its result cannot be pickled.
+        ConfigError: if `function` or its result cannot be pickled, or if this process may not have children.
         ProcessError: if a process was killed or left early, or a node did not come.
         KeyboardInterrupt: if the caller received SIGINT, once the workers have ended.
         SystemExit: with 143, likewise, after SIGTERM or SIGUSR1.
         BaseException: what `function` raised in a worker, with its rank as a note and its traceback as the cause.
     """
+    _check_process()
     signals = _SignalForwarding()
     with _task(function, parts, is_local=is_local, uses_cuda=uses_cuda) as task:
         with signals.listening():
@@ -90,6 +92,7 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float,
         ProcessError: as `launch`; also for ranks that had not finished in time, with the stack of each.
         BaseException: as `launch`.
     """
+    _check_process()
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
     signals = _SignalForwarding()
     with _task(function, None, is_local=True, keeps_all_results=True, uses_cuda=uses_cuda) as task:
@@ -99,6 +102,16 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float,
         _raise_failure(agent, signals)
         signals.raise_if_received()
         return [_result(task, rank) for rank in agent.ranks]
+
+
+def _check_process() -> None:
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise ConfigError(
+            f"A run of several processes was started in {process.name!r}, a daemon, which multiprocessing allows no "
+            "children. Start it in a process with daemon=False, or in one of concurrent.futures.ProcessPoolExecutor "
+            "instead of multiprocessing.Pool; or train on one device."
+        )
 
 
 @contextlib.contextmanager
