@@ -40,13 +40,28 @@ def handling(handle: Callable[[int], None]) -> Iterator[None]:
             handle(number)
 
     handlers = [
-        _Handler(number, handle_once) for number in RUN_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        _Handler(number, handle_once)
+        for number in RUN_SIGNALS
+        if signal.getsignal(number) not in (signal.SIG_IGN, _do_nothing)
     ]
     try:
         yield
     finally:
         for handler in handlers:
             handler.undo()
+
+
+def ignore(number: int) -> None:
+    """Ignore a signal in this process and in its forks, but not in the programs that they start.
+
+    With SIG_IGN these would ignore it, too, and many are ended by it: a profiler by SIGINT, say.
+    """
+    signal.signal(number, _do_nothing)
+    signal.siginterrupt(number, False)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
 
 
 @contextmanager

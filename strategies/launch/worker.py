@@ -28,6 +28,7 @@ from ..distributed.pickling import pack, unpack
 from ..errors import ProcessError
 from ..torch_internals import is_cuda_unusable, kill_with_parent
 from .failures import Failure
+from .signal_handlers import ignore
 from .torch_settings import TorchSettings
 
 SHOW_STACKS: Final = signal.SIGUSR2
@@ -203,7 +204,7 @@ def run_worker(task: WorkerTask) -> None:
     """Run the function of `task` in this process, and leave its result or its failure in the folder."""
     end_with_the_caller()
     # A terminal's Ctrl-C reaches every process of the group; the caller decides what it means for the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore(signal.SIGINT)
     for number, stream in task.streams.items():
         os.dup2(stream.number, number)
         if stream.number > 2:
@@ -250,8 +251,9 @@ def _leave_at_once() -> None:
     """Exit without unwinding: threads and process groups of a failed function may wait for peers for ever."""
     for child in multiprocessing.active_children():
         child.terminate()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # where the caller's was closed
+            stream.flush()
     os._exit(1)
 
 
