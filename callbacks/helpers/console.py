@@ -16,11 +16,16 @@ def current_console() -> Console:
     """Return the kind of standard output: ``plain_notebook`` has no ipywidgets, ``file`` may be a pipe."""
     if _is_notebook():
         return "notebook" if find_spec("ipywidgets") is not None else "plain_notebook"
-    return "terminal" if sys.stdout.isatty() else "file"
+    return "terminal" if sys.stdout is not None and sys.stdout.isatty() else "file"
 
 
 def say(text: str) -> None:
-    """Print to standard output, above a progress bar, without characters that it cannot show."""
+    """Print to standard output, above a progress bar, without characters that it cannot show.
+
+    A program without a console, as of pythonw or started with a closed standard output, has none.
+    """
+    if sys.stdout is None:
+        return
     text = _encodable(text, sys.stdout.encoding or "utf-8")
     if "tqdm" not in sys.modules:
         print(text, flush=True)
