@@ -155,10 +155,10 @@ class Strategy(ABC):
             check_settings(self._process_settings, hardware.device_type, is_needed=has_several)
             self.starts_processes = has_several and not environment.is_external
         elif has_several:
+            remedy = "start one process" if environment.is_external else "set devices=1 and num_nodes=1"
             raise ConfigError(
                 f"strategy={self.name!r} runs in one process, but there are {environment.world_size} "
-                f"({environment.describe()}); use a strategy for several, such as 'ddp', or set devices=1 and "
-                "num_nodes=1."
+                f"({environment.describe()}); use a strategy for several, such as 'ddp', or {remedy}."
             )
 
     def validate_module(self, module: nn.Module) -> None:

@@ -67,8 +67,8 @@ def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):
         Trainer(strategy="ddp", accelerator="cpu", devices=4)
     with pytest.raises(ConfigError, match=r"num_nodes=3, but torchrun started processes on 1 node"):
         Trainer(strategy="ddp", accelerator="cpu", num_nodes=3)
-    with pytest.raises(ConfigError, match=r"strategy='single' runs in one process, but there are 2"):
-        Trainer(strategy="single", accelerator="cpu")
+    with pytest.raises(ConfigError, match=r"strategy='single' runs in one process, but there are 2 .*, or start one"):
+        Trainer(strategy="single", accelerator="cpu", devices=1, num_nodes=1)
 
 
 @pytest.mark.parametrize(
