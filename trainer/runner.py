@@ -294,8 +294,7 @@ class Runner:
         finally:
             self._close(session, status)
             last = session.progress.last_checkpoint
-            is_new = last is not None and last != session.resumed_from and last.is_dir()
-            if failure is not None and is_new and not self._reports:
+            if failure is not None and not self._reports and last is not None and last != session.resumed_from:
                 point_to_checkpoint(failure, last)
 
     @contextmanager

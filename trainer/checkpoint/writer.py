@@ -103,7 +103,7 @@ class AsyncWriter(Writer):
 
     At most one write is in flight: a second `save` waits for the first. After a failed write, what was to follow it
     (links, removals) is dropped, and the error is raised by the next call of `save`, `raise_if_failed` or `close`.
-    Where the disk refuses a link or a removal, that is logged. With a `group`, each rank copies and writes what it
+    Where a link or a removal is not possible, that is logged. With a `group`, each rank copies and writes what it
     owns, and all learn of an error of any.
     """
 
@@ -250,12 +250,13 @@ class RehearsedWriter(Writer):
 
 
 def _tidy(work: Callable[..., object], *arguments: object) -> None:
-    """Move a link or delete a checkpoint; log what the disk refuses, which costs no state and is rank 0's alone."""
+    """Move a link or delete a checkpoint; log why it cannot be done, which costs no state and is rank 0's alone.
+
+    An error here would end rank 0, at the end of a run after the others have ended well.
+    """
     try:
         work(*arguments)
     except CheckpointError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
         _logger.error("%s Training goes on.", error)
 
 

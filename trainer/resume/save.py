@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -85,5 +86,6 @@ def newest_saved(saved_list: Path) -> Path | None:
 
 def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
     """Add to an error that ended a run where it can go on, if there is a checkpoint."""
-    if path is not None and isinstance(error, Exception):
+    # not Path.is_dir(), which raises what a disk refuses
+    if path is not None and os.path.isdir(path) and isinstance(error, Exception):
         error.add_note(f"The last checkpoint is {str(path)!r}: go on with fit(..., ckpt_path={str(path)!r}).")

@@ -112,6 +112,17 @@ def test_a_failed_write_is_raised_by_whatever_is_called_next_on_all_ranks(method
     verify(tmp_path / "c.ckpt")
 
 
+def test_a_link_or_a_removal_that_is_not_possible_is_logged_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = AsyncWriter()
+    writer.point(tmp_path / "last.ckpt", tmp_path / "gone.ckpt")
+    writer.remove(tmp_path / "gone.ckpt")
+    writer.close()  # rank 0 alone would raise here, after the last step
+    assert "gone.ckpt, which is not a checkpoint; save it first. Training goes on." in caplog.text
+    assert "gone.ckpt is not a checkpoint folder and is left alone; delete it by hand. Training goes on." in caplog.text
+
+
 def follow_up(writer: AsyncWriter, folder: Path) -> None:
     """Any of these calls may be the one that finds the failure."""
     writer.point(folder / "last.ckpt", folder / "new.ckpt")
