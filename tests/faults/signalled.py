@@ -1,7 +1,7 @@
 """A program that trains in forks and sends them signals; prints how each ended, and what it left.
 
 Run by test_exit_codes.py in a process of its own: it imports torch once for all forks.
-Usage: signalled.py FOLDER
+Usage: signalled.py FOLDER [CASE ...]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, ModelCheckpoint, Trainer, TrainModule, seed_everything
 from echelon.strategies.launch.signal_handlers import ECHO
+from echelon.strategies.torch_internals import kill_with_parent
 from echelon.trainer import checkpoint
 
 CASES: dict[str, tuple[list[signal.Signals], bool]] = {
@@ -79,12 +80,16 @@ def train(folder: Path, *callbacks: Callback) -> TrainModule:
 def fork(folder: Path, for_good: bool) -> tuple[int, int]:
     """Train in a fork; return its process id, and the pipe on which it says that it waits."""
     reader, writer = os.pipe()
+    program = os.getpid()
     pid = os.fork()
     if pid:
         os.close(writer)
         return pid, reader
     code = 99
     try:
+        kill_with_parent(signal.SIGKILL)  # else a fork whose step never ends would outlive the program
+        if os.getppid() != program:
+            os._exit(97)
         train(folder, Waits(writer, for_good))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 98
@@ -94,10 +99,11 @@ def fork(folder: Path, for_good: bool) -> tuple[int, int]:
         os._exit(code)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     expected = train(folder / "undisturbed").state_dict()
-    for name, (numbers, for_good) in CASES.items():
+    for name in names:
+        numbers, for_good = CASES[name]
         pid, pipe = fork(folder / name, for_good)
         assert select.select([pipe], [], [], 30)[0], f"{name}: the fork did not come to its fourth step"
         for number in numbers:
@@ -113,4 +119,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))

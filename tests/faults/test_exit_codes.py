@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
+
+from forked_server import MARK
+from two_nodes import kill_marked, running
+
+SIGNALLED = str(Path(__file__).with_name("signalled.py"))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_one_signal_saves_and_ends_with_the_documented_code_and_a_second_ends_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("signalled.py")), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False, env=environment)
+    command = [sys.executable, SIGNALLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     saved = ["epoch=0-step=4.ckpt"]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
@@ -23,3 +30,25 @@ def test_one_signal_saves_and_ends_with_the_documented_code_and_a_second_ends_at
         ["SIGINT, SIGINT", 130, [], True],
         ["SIGUSR1, SIGTERM", 143, [], True],
     ]
+
+
+def test_a_fork_whose_step_never_ends_ends_with_the_program_that_is_killed(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    command = [sys.executable, SIGNALLED, str(tmp_path), "SIGTERM, SIGTERM"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**ENVIRONMENT, MARK: mark})
+    try:
+        wait_for_processes(mark, 2)
+        process.kill()
+        process.wait()
+        wait_for_processes(mark, 0)
+    finally:
+        kill_marked(mark)
+        process.wait()
+
+
+def wait_for_processes(mark: str, number: int) -> None:
+    """Wait until so many processes with a mark are there."""
+    end = time.monotonic() + 120
+    while len(running(mark)) != number:
+        assert time.monotonic() < end, f"not {number}: {running(mark)}"
+        time.sleep(0.01)
