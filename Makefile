@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak docs lint types bench clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types bench clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -42,6 +42,10 @@ soak: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_anywhere.py build/soak/one_process 100
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_strategies.py build/soak --kills 30
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py --minutes 15
+
+# what programs do around fit, with every strategy: half an hour
+tour: $(call installed,test)
+	$(BIN)/python tests/trainer/tour/around_fit/go_around.py
 
 # what one GPU can show takes about ten minutes; where there are more, what several can show as well
 test-gpu: $(call installed,test)

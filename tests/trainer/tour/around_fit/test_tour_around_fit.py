@@ -1,0 +1,39 @@
+"""A tour around fit: what programs do beside it, in it and to it; all of it works, and leaves the caller as it was.
+
+`make tour` takes every scenario with every strategy; here each is taken with "single", and dealt to one that has ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from scenario import LAUNCHED, STRATEGIES, Fit
+from scenarios import SCENARIOS
+from surroundings import unchanged
+
+from echelon.strategies.placement import BY_NAME
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+WITH_ALL = ("an_error_in_training_step", "sigint")
+DEALT = [(LAUNCHED[number % len(LAUNCHED)], name) for number, name in enumerate(SCENARIOS) if name not in WITH_ALL]
+WITH_RANKS = [*((strategy, name) for strategy in LAUNCHED for name in WITH_ALL), *DEALT]
+
+
+def test_the_tour_has_every_strategy_and_sixty_scenarios() -> None:
+    assert set(BY_NAME) <= set(STRATEGIES)
+    assert len(SCENARIOS) >= 60
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_process(name: str, tmp_path: Path) -> None:
+    with unchanged():
+        SCENARIOS[name](Fit("single", tmp_path))
+
+
+@pytest.mark.parametrize(("strategy", "name"), WITH_RANKS)
+def test_ranks(strategy: str, name: str, tmp_path: Path) -> None:
+    with unchanged():
+        SCENARIOS[name](Fit(strategy, tmp_path))
