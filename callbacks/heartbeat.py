@@ -45,7 +45,8 @@ class Heartbeat(Callback):
         self._beat.beat(Phase.BETWEEN, self._completed(trainer))
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Report that a micro-batch begins."""
+        """Report that a micro-batch begins, once the agent is heard."""
+        self._beat.wait_for_agent()
         step = self._step = trainer.global_step
         self._beat.beat(_TRAIN, step if self._queue is None else self._queue.completed)
 
@@ -56,6 +57,7 @@ class Heartbeat(Callback):
             if self._queue is not None:
                 self._queue.give(step)
                 step = self._queue.completed
+            self._beat.wait_for_agent()  # a process that was stopped in the step may be one too many by now
             self._beat.beat(_BETWEEN, step)
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:

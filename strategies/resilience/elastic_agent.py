@@ -116,6 +116,7 @@ class ElasticAgent(Agent):
         self._round.write(self._node_folder)
         _log.info("Round %d begins: this is node %d of %d", number, self._node_rank, self._round.num_nodes)
         self._watch = Watch(self._node_folder, self._num_processes, self._limits)
+        self._meeting.tell_while_heard(self._watch.allow_until)
 
     def _meet(self, worker_group: WorkerGroup) -> int:
         """Meet the other nodes and return the number of the round; repeat it if one of them is lost meanwhile."""

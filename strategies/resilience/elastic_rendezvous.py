@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -39,10 +41,11 @@ from ..errors import ConfigError, ProcessError, RunError
 from ..launch.static_rendezvous import Rendezvous
 from .rounds import StoreAddress
 from .store_process import CLOCK, CLOSED, KEPT, LIFE, reach_store
-from .torch_rendezvous import QuickSteps, check_state, set_time_of, shift_times
+from .torch_rendezvous import QuickSteps, check_state, set_time_of, shift_times, takes_part
 
 _KEEP_ALIVE: Final = timedelta(seconds=1)  # between two keep-alive messages of an agent
 _MISSED: Final = 3  # keep-alive messages missed in a row by a node that counts as dead
+_LIFE: Final = _MISSED * _KEEP_ALIVE.total_seconds()
 _AFTER_A_RUN: Final = 30.0  # seconds within which the store of the previous run ends
 _OVER: Final = "over"
 
@@ -151,6 +154,9 @@ class OneNode(Rendezvous):
         """Return 0: there is no other node."""
         return 0
 
+    def tell_while_heard(self, allow_until: Callable[[float], None]) -> None:
+        """Do nothing: no other node goes on without this one."""
+
     def is_over(self) -> bool:
         """Return False: no other node ends the run."""
         return False
@@ -246,7 +252,15 @@ class ManyNodes(DynamicRendezvousHandler):
             ProcessError: if the store is gone.
         """
         self.num_nodes_waiting()  # looks at the store
-        return 0 if self.is_over() else self.num_nodes - len(self._state_holder.state.participants)
+        return 0 if self.is_over() else self._steps.num_missing()
+
+    def tell_while_heard(self, allow_until: Callable[[float], None]) -> None:
+        """Call a function with each sign of life of this node, with when it counts as dead if there is no other.
+
+        The time is that of the monotonic clock. Another node that finds it dead goes on alone.
+        """
+        self._link.allow_until = allow_until
+        allow_until(self._link.counts_until)
 
     def is_over(self) -> bool:
         """Return whether a node had ended the run at the last look at the store."""
@@ -333,6 +347,8 @@ class _Link(C10dRendezvousBackend):
         self._node = node
         self._ahead = 0.0  # seconds by which this node's time of day was ahead of the store's clock at the last look
         self.is_cancelled = self.is_waited_for = False
+        self.counts_until = -math.inf  # by the monotonic clock: when this node counts as dead
+        self.allow_until: Callable[[float], None] | None = None
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
         if self._loss is not None:  # an answer that came now would be that to an earlier question
@@ -354,6 +370,7 @@ class _Link(C10dRendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         self._check()
+        now = time.monotonic()
         self._call_store("add", LIFE, 1)
         # back by as much as they were moved when they were read: the time of day may have jumped in between
         state = shift_times(state, -self._ahead)
@@ -361,6 +378,10 @@ class _Link(C10dRendezvousBackend):
         if result is None:
             return None
         written, new_token, has_set = result
+        if has_set and takes_part(self._node, written):
+            self.counts_until = now + _LIFE
+            if self.allow_until is not None:
+                self.allow_until(self.counts_until)
         self._ahead = time.time() - self._clock()
         return self._by_day(written), new_token, has_set
 

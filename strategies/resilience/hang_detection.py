@@ -11,7 +11,7 @@ from typing import Final
 
 from ..errors import ConfigError
 from ..launch.proc_status import Activity, Process, is_traced, look_at
-from .heartbeat import BeatRecord, Phase, make_records, read_record
+from .heartbeat import BeatRecord, Phase, make_records, read_record, set_until
 
 _ASLEEP: Final = 1.0  # seconds of suspend that exceed the imprecision of the clocks
 _PAUSES: Final = (Phase.BETWEEN, Phase.EVALUATE)
@@ -226,6 +226,10 @@ class Watch:
     def interval(self) -> float:
         """Seconds allowed between two looks; after twice as many, this process counts as not having run."""
         return min(1.0, self.limits.stop / 4)
+
+    def allow_until(self, until: float) -> None:
+        """Let workers train until then, by the monotonic clock, if this node is not heard of again; from any thread."""
+        set_until(self._records, until)
 
     def records(self) -> dict[int, BeatRecord]:
         """Return the newest heartbeat of each worker, by rank."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+from math import inf
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final, NamedTuple
 
 from ..errors import ProcessError
@@ -17,7 +18,9 @@ _MAGIC: Final = float(0xECE1_0001)
 
 # The file holds float64 numbers: a record with the magic, then one for each worker, each in its own cache line.
 _RECORD: Final = 8
+_UNTIL: Final = 1  # of the first record: see `set_until`
 _TIME, _PLACE, _IS_COMPILING, _PID, _FIRST = range(5)
+_PAUSE: Final = 0.02
 _PHASES: Final = 8  # the place is step * _PHASES + phase: one number, which is never read half written
 
 
@@ -60,10 +63,11 @@ class Beat:
         ProcessError: if the agent has created no record for this worker.
     """
 
-    __slots__ = ("_record",)
+    __slots__ = ("_all", "_record")
 
     def __init__(self, folder: Path, local_rank: int) -> None:
-        self._record = _records(folder)[(local_rank + 1) * _RECORD :][:_RECORD]
+        self._all = _records(folder)
+        self._record = self._all[(local_rank + 1) * _RECORD :][:_RECORD]
         if not self._record:
             raise ProcessError(f"{folder / _NAME} has no record for local rank {local_rank}; start it by its agent.")
         self._record[_PID] = os.getpid()
@@ -79,6 +83,11 @@ class Beat:
         record[_TIME] = monotonic()
         record[_PLACE] = step * _PHASES + phase
 
+    def wait_for_agent(self) -> None:
+        """Return once the agent is heard: at once, unless it is stopped or cut off, and other nodes may go on alone."""
+        while monotonic() > self._all[_UNTIL]:
+            sleep(_PAUSE)
+
     def set_compiling(self, is_compiling: bool) -> None:
         """Announce that a compilation begins or has ended, which takes longer than anything else in a step."""
         self._record[_TIME] = monotonic()
@@ -93,11 +102,16 @@ def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
     """
     allocate(folder / _NAME, (local_world_size + 1) * _RECORD * 8)
     records = _mapped(folder / _NAME)
-    records[0] = _MAGIC
+    records[0], records[_UNTIL] = _MAGIC, inf
     for local_rank in range(local_world_size):
         for number in (_PLACE, _FIRST):
             records[(local_rank + 1) * _RECORD + number] = -1.0
     return records
+
+
+def set_until(records: memoryview[float], until: float) -> None:
+    """Set until when workers may train, by the monotonic clock, if this node is not heard of again by then."""
+    records[_UNTIL] = until
 
 
 def read_record(records: memoryview[float], local_rank: int) -> BeatRecord:

@@ -52,6 +52,10 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         """Expect the nodes of the current round at the next one."""
         self._expected = frozenset(self._state_holder.state.participants)
 
+    def num_missing(self) -> int:
+        """Return how many nodes of the current round had left it at the last look; this one, if others went on."""
+        return len(self._expected - self._state_holder.state.participants.keys())
+
     def run(
         self,
         state_handler: Callable[[_RendezvousContext, float], _Action],
@@ -119,6 +123,11 @@ def set_time_of(node: _NodeDesc, data: bytes, seconds: float) -> bytes:
     if node in state.last_heartbeats:
         state.last_heartbeats[node] = datetime.fromtimestamp(seconds, UTC)
     return pickle.dumps(state)
+
+
+def takes_part(node: _NodeDesc, data: bytes) -> bool:
+    """Return whether a node is one of a round, by the pickled state of a rendezvous that this process has written."""
+    return node in pickle.loads(data).participants  # noqa: S301 - it is this process's own
 
 
 class _StateUnpickler(pickle.Unpickler):

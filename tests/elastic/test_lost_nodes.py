@@ -2,10 +2,11 @@
 
 import signal
 import socket
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from elastic_nodes import Undisturbed, nodes_of_a_run
+from elastic_nodes import Undisturbed, nodes_of, nodes_of_a_run
 from elastic_program import Plan
 from torch.distributed import TCPStore
 
@@ -37,6 +38,22 @@ def test_a_node_is_lost(memory_path, undisturbed, what):
     with nodes_of_a_run(memory_path, TWO) as nodes:
         weights = nodes.lose_one(**what)
     nodes.check_no_scar(weights, undisturbed)
+
+
+def test_workers_whose_agent_is_stopped_do_not_train_beside_those_that_go_on_without_them(memory_path, undisturbed):
+    with nodes_of_a_run(memory_path, replace(TWO, last_call=1.0)) as nodes:
+        nodes.hold_after(4)
+        stopped = nodes.start(0)
+        nodes.wait(lambda seen: seen["step"] >= 4, "one node trains")
+        stopped.process.send_signal(signal.SIGSTOP)
+        other = nodes.start(1)
+        nodes.wait(lambda seen: seen["round"] > 0 and seen["step"] >= 6, "the other goes on alone")
+        stopped.process.send_signal(signal.SIGCONT)
+        nodes.wait(lambda seen: nodes_of(seen) == 2, "both train")
+        weights = nodes.finish(stopped, other)
+    nodes.check_no_scar(weights, undisturbed)
+    rounds = [int(line.split()[1]) for line in (memory_path / "steps").read_text().splitlines()]
+    assert rounds == sorted(rounds)
 
 
 def test_a_node_is_lost_while_it_waits_for_others(memory_path, undisturbed):

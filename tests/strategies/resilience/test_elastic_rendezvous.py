@@ -105,6 +105,18 @@ def test_nodes_come_and_leave(node):
     assert meet(first)[0] == [0]
 
 
+def test_a_node_of_which_nothing_is_heard_is_no_longer_alive_when_another_goes_on_and_learns_of_it(node):
+    silent, other = node(), node()
+    meet(silent)
+    ends = []
+    silent.tell_while_heard(ends.append)
+    wait_until(lambda: len(ends) > 2)  # with each sign of life
+    silent._stop_heartbeats()  # as if its process were stopped
+    assert meet(other)[0] == [0]
+    assert ends[-1] < time.monotonic()
+    assert silent.num_nodes_lost() == 1  # though there are as many nodes as before
+
+
 def test_all_meet_again_at_once_when_none_is_missing(node):
     first, second = (node(nodes=(1, 4), last_call=timedelta(seconds=1)) for _ in range(2))
     _, port = meet(first, second)

@@ -1,12 +1,13 @@
 """What a worker tells of its progress, and that it is read as it was written."""
 
 import os
+import threading
 from time import monotonic
 
 import pytest
 
 from echelon.strategies.errors import ProcessError
-from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record
+from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record, set_until
 
 
 def test_nothing_is_known_before_the_first_beat(tmp_path):
@@ -53,3 +54,17 @@ def test_a_new_round_begins_with_blank_records(tmp_path):
     make_records(tmp_path, 1)
     Beat(tmp_path, 0).beat(Phase.TRAIN, 3)
     assert read_record(make_records(tmp_path, 2), 0) == BeatRecord(0.0)
+
+
+def test_a_worker_waits_while_its_agent_is_not_heard(tmp_path):
+    records = make_records(tmp_path, 1)
+    beat = Beat(tmp_path, 0)
+    beat.wait_for_agent()  # nobody has set a limit
+    set_until(records, monotonic() - 1.0)
+    waiting = threading.Thread(target=beat.wait_for_agent, daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    set_until(records, monotonic() + 1000.0)
+    waiting.join(60.0)
+    assert not waiting.is_alive()
