@@ -31,6 +31,7 @@ from .goodput.ledger import (
     Status,
     micros,
     read_ledger,
+    take_over,
 )
 from .goodput.spans import account, clock, divide, goodput_of
 from .helpers.loggers import tell
@@ -129,6 +130,8 @@ class GoodputMonitor(Callback):
         )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._round_of is not None:  # the workers of the last round may live, cut off or stopped
+                take_over(self._path)
             self._file = LedgerFile(self._path)
             self._file.append(start)
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -159,6 +160,22 @@ class LedgerFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def take_over(path: Path) -> None:
+    """Replace a ledger by a copy of it: what an earlier process writes that still has it open is not part of it.
+
+    Raises:
+        OSError: if it cannot be copied.
+    """
+    if not path.is_file():
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        shutil.copy(path, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_ledger(path: Path) -> Ledger:

@@ -18,7 +18,7 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon import CSVLogger, ModelCheckpoint
 from echelon.callbacks import LambdaCallback
-from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, Ledger, read_ledger
+from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, Ledger, LedgerFile, read_ledger
 from echelon.callbacks.goodput.spans import Goodput, account
 from echelon.callbacks.goodput_monitor import GoodputMonitor
 from echelon.strategies.errors import ConfigError
@@ -154,6 +154,22 @@ def test_an_elastic_round_has_its_number_and_tells_how_the_earlier_ones_ended(tm
         "failure of rank 1",
         "running or killed",
     ]
+
+
+def test_what_the_workers_of_a_lost_node_write_late_is_not_part_of_the_next_round(tmp_path: Path) -> None:
+    first, second = (GoodputMonitor(0.0, round_of=lambda number=number: (number, ())) for number in range(2))  # type: ignore[misc]
+    trainer_in(tmp_path, first, max_epochs=1).fit(Scripted(), batches())
+    lost = LedgerFile(tmp_path / "goodput.jsonl")  # as a process has it open that is stopped for a while
+
+    def wake(*_: Any) -> None:
+        lost.append(EndRecord(round(time.time() * S), "failed", "a peer was lost"))
+
+    trainer_in(tmp_path, second, LambdaCallback(on_train_start=wake), max_epochs=1).fit(Scripted(), batches())
+    lost.close()
+    ledger = read_ledger(tmp_path / "goodput.jsonl")
+    assert ledger.num_skipped == 0
+    assert [one.end and one.end.status for one in ledger.rounds] == ["success", "success"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".goodput")] == []
 
 
 # --- what takes the time ---

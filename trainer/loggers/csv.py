@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import re
+import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from ...strategies.cluster.environment import node_folder
 from ...strategies.errors import ConfigError
 from ...strategies.state.schema import shown
 from .base import FolderLogger, VersionFolder, replace_text
@@ -47,6 +49,18 @@ class CSVLogger(FolderLogger):
         self._rows: list[dict[str, Any]] = []
         self._kept: list[dict[str, str]] = []  # the rows of the step from which the run goes on
         self._columns: list[str] | None = None  # None: the file, if there is one, has yet to be read
+        self._is_supervised = False
+        self._left_as: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        """Create the folder of the run, and take note of the table that is there."""
+        super().open()
+        self._is_supervised = node_folder() is not None
+        self._left_as = _identity(self._path)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder.path / "metrics.csv"
 
     @property
     def experiment(self) -> Self:
@@ -94,15 +108,16 @@ class CSVLogger(FolderLogger):
         """Forget what was logged after `step`, so that a run that continues there continues the table."""
         self._rows = [row for row in self._rows if row["step"] <= step]
         self._flushed_step = step
-        path = self._folder.path / "metrics.csv"
-        if not path.exists():
+        path = self._path
+        if not (path.exists() or self._is_supervised):
             return
         try:
-            columns, rows = _read(path)
+            columns, rows = _read(path) if path.exists() else (["step"], [])
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error}); move it, or give another version.") from None
         rows = [row for row in rows if int(row["step"]) <= step]
-        replace_text(path, _table(columns, rows))
+        replace_text(path, _table(columns, rows))  # also under an agent, where it is then this process's own
+        self._left_as = _identity(path)
         self._columns, self._kept = columns, [_as_text(row) for row in rows if int(row["step"]) == step]
 
     def continue_as(self, version: int | str) -> None:
@@ -112,6 +127,14 @@ class CSVLogger(FolderLogger):
 
     def save(self) -> None:
         """Write the rows that are still in memory; those that the disk refuses stay there."""
+        if self._is_taken_over():
+            self.silence()
+            self._rows = []
+            warnings.warn(
+                f"{self._path} has been written by another process; this one, which was stopped or cut off while other "
+                "nodes went on, writes no more.",
+                stacklevel=2,
+            )
         self.write_texts()
         if not self._rows:
             return
@@ -129,6 +152,14 @@ class CSVLogger(FolderLogger):
             written = _read(path)[1] if self._columns is not None else written
             replace_text(path, _table(wider, [*written, *rows]))
         self._columns, self._rows = wider, []
+        self._left_as = _identity(path)
+
+    def _is_taken_over(self) -> bool:
+        """Return whether the workers of a later round write the table: those of this one counted as lost, and live."""
+        if not self._is_supervised or self._is_silent:
+            return False
+        now = _identity(self._path)
+        return now is not None and now != self._left_as
 
     def finalize(self, status: str) -> None:
         """Write the rows that are still in memory."""
@@ -136,6 +167,14 @@ class CSVLogger(FolderLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rows": [], "_texts": {}, "_columns": None}
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that has replaced it, or that another process has changed; None without one."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_size
+    return None
 
 
 def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from echelon.callbacks.run import Logger
+from echelon.strategies.cluster.environment import NODE_FOLDER
 from echelon.strategies.errors import ConfigError
 from echelon.trainer.loggers import CSVLogger
 from echelon.trainer.loggers.base import VersionFolder
@@ -204,3 +205,41 @@ def test_it_travels_to_another_process_with_its_folder(tmp_path: Path) -> None:
     copy.save()
     assert copy.log_dir == logger.log_dir
     assert len(_rows(logger)) == 1
+
+
+def test_workers_that_were_lost_and_live_add_nothing_to_the_table_of_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))  # as in a worker of an elastic run
+    lost, following = CSVLogger(tmp_path, version=0), CSVLogger(tmp_path, version=0)
+    lost.open()
+    for step in (1, 2):
+        lost.log_metrics({"loss": 0.5}, step)
+    lost.save()
+    lost.log_metrics({"loss": 0.5}, 3)  # while the node is stopped, for example
+    following.open()
+    following.resume_at(2)
+    with pytest.warns(UserWarning, match="metrics.csv has been written by another process"):
+        lost.finalize("failed")
+    following.log_metrics({"loss": 0.5}, 3)
+    following.save()
+    lost.log_metrics({"loss": 0.5}, 4)
+    lost.finalize("failed")
+    following.finalize("success")
+    assert [row["step"] for row in _rows(following)] == ["1", "2", "3"]
+
+
+def test_workers_that_were_lost_before_they_had_a_table_do_not_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
+    lost, following = CSVLogger(tmp_path, version=0), CSVLogger(tmp_path, version=0)
+    lost.open()
+    lost.log_metrics({"loss": 0.5}, 1)
+    following.open()
+    following.resume_at(0)
+    with pytest.warns(UserWarning, match="metrics.csv has been written by another process"):
+        lost.finalize("failed")
+    following.log_metrics({"loss": 0.5}, 1)
+    following.finalize("success")
+    assert [row["step"] for row in _rows(following)] == ["1"]
