@@ -244,7 +244,7 @@ class ModelCheckpoint(Callback):
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Lock rank 0's folder, and drop what is not in it, or is of another run. Collective: every rank calls it."""
         if self.save_top_k != 0 or self.save_last or self.save_on_exception:
-            trainer.strategy.collectives.on_first_rank(lambda: self._lock.take(Path(self.dirpath), run=id(trainer)))
+            trainer.strategy.collectives.on_first_rank(lambda: self._lock.take_for(trainer, Path(self.dirpath)))
         best = self._saved_best if Path(self._saved_best).is_dir() else ""
         kept = self._kept.of_this_run(trainer, self.dirpath)
         self._kept, self._saved_best = trainer.strategy.collectives.broadcast((kept, best))

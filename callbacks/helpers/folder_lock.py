@@ -1,4 +1,7 @@
-"""Lock of a folder of checkpoints, into which one run at a time saves; the system frees it when its process ends."""
+"""Lock of a folder of checkpoints, into which one run at a time saves; the system frees it when its process ends.
+
+Of an elastic run a later round has it: the nodes went on without the holder, which is stopped or cut off.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any, Final
 from ...strategies.errors import CheckpointError
 from ...strategies.launch.proc_status import host_id, look_at, started_at
 from ...strategies.state.schema import COUNT, TEXT, check, parse_json, shown
+from ..run import Run
 
 LOCK: Final = ".lock"
 """The name of the file, which says who holds the lock."""
@@ -21,7 +25,7 @@ _PATIENCE: Final = 5.0
 """Seconds to wait for a run that is about to end, such as one whose job has been started again."""
 _PAUSE: Final = 0.05
 _LONGEST: Final = 4096
-_SCHEMA: Final = {"host": TEXT, "pid": COUNT, "start": COUNT, "run": COUNT}
+_SCHEMA: Final = {"host": TEXT, "pid": COUNT, "start": COUNT, "run": COUNT, "job": TEXT, "round": COUNT}
 
 
 class FolderLock:
@@ -36,12 +40,23 @@ class FolderLock:
         self._descriptor = -1
         self._own: dict[str, Any] = {}
 
-    def take(self, folder: Path, *, run: int, patience: float = _PATIENCE) -> None:
+    def take_for(self, trainer: Run, folder: Path) -> None:
+        """Take the lock of a folder for a run; see `take`."""
+        supervisor = trainer.strategy.supervisor
+        if supervisor is None:
+            self.take(folder, run=id(trainer))
+        else:
+            met = supervisor.round.notices_at
+            self.take(folder, run=id(trainer), job=f"{met.host}:{met.port}/{met.prefix}", round=supervisor.round.number)
+
+    def take(self, folder: Path, *, run: int, job: str = "", round: int = 0, patience: float = _PATIENCE) -> None:
         """Take the lock of a folder, for all callbacks of a run.
 
         Args:
             folder: is made if it is absent.
             run: the number of the run in this process.
+            job: what tells an elastic run from others; empty for a run that is not elastic.
+            round: the number of its round.
             patience: how many seconds to wait for another process that holds the lock.
 
         Raises:
@@ -49,7 +64,8 @@ class FolderLock:
         """
         self.release()
         self._path = folder / LOCK
-        self._own = {"host": host_id(), "pid": os.getpid(), "start": started_at(os.getpid()), "run": run}
+        me = {"host": host_id(), "pid": os.getpid(), "start": started_at(os.getpid())}
+        self._own = {**me, "run": run, "job": job, "round": round}
         deadline = time.monotonic() + patience
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +74,7 @@ class FolderLock:
                 if holder == self._own:
                     return  # another callback of this run holds it, as long as this one needs it
                 is_ours = holder is not None and holder["host"] == self._own["host"]
-                if holder is not None and is_ours and not _is_alive(holder):
+                if holder is not None and (self._is_followed(holder) or (is_ours and not _is_alive(holder))):
                     self._path.unlink(missing_ok=True)  # what has outlived it keeps the lock of a file without a name
                 elif time.monotonic() > deadline or (holder is not None and is_ours and holder["pid"] == os.getpid()):
                     raise _taken(folder, holder)
@@ -71,10 +87,15 @@ class FolderLock:
         """Give the lock back, and remove its file, and a folder into which nothing was saved."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has it by now
+                    self._path.unlink()
                 self._path.parent.rmdir()
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _is_followed(self, holder: dict[str, Any]) -> bool:
+        """Return whether this is a later round of the holder's run."""
+        return bool(holder["job"]) and holder["job"] == self._own["job"] and holder["round"] < self._own["round"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the lock with this process."""

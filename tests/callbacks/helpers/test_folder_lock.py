@@ -21,7 +21,8 @@ import os, signal, sys, time
 from pathlib import Path
 from echelon.callbacks.helpers.folder_lock import FolderLock
 lock = FolderLock()
-lock.take(Path(sys.argv[1]), run=1)
+job, number = sys.argv[2:] or ("", 0)
+lock.take(Path(sys.argv[1]), run=1, **({"job": job, "round": int(number)} if job else {}))
 child = os.fork()
 if child == 0:
     signal.pause()
@@ -30,9 +31,10 @@ time.sleep(600)
 """
 
 
-def holder_of(folder: Path) -> tuple[subprocess.Popen[str], int]:
+def holder_of(folder: Path, *of_round: str) -> tuple[subprocess.Popen[str], int]:
     """Start a process that holds the lock, and a child that has inherited it; return the child's process id, too."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HOLDER, str(folder), *of_round]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 
@@ -57,6 +59,36 @@ def test_another_process_is_refused_until_the_holder_is_dead_though_its_child_li
         assert process.stdout is not None
         process.stdout.close()
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_later_round_of_a_run_does_not_wait_for_a_process_that_is_stopped(tmp_path: Path) -> None:
+    process, child = holder_of(tmp_path, "10.0.0.1:29500/echelon/run", "3")
+    os.kill(child, signal.SIGKILL)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        for job, number in (("10.0.0.1:29500/echelon/run", 3), ("10.0.0.1:29500/echelon/other", 4), ("", 0)):
+            with pytest.raises(CheckpointError, match=f"process {process.pid} "):
+                FolderLock().take(tmp_path, run=1, job=job, round=number, patience=0.1)
+        lock = FolderLock()
+        lock.take(tmp_path, run=1, job="10.0.0.1:29500/echelon/run", round=4, patience=0.1)
+        assert f'"pid": {os.getpid()}' in (tmp_path / LOCK).read_text()
+        lock.release()
+        assert not tmp_path.exists()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_who_has_lost_a_lock_does_not_remove_that_of_the_next_round(tmp_path: Path) -> None:
+    lost, following = FolderLock(), FolderLock()
+    lost.take(tmp_path, run=1, job="job", round=0)
+    following.take(tmp_path, run=2, job="job", round=1)
+    lost.release()
+    assert (tmp_path / LOCK).exists()
+    following.release()
+    assert not tmp_path.exists()
 
 
 def test_a_run_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
