@@ -36,12 +36,14 @@ fuzz: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py 20000
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/file_errors.py
 
-# kills of one process mostly in its writes, of every strategy anywhere, and random faults of an elastic run: an hour
+# kills of one process mostly in its writes, of every strategy anywhere, and random faults of an elastic run, on one node
+# and then on two, which are network namespaces and so need root and iproute2: an hour and a half
 soak: $(call installed,test)
 	rm -rf build/soak && mkdir -p build/soak
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_anywhere.py build/soak/one_process 100
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_strategies.py build/soak --kills 30
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py --minutes 15
+	OMP_NUM_THREADS=1 $(BIN)/python tests/elastic/soak_nodes.py --minutes 30
 
 # what programs do around fit, with every strategy: half an hour
 tour: $(call installed,test)

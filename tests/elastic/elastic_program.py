@@ -70,6 +70,11 @@ class Plan:
     """Whether the workers of this node get as far as meeting their peers."""
     is_tied: bool = False
     """Whether the module is a `TiedRegression`."""
+    steps: int = -1
+    """The last step, if that comes before the end of the epochs."""
+    pause: float = 0.0
+    """Seconds by which each step takes longer."""
+    max_restarts: int = 20
 
 
 class Regression(TrainModule):
@@ -121,7 +126,11 @@ class Unready(DDPStrategy):
 
 
 class Pace(Callback):
-    """Tells after every step where the run is; from the step in the file `limit` on, takes its time."""
+    """Tells after every step where the run is; from the step in the file `limit` on, takes its time.
+
+    The file `steps` has a line for each step that was done: when, in which round, and its number. The run ends at the
+    step in the file `last`, once it is there.
+    """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder, self.plan = folder, plan
@@ -142,6 +151,13 @@ class Pace(Callback):
 
     def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
         self.tell(trainer)
+        if trainer.is_global_zero:
+            with (self.folder / "steps").open("a") as file:
+                file.write(f"{time.monotonic()} {self.seen['round']} {trainer.global_step}\n")
+        last = self.folder / "last"
+        if last.exists() and trainer.global_step >= int(last.read_text()):
+            trainer.should_stop = True
+        time.sleep(self.plan.pause)
         late = trainer.global_step - int((self.folder / "limit").read_text())
         if late >= 0:
             time.sleep(min(1.0, 0.1 + 0.05 * late))
@@ -176,7 +192,7 @@ class Pace(Callback):
 
 def write(path: Path, text: str) -> None:
     """Write a small file that others read meanwhile."""
-    (part := path.with_name(f"{path.name}.part")).write_text(text)
+    (part := path.with_name(f"{path.name}.{os.getpid()}.part")).write_text(text)
     part.rename(path)
 
 
@@ -191,7 +207,7 @@ def train(folder: Path, plan: Plan) -> dict[str, Tensor]:
             make(start_timeout=timedelta(seconds=plan.start_timeout)),
             nodes=plan.nodes,
             rdzv=plan.rdzv,
-            max_restarts=20,
+            max_restarts=plan.max_restarts,
             snapshot_every=plan.snapshot_every,
             last_call=timedelta(seconds=plan.last_call),
             chaos=plan.chaos,
@@ -205,6 +221,7 @@ def train(folder: Path, plan: Plan) -> dict[str, Tensor]:
         devices=plan.devices,
         global_batch_size=BATCH,
         max_epochs=plan.epochs,
+        max_steps=plan.steps,
         check_val_every_n_epoch=3,
         num_sanity_val_steps=0,
         log_every_n_steps=1,

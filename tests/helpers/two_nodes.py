@@ -17,6 +17,8 @@ from forked_server import MARK
 from programs import ForkedProgram
 
 INTERFACE = "node0"
+NOBODY = "02:00:00:00:00:01"
+"""An address of no interface."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,25 @@ class Node:
 
     def command(self, *words):
         return ["ip", "netns", "exec", self.namespace, *words]
+
+    def processes(self):
+        """Return all processes that run here."""
+        listed = ["ip", "netns", "pids", self.namespace]
+        return [
+            int(line) for line in subprocess.run(listed, capture_output=True, check=True, timeout=80).stdout.split()
+        ]
+
+
+@contextlib.contextmanager
+def cut(*ways):
+    """Let all be lost, without a word, that the first node of each pair sends to the second."""
+    with contextlib.ExitStack() as stack:
+        for sender, receiver in ways:
+            lead = ["ip", "-n", sender.namespace, "neigh"]
+            to = [receiver.address, "dev", INTERFACE]
+            stack.callback(subprocess.run, [*lead, "del", *to], check=True, timeout=80)
+            subprocess.run([*lead, "replace", *to, "lladdr", NOBODY, "nud", "permanent"], check=True, timeout=80)
+        yield
 
 
 @contextlib.contextmanager
