@@ -22,7 +22,8 @@ class Heartbeat(Callback):
 
     The hooks run on every rank and do not communicate. A step costs 0.5 us, and 3 us if its kernels evict the caches.
     Compilations, in a hook or a step, are reported too: they may take a hundred times as long as a step. On a GPU the
-    steps that it has completed are reported, not those that the host has handed to it.
+    steps that it has completed are reported, not those that the host has handed to it. After a step, it waits for an
+    agent of which nothing is heard, as other nodes may go on without this one.
     """
 
     def __init__(self, beat: Beat) -> None:
@@ -45,8 +46,7 @@ class Heartbeat(Callback):
         self._beat.beat(Phase.BETWEEN, self._completed(trainer))
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Report that a micro-batch begins, once the agent is heard."""
-        self._beat.wait_for_agent()
+        """Report that a micro-batch begins."""
         step = self._step = trainer.global_step
         self._beat.beat(_TRAIN, step if self._queue is None else self._queue.completed)
 
@@ -57,8 +57,12 @@ class Heartbeat(Callback):
             if self._queue is not None:
                 self._queue.give(step)
                 step = self._queue.completed
-            self._beat.wait_for_agent()  # a process that was stopped in the step may be one too many by now
+            self._beat.wait_for_agent()  # whoever was stopped or cut off in the step may be one too many by now
             self._beat.beat(_BETWEEN, step)
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Go on once the agent is heard: since the step, ranks may have met to log or to validate."""
+        self._beat.wait_for_agent()
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Report that an epoch is over."""

@@ -171,6 +171,7 @@ def take_over(path: Path) -> None:
     if not path.is_file():
         return
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a link there would lead the copy elsewhere
     try:
         shutil.copy(path, temporary)
         temporary.replace(path)

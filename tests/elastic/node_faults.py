@@ -33,7 +33,7 @@ _MAY_COME_ANY_TIME = ("kill_worker", "stop_worker", "stop_agent", "jump")  # als
 WORKERS = (1, 2)
 """Of the two nodes."""
 _SETTLED = 3.0  # seconds that both nodes have trained in a round when one of them is taken away
-_SHORTEST, _LONGEST = 0.5, 12.0  # seconds of a fault that lasts
+_SHORTEST = 0.5  # seconds of a fault that lasts, at least
 _AWAY = 4.0  # seconds after which a program that has ended is started again, at most
 _REST = 4.0  # seconds from when the run has gone on to the next fault, at most
 _FAR = 3600.0  # seconds by which a clock jumps, at most
@@ -120,10 +120,13 @@ class Adversary:
         clocks: the clocks of both.
         seed: from which the faults are drawn.
         patience: how many seconds the run may take to go on.
+        longest: how many seconds a fault may last.
     """
 
-    def __init__(self, nodes: Nodes, clocks: Sequence[NodeClock], seed: int, patience: float) -> None:
-        self.nodes, self.clocks, self.patience = nodes, clocks, patience
+    def __init__(
+        self, nodes: Nodes, clocks: Sequence[NodeClock], *, seed: int, patience: float, longest: float
+    ) -> None:
+        self.nodes, self.clocks, self.patience, self.longest = nodes, clocks, patience, longest
         self.course = Course(nodes.folder / "steps")
         self.faults: list[Fault] = []
         self.num_lost = 0
@@ -215,7 +218,7 @@ class Adversary:
         return self._cut((sender, receiver)), f"from {sender.address}"
 
     def _cut(self, *ways: tuple[Node, Node]) -> float:
-        seconds = self._drawn.uniform(_SHORTEST, _LONGEST)
+        seconds = self._drawn.uniform(_SHORTEST, self.longest)
         self._until_cut = time.monotonic() + seconds + _LATE
         with cut(*ways):
             time.sleep(seconds)
@@ -252,10 +255,11 @@ class Adversary:
     def _stop_node(self) -> _Happened:
         slot = self._drawn.randrange(2)
         node = self.nodes.namespaces[slot]
-        return self._stop(*node.processes(), longest=_LONGEST if slot else _SILENCE), node.address
+        longest = self.longest if slot else min(self.longest, _SILENCE)
+        return self._stop(*node.processes(), longest=longest), node.address
 
-    def _stop(self, *pids: int, longest: float = _LONGEST) -> float:
-        seconds = self._drawn.uniform(_SHORTEST, longest)
+    def _stop(self, *pids: int, longest: float | None = None) -> float:
+        seconds = self._drawn.uniform(_SHORTEST, longest or self.longest)
         try:
             for pid in pids:
                 _send(pid, signal.SIGSTOP)

@@ -146,13 +146,15 @@ class CSVLogger(FolderLogger):
             columns, written = _read(path) if path.exists() else (["step"], [])
             self._columns = None
         wider = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
-        if wider == self._columns:
-            _append(path, wider, rows)
-        else:
-            written = _read(path)[1] if self._columns is not None else written
-            replace_text(path, _table(wider, [*written, *rows]))
+        try:
+            if wider == self._columns:
+                _append(path, wider, rows)
+            else:
+                written = _read(path)[1] if self._columns is not None else written
+                replace_text(path, _table(wider, [*written, *rows]))
+        finally:
+            self._left_as = _identity(path)
         self._columns, self._rows = wider, []
-        self._left_as = _identity(path)
 
     def _is_taken_over(self) -> bool:
         """Return whether the workers of a later round write the table: those of this one counted as lost, and live."""
