@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch._dynamo.callback import callback_handler
 
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.heartbeat import Heartbeat
-from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record
+from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record, set_until
 
 
 class Agent:
@@ -33,6 +35,22 @@ class Agent:
             return lambda *_: self.seen.append((hook, self.record.phase, self.record.step))
 
         return LambdaCallback(**{hook: remember(hook) for hook in hooks})
+
+
+def test_after_a_step_a_worker_waits_until_its_agent_is_heard_again(tmp_path: Path) -> None:
+    agent, is_heard, seen = Agent(tmp_path), threading.Event(), list[bool]()
+
+    def hear() -> None:
+        is_heard.set()
+        set_until(agent.records, math.inf)
+
+    def silence(*_: Any) -> None:  # as ranks that log together may be cut off there
+        set_until(agent.records, 0.0)
+        threading.Timer(0.2, hear).start()
+
+    spy = LambdaCallback(on_train_batch_end=silence, on_train_step_end=lambda *_: seen.append(is_heard.is_set()))
+    trainer_in(tmp_path, agent.heartbeat, spy, max_steps=1, max_epochs=-1).fit(Scripted(), batches())
+    assert seen == [True]
 
 
 def test_each_hook_finds_the_phase_that_it_is_in(tmp_path: Path) -> None:
