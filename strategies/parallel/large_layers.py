@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import ItemsView, Sequence, ValuesView
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..distributed.collectives import Collectives
-from ..distributed.nested import iterate_tensors
+from ..distributed.nested import iterate_tensors, map_tensors
 
 
 class LayerUnit(nn.Module):
@@ -43,7 +44,7 @@ class LayerUnit(nn.Module):
         if isinstance(own, _Watched):
             held = [parameter for parameter in dict.values(own) if parameter is not None]
             self._is_read |= any(_shares_memory(tensor, held) for tensor in iterate_tensors(output))
-        return output
+        return map_tensors(_no_view, output) if self.is_active else output
 
     def note_shards(self) -> None:
         """Take note of the parameters as they are between steps."""
@@ -133,6 +134,15 @@ class _Watched(dict[str, Any]):
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         self._unit.note_read()
         return super().values()
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    """Return a tensor that is no view, with the same memory, if it has a gradient.
+
+    An operation that changes a view in place takes it out of the backward that ``fully_shard`` waits for.
+    """
+    is_view = tensor.requires_grad and tensor._is_view()  # noqa: SLF001
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_view else tensor  # noqa: SLF001
 
 
 def _shares_memory(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> bool:

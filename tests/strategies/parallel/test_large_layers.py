@@ -1,6 +1,7 @@
 """The embedding and the head are gathered for their calls, unless a step reads them otherwise; the numbers stay."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,22 @@ class ComputesTheEmbeddingAgain(Words):
         return self.norm(self.blocks[2](self.blocks[1](x)))
 
 
+class Viewed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).unflatten(-1, (-1,))
+
+
+class ChangesAViewInPlace(Words):
+    """What the head returns is a view, which the step then changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = Viewed(WIDTH, WORDS)
+
+    def logits(self, x):
+        return self.head(x).mul_(0.5)
+
+
 class TiedInPlace(Words):
     def __init__(self):
         super().__init__()
@@ -148,6 +165,7 @@ KINDS = {
     HandsOutItsWeight: {"training_step": [True, True, False], "validation_step": [True, True, False]},
     Chunked: {"training_step": [True, True], "validation_step": [True, True]},
     ComputesTheEmbeddingAgain: {"training_step": [True, True], "validation_step": [True, True]},
+    ChangesAViewInPlace: {"training_step": [True, True], "validation_step": [True, True]},
     TiedInPlace: None,
 }
 
@@ -177,6 +195,7 @@ def active_of(trainer):
 
 def train_each():
     calm_down()
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
     found = {}
     for kind in KINDS:
         module, trainer, weights = fit(kind, strategy=FSDPStrategy())
