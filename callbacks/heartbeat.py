@@ -20,7 +20,7 @@ _BETWEEN: Final = Phase.BETWEEN
 class Heartbeat(Callback):
     """Beats at every micro-batch, between steps, and at every batch of a validation; the trainer adds it.
 
-    The hooks run on every rank and do not communicate. A step costs 0.5 us, and 3 us if its kernels evict the caches.
+    The hooks run on every rank and do not communicate. A step costs 0.8 us, and 3 us if its kernels evict the caches.
     Compilations, in a hook or a step, are reported too: they may take a hundred times as long as a step. On a GPU the
     steps that it has completed are reported, not those that the host has handed to it. After a step, it waits for an
     agent of which nothing is heard, as other nodes may go on without this one.

@@ -7,9 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 INDEX: Final = "index.json"
+
+Returns: TypeAlias = Sequence[tuple[int, int]]
+"""Rounds, and the step from which each went on."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class SnapshotIndex:
     def age(self) -> tuple[int, int]:
         """Sort key: newer snapshots are greater. Not the step, which a run that rolls back reaches twice."""
         return self.round, self.number
+
+    def is_left_behind(self, returns: Returns) -> bool:
+        """Return whether a later round went on from an earlier step: what came after that step was done anew."""
+        return any(number > self.round and step < self.step for number, step in returns)
 
     def needed_by(self, node: int, nodes: Sequence[int]) -> set[str]:
         """Return the files that a node needs as a whole, if the ranks are now on `nodes`; of others, the outlines."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ..errors import EchelonError
 from ..state.lazy_tensor import OUTLINE
 from .exchange import FileTransfer, SnapshotExchange
-from .index import SnapshotIndex, read_index, write_index
+from .index import Returns, SnapshotIndex, read_index, write_index
 from .shared_file import MemoryFile, checksum
 
 Holders: TypeAlias = Mapping[str, Sequence[int]]
@@ -35,12 +35,17 @@ class Recovery:
         self._node = nodes[self._rank]
         self._team = [rank for rank, node in enumerate(nodes) if node == self._node]
 
-    def run(self) -> SnapshotIndex | None:
-        """Return the newest complete snapshot, once every node has what it needs of it; None without one."""
+    def run(self, returns: Returns) -> SnapshotIndex | None:
+        """Return the newest complete snapshot, once every node has what it needs of it; None without one.
+
+        Left out are those that the run went back behind, without the nodes that have them.
+        """
         inventories = self._exchange.collectives.all_gather_object(self._inventory() if self._is_first else None)
         slots = {node: slots for node, slots in zip(self._nodes, inventories, strict=True) if slots is not None}
         known = {index.age: index for of_node in slots.values() for index, _ in of_node.values() if index is not None}
         for _, index in sorted(known.items(), reverse=True):
+            if index.is_left_behind(returns):
+                continue
             holders = self._verify(index, slots)
             missing = [name for name in index.files if not holders[name]]
             if not missing:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from ..distributed.process_group import ProcessGroup
 from ..errors import CheckpointError, EchelonError
 from .exchange import FileTransfer, SnapshotExchange
-from .index import INDEX, FileEntry, SnapshotIndex, write_index
+from .index import INDEX, FileEntry, Returns, SnapshotIndex, write_index
 from .recovery import Recovery
 from .shared_file import MemoryFile
 
@@ -107,13 +107,17 @@ class MemorySnapshots:
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
-    def agree(self) -> Recovered | None:
+    def agree(self, returns: Returns = ()) -> Recovered | None:
         """Return the newest snapshot that is complete across the nodes, or None. Collective: every rank calls it.
 
-        Every file is verified; a snapshot is skipped if no node has an undamaged copy of one of its files. This node
-        receives the files that it needs and lacks. All other files are deleted.
+        Every file is verified; a snapshot is skipped if no node has an undamaged copy of one of its files, or if it is
+        of a round after which another has gone on from an earlier step. This node receives the files that it needs and
+        lacks. All other files are deleted.
+
+        Args:
+            returns: from which step rounds went on.
         """
-        index = Recovery(self.folder, self._exchange, self.nodes, is_first=self.is_first).run()
+        index = Recovery(self.folder, self._exchange, self.nodes, is_first=self.is_first).run(returns)
         self._files.clear()
         if index is not None and index.slot == self._slot:  # an earlier fit of this round
             self._slot, self._other_slot = self._other_slot, self._slot

@@ -56,6 +56,22 @@ def test_workers_whose_agent_is_stopped_do_not_train_beside_those_that_go_on_wit
     assert rounds == sorted(rounds)
 
 
+def test_a_node_that_comes_back_does_not_go_on_from_a_step_behind_which_another_had_gone(memory_path, undisturbed):
+    with nodes_of_a_run(memory_path, replace(TWO, last_call=1.0)) as nodes:
+        nodes.hold_after(9)
+        stopped = nodes.start(0)
+        nodes.wait(lambda seen: seen["step"] >= 9, "one node trains")
+        stopped.process.send_signal(signal.SIGSTOP)
+        nodes.hold_after(1)
+        other = nodes.start(1)
+        nodes.wait(lambda seen: seen["round"] > 0 and seen["step"] >= 2, "the other begins again, as it has nothing")
+        other.process.kill()
+        other.process.wait()
+        stopped.process.send_signal(signal.SIGCONT)
+        weights = nodes.finish(stopped)
+    nodes.check_no_scar(weights, undisturbed)
+
+
 def test_a_node_is_lost_while_it_waits_for_others(memory_path, undisturbed):
     with nodes_of_a_run(memory_path, TWO) as nodes:
         lost = nodes.start(0, nodes="2")

@@ -54,7 +54,7 @@ def go_on(session: Session) -> None:
     if supervisor is None:
         return
     recovery = session.recovery = ElasticFit(next(_FITS), MemoryWriter(supervisor.snapshots))
-    in_memory = supervisor.snapshots.agree()
+    in_memory = supervisor.snapshots.agree(strategy.collectives.on_first_rank(partial(_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
     notes = strategy.collectives.on_first_rank(partial(_recall, supervisor, recovery.fit, least))
     if notes is None:
@@ -71,6 +71,7 @@ def go_on(session: Session) -> None:
     if path is not None:
         session.resumed_from = path
     if strategy.rank == 0:
+        _note_return(supervisor, recovery.fit, 0 if path is None else step)
         where = "the beginning" if session.resumed_from is None else f"step {step}, {session.resumed_from}"
         _log.warning("Round %d of the run goes on from %s", supervisor.round.number, where)
 
@@ -102,6 +103,22 @@ def note_checkpoint(session: Session, path: Path) -> None:
         name = f"checkpoints/{recovery.fit}"
         known = [one for one in supervisor.notices.read(name) or [] if one != str(path.absolute())]
         supervisor.notices.post(name, [*known, str(path.absolute())][-_KEPT:])
+
+
+def _returns(supervisor: Supervisor) -> list[tuple[int, int]]:
+    """Return the rounds of the fit that was running, and the step from which each went on."""
+    fit = supervisor.notices.read("fit")
+    return [(number, step) for number, step in supervisor.notices.read(f"returns/{fit}") or []]
+
+
+def _note_return(supervisor: Supervisor, fit: int, step: int) -> None:
+    """Keep for later rounds from which step this one goes on; the logs of later steps are dropped, to come again.
+
+    A node that others took for lost may come back with newer snapshots, which are of another course of the run.
+    """
+    name = f"returns/{fit}"
+    known = [one for one in supervisor.notices.read(name) or [] if one[1] < step]  # of others this one says as much
+    supervisor.notices.post(name, [*known, (supervisor.round.number, step)])
 
 
 def _recall(supervisor: Supervisor, fit: int, in_memory: int) -> _Notes | None:

@@ -307,6 +307,16 @@ def test_a_run_that_went_back_goes_on_from_its_later_snapshot(memory_path: Path)
     assert recovered.step == 90
 
 
+def test_a_snapshot_behind_which_a_later_round_has_gone_is_left_out(memory_path: Path) -> None:
+    snapshots = MemorySnapshots(memory_path, 3)
+    for step in (80, 90):
+        take(snapshots, step)
+    older = MemorySnapshots(memory_path, 6).agree([(2, 10), (4, 95), (5, 85)])
+    assert older is not None
+    assert older.step == 80
+    assert MemorySnapshots(memory_path, 6).agree([(5, 0)]) is None
+
+
 def test_a_snapshot_without_room_says_what_there_is(memory_path: Path) -> None:
     snapshots = MemorySnapshots(memory_path, 0)
     with pytest.raises(ProcessError, match="There is no room|cannot be used"):
