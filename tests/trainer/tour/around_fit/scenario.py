@@ -30,7 +30,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], int, int]] = {
     "hsdp": (partial(FSDPStrategy, replicate=2), 4, 4),
     "tp": (lambda: "tp", 2, 1),
     "cp": (partial(ParallelStrategy, cp=2), 2, 1),
-    "pp": (lambda: "pp", 2, 1),
+    "pp": (partial(ParallelStrategy, pp=2, schedule="gpipe"), 2, 1),
     "ps": (lambda: "ps", 2, 2),
     "elastic": (lambda: "elastic", 2, 2),
 }
