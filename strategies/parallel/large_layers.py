@@ -146,5 +146,9 @@ def _no_view(tensor: Tensor) -> Tensor:
 
 
 def _shares_memory(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
-    storage = tensor.untyped_storage().data_ptr()
-    return any(parameter.untyped_storage().data_ptr() == storage for parameter in parameters)
+    storage = _storage_of(tensor)
+    return any(_storage_of(parameter) == storage for parameter in parameters)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the address of the data is unknown without memory
