@@ -83,7 +83,7 @@ def search_with_little_memory(folder: Path) -> tuple[list[dict[str, Any]], int, 
     fit(folder, width=64, max_steps=2)  # what is imported at first use
     held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + 30 * 2**20, limits[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + 40 * 2**20, limits[1]))
     finder = BatchSizeFinder(mode="binsearch", steps_per_trial=1)
     module, trainer = fit(folder, finder, Lifts(limits), width=WIDTH, global_batch_size=100, max_steps=2)
     assert trainer.global_step == 2 and finder.optimal_batch_size is not None
