@@ -75,7 +75,8 @@ class ShardedModule:
         # follow each other too closely to gather for each
         self._reshards = True if is_manual else False if runs is not None else options.reshard_after_forward
         self._in_layers: set[nn.Parameter] = set()
-        self._units = self._shard_units(is_pipeline=runs is not None)
+        self._is_one_unit = runs is not None and self._is_alone()
+        self._units = [] if self._is_one_unit else self._shard_units()
         self._caller = StepCaller(module, returns_tensors=True, copies_views=True, runs=runs)
         layers = [] if is_manual or runs is not None else self._shard_layers()
         self._in_layers = {parameter for layer in layers for parameter in layer.parameters()}
@@ -93,19 +94,16 @@ class ShardedModule:
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
         self._is_in_step, self._syncs = False, True
+        self._is_known, self._is_gathered = False, False
         if not is_manual:
             self._forward, module.forward = module.forward, self._call
 
     # --- sharding ----------------------------------------------------------------------------------------------------
 
-    def _shard_units(self, *, is_pipeline: bool) -> list[Any]:
+    def _shard_units(self) -> list[Any]:
         """Shard the submodules that are units, inner ones first, and return them in the module's order."""
-        from torch.distributed.fsdp import FSDPModule
-
         module, policy = self.module, self._options.policy
-        own = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
-        if not own and self._is_one_unit(is_pipeline):
-            return []
+        own = self._own_units()
         if not own:
             names = [name for name in self._options.find_units(module, self._precision) if self._is_here(name)]
             return [self._shard(module.get_submodule(name)) for name in reversed(names)][::-1]
@@ -115,7 +113,13 @@ class ShardedModule:
                 f"{type(module).__name__}.configure_sharding shards {len(own)} modules, but {reason}; let it shard "
                 "submodules only (the strategy shards the rest of the module), and leave policy out."
             )
-        return list(own)
+        return own
+
+    def _own_units(self) -> list[Any]:
+        """Return the submodules that the module has sharded itself."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return [submodule for submodule in self.module.modules() if isinstance(submodule, FSDPModule)]
 
     def _shard_layers(self) -> list[Any]:
         """Shard the large layers outside of the blocks as units beside the module's, and return these."""
@@ -129,15 +133,15 @@ class ShardedModule:
             unit.set_unshard_in_backward(not unit.frees_after_forward)
         return units
 
-    def _is_one_unit(self, is_pipeline: bool) -> bool:
-        """Return whether the root alone does what units would, and calls of blocks can do without their hooks.
+    def _is_alone(self) -> bool:
+        """Return whether a stage's root does what units would, and its steps do without the hooks of torch.
 
         The stages of a pipeline gather all at once; with one data rank there is nothing to gather or to reduce, either.
         """
         options, parameters = self._options, self.module.parameters()
         is_plain = self._precision.autocast_dtype is None and options.mixed_precision is None
-        is_alone = is_pipeline and self._dp_mesh.size() == 1 and options.policy is None
-        return is_alone and is_plain and len({parameter.dtype for parameter in parameters}) == 1
+        is_one = self._dp_mesh.size() == 1 and options.policy is None and not self._own_units()
+        return is_one and is_plain and len({parameter.dtype for parameter in parameters}) == 1
 
     def _is_here(self, name: str) -> bool:
         return any(parameter not in self._elsewhere for parameter in self.module.get_submodule(name).parameters())
@@ -280,7 +284,9 @@ class ShardedModule:
     def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         self._is_in_step = has_failed = True
         try:
-            output = self._roots[0](step_name, *args, **kwargs)
+            # around each micro-batch the hooks would cost time, and find all gathered already
+            call = self._caller.forward if self._is_gathered else self._roots[0]
+            output = call(step_name, *args, **kwargs)
             has_failed = False
         finally:
             self._is_in_step = False
@@ -308,6 +314,7 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Free all gathered parameters."""
+        self._is_gathered = False
         for submodule in dict.fromkeys((*self._roots, *self._units)):
             submodule.reshard()
 
@@ -330,11 +337,13 @@ class ShardedModule:
         root.set_is_last_backward(False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
+        self._is_gathered = self._is_one_unit and self._is_known
 
     def end_window(self) -> None:
         """Reduce the gradients of all backwards, and free what was gathered. Collective: the mesh's ranks call it."""
         reduce_sharded_gradients(self._roots[0])
         self.reshard()
+        self._is_known = True  # torch looks at the module in the hooks of its first call
 
 
 def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
