@@ -143,6 +143,18 @@ def kill_marked(mark):
     return killed
 
 
+def left_behind(mark, patience=60.0):
+    """Kill, and return the command lines of, all processes with MARK=mark that do not end soon.
+
+    The fork server of a program sees the end of a pipe when the program has ended, and ends after it.
+    """
+    end = time.monotonic() + patience
+    while (left := running(mark)) and time.monotonic() < end:
+        time.sleep(0.02)
+    kill_marked(mark)
+    return left
+
+
 def running(mark):
     """Return the command lines of all processes that were started with MARK=mark."""
     found = []

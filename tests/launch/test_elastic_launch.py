@@ -12,7 +12,7 @@ import pytest
 import torch
 from launched_fit import fit
 from programs import WatchedProgram
-from two_nodes import INTERFACE, MARK, kill_marked, run_together, two_nodes
+from two_nodes import INTERFACE, MARK, left_behind, run_together, two_nodes
 
 from echelon.strategies.launch.failures import Failure, WorkerExit
 from echelon.trainer.cli.launch_elastic import code_of_end
@@ -55,7 +55,7 @@ def end(launch, folder):
     try:
         output, errors = launch.communicate(timeout=400)
     finally:
-        left = kill_marked(folder)
+        left = left_behind(folder)
     assert left == []
     assert [name for name in os.listdir(folder / "temporary") if not name.startswith("torchinductor_")] == []
     return output.splitlines(), errors, launch.returncode

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from programs import WatchedProgram
-from two_nodes import MARK, kill_marked
+from two_nodes import MARK, left_behind
 
 from echelon.trainer.cli.main import main
 
@@ -105,7 +105,7 @@ def end(launch, folder):
     try:
         output, errors = launch.communicate(timeout=240)
     finally:
-        left = kill_marked(folder)
+        left = left_behind(folder)
     assert left == []
     assert os.listdir(folder / "temporary") == []
     return sorted(output.splitlines()), errors, launch.returncode
