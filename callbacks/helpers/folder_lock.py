@@ -90,8 +90,9 @@ class FolderLock:
                 if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has it by now
                     self._path.unlink()
                 self._path.parent.rmdir()
-            os.close(self._descriptor)
-            self._descriptor = -1
+            descriptor, self._descriptor = self._descriptor, -1
+            with contextlib.suppress(OSError):  # the descriptor is free all the same
+                os.close(descriptor)
 
     def _is_followed(self, holder: dict[str, Any]) -> bool:
         """Return whether this is a later round of the holder's run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -48,12 +48,26 @@ def refuse_incomplete(logger: object) -> None:
 
 
 def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: Any) -> None:
-    """Call a method of every logger that has it; a disk error is raised only while a run begins."""
+    """Call a method of every logger that has it.
+
+    Raises:
+        ConfigError: if the system refuses something while a run begins; later that is a warning.
+    """
     for logger in loggers:
         call = getattr(logger, method, None)
         if call is not None:
-            with nullcontext() if method in _WHERE_A_RUN_BEGINS else outlives_disk_errors(logger):
+            with _begins(logger) if method in _WHERE_A_RUN_BEGINS else outlives_disk_errors(logger):
                 call(*args)
+
+
+@contextmanager
+def _begins(logger: Logger) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{type(logger).__name__} cannot begin ({error}); mend its folder or connection, or give another logger."
+        ) from error
 
 
 @contextmanager

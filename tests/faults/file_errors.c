@@ -9,7 +9,12 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static char prefix[PATH_MAX];
@@ -90,3 +95,46 @@ int stat(const char *path, struct stat *status) { REAL(stat); return fails_at("s
 int lstat(const char *path, struct stat *status) { REAL(lstat); return fails_at("lstat", AT_FDCWD, path) ? -1 : real(path, status); }
 int stat64(const char *path, struct stat64 *status) { REAL(stat64); return fails_at("stat", AT_FDCWD, path) ? -1 : real(path, status); }
 int lstat64(const char *path, struct stat64 *status) { REAL(lstat64); return fails_at("lstat", AT_FDCWD, path) ? -1 : real(path, status); }
+int fstat(int descriptor, struct stat *status) { REAL(fstat); return fails_on("fstat", descriptor) ? -1 : real(descriptor, status); }
+int fstat64(int descriptor, struct stat64 *status) { REAL(fstat64); return fails_on("fstat", descriptor) ? -1 : real(descriptor, status); }
+int fstatat(int folder, const char *path, struct stat *status, int flags) { REAL(fstatat); return fails_at("fstatat", folder, path) ? -1 : real(folder, path, status, flags); }
+int fstatat64(int folder, const char *path, struct stat64 *status, int flags) { REAL(fstatat64); return fails_at("fstatat", folder, path) ? -1 : real(folder, path, status, flags); }
+int statx(int folder, const char *path, int flags, unsigned mask, struct statx *status) { REAL(statx); return (path[0] ? fails_at("statx", folder, path) : fails_on("statx", folder)) ? -1 : real(folder, path, flags, mask, status); }
+int statvfs(const char *path, struct statvfs *status) { REAL(statvfs); return fails_at("statvfs", AT_FDCWD, path) ? -1 : real(path, status); }
+int statvfs64(const char *path, struct statvfs64 *status) { REAL(statvfs64); return fails_at("statvfs", AT_FDCWD, path) ? -1 : real(path, status); }
+int access(const char *path, int mode) { REAL(access); return fails_at("access", AT_FDCWD, path) ? -1 : real(path, mode); }
+DIR *fdopendir(int descriptor) { REAL(fdopendir); return fails_on("fdopendir", descriptor) ? NULL : real(descriptor); }
+struct dirent *readdir(DIR *folder) { REAL(readdir); return fails_on("readdir", dirfd(folder)) ? NULL : real(folder); }
+struct dirent64 *readdir64(DIR *folder) { REAL(readdir64); return fails_on("readdir", dirfd(folder)) ? NULL : real(folder); }
+int link(const char *to, const char *path) { REAL(link); return fails_at("link", AT_FDCWD, path) ? -1 : real(to, path); }
+int linkat(int f, const char *to, int g, const char *path, int flags) { REAL(linkat); return fails_at("linkat", g, path) ? -1 : real(f, to, g, path, flags); }
+ssize_t readlink(const char *path, char *to, size_t size) { REAL(readlink); return fails_at("readlink", AT_FDCWD, path) ? -1 : real(path, to, size); }
+int chmod(const char *path, mode_t mode) { REAL(chmod); return fails_at("chmod", AT_FDCWD, path) ? -1 : real(path, mode); }
+int fchmod(int descriptor, mode_t mode) { REAL(fchmod); return fails_on("fchmod", descriptor) ? -1 : real(descriptor, mode); }
+int utimensat(int folder, const char *path, const struct timespec times[2], int flags) { REAL(utimensat); return fails_at("utimensat", folder, path) ? -1 : real(folder, path, times, flags); }
+int fdatasync(int descriptor) { REAL(fdatasync); return fails_on("fdatasync", descriptor) ? -1 : real(descriptor); }
+int flock(int descriptor, int how) { REAL(flock); return fails_on("flock", descriptor) ? -1 : real(descriptor, how); }
+off_t lseek(int descriptor, off_t place, int whence) { REAL(lseek); return fails_on("lseek", descriptor) ? -1 : real(descriptor, place, whence); }
+off64_t lseek64(int descriptor, off64_t place, int whence) { REAL(lseek64); return fails_on("lseek", descriptor) ? -1 : real(descriptor, place, whence); }
+ssize_t pread(int descriptor, void *data, size_t size, off_t place) { REAL(pread); return fails_on("pread", descriptor) ? -1 : real(descriptor, data, size, place); }
+ssize_t pread64(int descriptor, void *data, size_t size, off64_t place) { REAL(pread64); return fails_on("pread", descriptor) ? -1 : real(descriptor, data, size, place); }
+ssize_t pwrite(int descriptor, const void *data, size_t size, off_t place) { REAL(pwrite); return fails_on("pwrite", descriptor) ? -1 : real(descriptor, data, size, place); }
+ssize_t pwrite64(int descriptor, const void *data, size_t size, off64_t place) { REAL(pwrite64); return fails_on("pwrite", descriptor) ? -1 : real(descriptor, data, size, place); }
+ssize_t writev(int descriptor, const struct iovec *parts, int number) { REAL(writev); return fails_on("writev", descriptor) ? -1 : real(descriptor, parts, number); }
+ssize_t sendfile(int to, int from, off_t *place, size_t size) { REAL(sendfile); return fails_on("sendfile", to) ? -1 : real(to, from, place, size); }
+ssize_t sendfile64(int to, int from, off64_t *place, size_t size) { REAL(sendfile64); return fails_on("sendfile", to) ? -1 : real(to, from, place, size); }
+ssize_t copy_file_range(int from, off64_t *a, int to, off64_t *b, size_t size, unsigned flags) { REAL(copy_file_range); return fails_on("copy_file_range", to) ? -1 : real(from, a, to, b, size, flags); }
+int posix_fallocate(int descriptor, off_t place, off_t size) { REAL(posix_fallocate); return fails_on("posix_fallocate", descriptor) ? errno : real(descriptor, place, size); }
+int posix_fallocate64(int descriptor, off64_t place, off64_t size) { REAL(posix_fallocate64); return fails_on("posix_fallocate", descriptor) ? errno : real(descriptor, place, size); }
+void *mmap(void *where, size_t size, int access, int flags, int descriptor, off_t place) { REAL(mmap); return descriptor >= 0 && fails_on("mmap", descriptor) ? MAP_FAILED : real(where, size, access, flags, descriptor, place); }
+void *mmap64(void *where, size_t size, int access, int flags, int descriptor, off64_t place) { REAL(mmap64); return descriptor >= 0 && fails_on("mmap", descriptor) ? MAP_FAILED : real(where, size, access, flags, descriptor, place); }
+
+/* The descriptor is free after an error as well. */
+int close(int descriptor) {
+    REAL(close);
+    int failed = fails_on("close", descriptor);
+    int result = real(descriptor);
+    if (!failed) return result;
+    errno = number;
+    return -1;
+}

@@ -1,4 +1,4 @@
-"""Errors of single file calls while a run saves: each call in turn fails once, with several errors, on each rank.
+"""Errors of single file calls while a run resumes and saves: each call fails once, with each of 8 errors, on each rank.
 
 ``python tests/faults/file_errors.py`` takes every call and 8 errors in one process and in two; with ``--errors 1`` it
 takes one for each call. A preloaded library (``file_errors.c``) makes the calls fail. A case is in order if `fit`
@@ -63,7 +63,7 @@ class Cases:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
-        from echelon import Callback, CSVLogger, EchelonError, ModelCheckpoint, Trainer, TrainModule
+        from echelon import CSVLogger, EchelonError, ModelCheckpoint, Trainer, TrainModule
 
         class Small(TrainModule):
             def __init__(self) -> None:
@@ -78,15 +78,6 @@ class Cases:
             def configure_optimizers(self) -> Any:
                 return torch.optim.Adam(self.parameters(), lr=0.01)
 
-        library = self.library
-
-        class Arms(Callback):
-            """Lets the calls fail from the first step on, until the run has ended."""
-
-            def on_train_start(self, trainer: Any, module: Any) -> None:
-                if armed is not None:
-                    library.faults_arm(str(run).encode(), *armed)
-
         saver = ModelCheckpoint(
             run / "ckpt", every_n_epochs=1, save_last=True, save_top_k=2, monitor="step", mode="max"
         )
@@ -96,13 +87,15 @@ class Cases:
             strategy="zero" if self.num_ranks == 2 else "auto",
             default_root_dir=run,
             logger=CSVLogger(run, "logs", version=0, flush_logs_every_n_steps=1),
-            callbacks=[Arms(), saver],
+            callbacks=[saver],
             enable_progress_bar=False,
             enable_model_summary=False,
             max_epochs=max_epochs,
             log_every_n_steps=1,
         )
         data = DataLoader(TensorDataset(torch.ones(4, 2)), 2)
+        if armed is not None:
+            self.library.faults_arm(str(run).encode(), *armed)
         try:
             trainer.fit(Small(), data, ckpt_path="last")
         except EchelonError as error:
@@ -110,7 +103,7 @@ class Cases:
         except BaseException:  # noqa: BLE001 - what must not come out
             return f"RAW {traceback.format_exc()}"
         finally:
-            library.faults_disarm()
+            self.library.faults_disarm()
         return ""
 
     def case(self, culprit: int, nth: int, error: int) -> bool:

@@ -114,8 +114,8 @@ def _open_files(
 
 def _open(path: Path, record: FileRecord, *, is_private: bool) -> MappedFile:
     outline = path.with_name(path.name + OUTLINE)
-    has_outline = outline.exists() and not path.exists()
     try:
+        has_outline = outline.exists() and not path.exists()
         file = MappedFile(outline if has_outline else path, is_private=is_private)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None

@@ -9,6 +9,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -251,7 +252,8 @@ def replace_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def continue_loggers(loggers: Sequence[Logger], versions: Sequence[int | str | None]) -> None:

@@ -12,6 +12,7 @@ from ...callbacks.run import Logger
 from ...strategies import Strategy
 from ...strategies.errors import CheckpointError, ConfigError, EchelonError
 from .. import checkpoint
+from ..checkpoint.files import explain
 from ..checkpoint.saved_state import check_saved
 
 _LARGE: Final = ("model", "optimizers")
@@ -49,10 +50,21 @@ def find_checkpoint(
     if not loggers:
         folders.add(str(Path(root_dir) / "checkpoints"))
     for logger in loggers:
-        folders.update(map(str, run_folder(logger, root_dir).parent.glob("*/checkpoints")))
+        folders.update(_folders_of_runs(run_folder(logger, root_dir).parent))
     if ckpt_path == "best":
         return _best_of_last_run(sorted(folders))
     return checkpoint.resolve(ckpt_path, *sorted(folders), part="loop" if to_resume else None)
+
+
+def _folders_of_runs(parent: Path) -> list[str]:
+    """Return the folders of checkpoints of all runs below `parent` that this user may read."""
+    try:
+        return list(map(str, parent.glob("*/checkpoints")))
+    except OSError as error:
+        raise CheckpointError(
+            f"The runs in {parent} cannot be looked through for the last checkpoint: {explain(error)}; or "
+            "give its path as ckpt_path."
+        ) from error
 
 
 def _best_of_last_run(folders: Sequence[str]) -> Path:
