@@ -222,10 +222,15 @@ def _unpacked(packed: bytes) -> Any:
     return unpack(packed)
 
 
+def _flush() -> None:
+    if sys.stderr is not None:  # as it is of a program that was started without
+        sys.stderr.flush()
+
+
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Leave out what torch's agent prints of each peer when it ends; all else that is printed meanwhile comes after."""
-    sys.stderr.flush()
+    _flush()
     try:
         stream = os.dup(2)
     except OSError:  # closed, as a daemon's may be
@@ -236,7 +241,7 @@ def _without_warnings() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stderr.flush()
+            _flush()
             os.dup2(stream, 2)
             os.close(stream)
             file.seek(0)
