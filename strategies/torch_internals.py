@@ -30,6 +30,7 @@ __all__ = [
     "kill_with_parent",
     "overflows_of",
     "pipeline_order",
+    "read_by_placements",
     "reduce_sharded_gradients",
     "root_mesh",
     "storage_on_cpu",
@@ -70,6 +71,19 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     except ImportError as error:
         raise _gone(error) from error
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def read_by_placements(tensor: Any) -> None:
+    """Have a DTensor on a mesh of one axis gathered by its placement: torch 2.11 looks for an order of axes in it.
+
+    There is none that makes up a packed tensor, for which it raises.
+    """
+    try:
+        spec = tensor._spec  # noqa: SLF001
+        order = spec.compute_default_shard_order(spec.placements)
+        spec.use_strided_shard_as_shard_order, spec.shard_order = False, order
+    except AttributeError as error:
+        raise _gone(error) from error
 
 
 def root_mesh(mesh: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ..distributed.collectives import Collectives
 from ..errors import CheckpointError
-from ..torch_internals import strided_shard
+from ..torch_internals import read_by_placements, strided_shard
 from .lazy_tensor import Block, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
@@ -142,6 +142,7 @@ def _full(local: Tensor, mesh: Any, placement: Any, shape: torch.Size) -> Tensor
 
     stride = torch.empty(shape, device="meta").stride()
     on_mesh: Any = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    read_by_placements(on_mesh)
     full: Tensor = on_mesh.full_tensor()
     return full
 

@@ -40,7 +40,7 @@ def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
     """Return how a dimension of a DTensor is cut, in that order.
 
     ``fully_shard`` cuts what the axes to its right have left, and notes it as a ``_StridedShard`` whose split factor is
-    the number of their shards.
+    the number of their shards; on torch 2.11, to the left of a packed one, as a ``Shard``.
     """
     first: list[AxisCut] = []
     last: list[AxisCut] = []
@@ -50,7 +50,8 @@ def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
         if getattr(placement, "dim", None) != dim:
             continue
         factor = int(getattr(placement, "split_factor", 1))
-        if factor > 1 and factor == shards_to_the_right:
+        is_after = factor == shards_to_the_right if factor > 1 else any(cut.split_factor > 1 for cut in first)
+        if is_after:
             last.append(AxisCut(axis, 1))
         else:
             first.insert(0, AxisCut(axis, factor))

@@ -221,7 +221,10 @@ def _tolerance(value: Tensor) -> float:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_dtensor(tensor):
+        return tensor
+    is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)  # type: ignore[attr-defined]
+    return whole_tensor(tensor) if is_packed else tensor.full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
 def _leaf(parameter: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from echelon.strategies.context_parallel.attention import AttentionMode
 from echelon.strategies.context_parallel.exchange import Exchange
 from echelon.strategies.context_parallel.sequence import SequenceLayout
+from echelon.strategies.state.dtensor import is_dtensor, whole_tensor
 from echelon.strategies.tensor_parallel.cutting import cut_module
 from echelon.strategies.tensor_parallel.find_plan import find_plan
 from echelon.testing import run_ranks
@@ -54,7 +55,7 @@ def outcome_of(module, inputs, options):
     sources = [p for p in [*module.parameters(), *dict.fromkeys(inputs)] if p.requires_grad]
     total = sum((t * torch.arange(t.numel()).view(t.shape).sin()).sum() for t in outputs)
     gradients = torch.autograd.grad(total, sources)
-    return [g.full_tensor() if hasattr(g, "full_tensor") else g.detach() for g in (*outputs, *gradients)]
+    return [whole_tensor(g) if is_dtensor(g) else g.detach() for g in (*outputs, *gradients)]
 
 
 def compare(case, mesh):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.strategies.errors import ModuleError
+from echelon.strategies.state.dtensor import is_dtensor, whole_tensor
 from echelon.strategies.tensor_parallel.block_check import BlockCheck
 from echelon.strategies.tensor_parallel.cutting import cut_module
 from echelon.strategies.tensor_parallel.find_plan import find_plan
@@ -276,7 +277,7 @@ def gradients_of(output, direction, module, args):
     sources = dict(module.named_parameters()) | {f"input {at}": x for at, x in enumerate(args) if x.requires_grad}
     gradients = torch.autograd.grad(output, list(sources.values()), direction, allow_unused=True)
     named = {name: gradient for name, gradient in zip(sources, gradients, strict=True) if gradient is not None}
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in named.items()}
+    return {name: whole_tensor(g) if is_dtensor(g) else g for name, g in named.items()}
 
 
 def compare(case, mesh):
