@@ -10,7 +10,6 @@ from typing import Any, Final
 from ...callbacks.callback import Callback
 from ...strategies import ActivationCheckpointing, DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy, ZeroStrategy
 from ...strategies.errors import ConfigError, EchelonError
-from ...strategies.estimate.profile import Profile
 from ...strategies.launch.launcher import launch_all
 from ..module.train_module import TrainModule
 from ..session.settings import Settings
@@ -120,26 +119,24 @@ def climb(
 ) -> Choice | str:
     """Return the first rung that fits, or a text that says what is nearest and what would fit."""
     profiles = take_profiles(fit, module, given=given)
-    if given is not None:  # the run recomputes anyway
-        profiles = replace(profiles, whole={True: profiles.whole[True]}, halved=_only(profiles.halved))
     batch = profiles.sizes[0]
     tried: list[PlannedLayout] = []
+    at: int | None = None
     for layout, recomputes in _ladder(machine, can_recompute=True in profiles.whole, must=given is not None):
-        fixed = Profiles(whole=profiles.whole, halved={})  # the user's micro-batch
+        # the user's micro-batch; an error of the profile is none of the layout
+        fixed = Profiles(whole={recomputes: profiles.whole[recomputes]}, halved={})
         try:
             planned = choose_micro_batch(fixed, machine, layout, batch * machine.num_devices, recomputes=recomputes)
         except EchelonError:
             continue  # a module that cannot be cut so
         tried.append(planned)
-    at = next((index for index, planned in enumerate(tried) if planned.fits), None)
+        if at is not None:
+            break  # the rung behind the choice, of which the reason tells
+        at = len(tried) - 1 if planned.fits else None
     if at is None:
         return _nothing_fits(tried, profiles, machine)
     planned = tried[at]
     return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _reason(tried, at, machine))
-
-
-def _only(profiles: Mapping[bool, Profile]) -> dict[bool, Profile]:
-    return {recomputes: profile for recomputes, profile in profiles.items() if recomputes}
 
 
 def _ladder(machine: Machine, *, can_recompute: bool, must: bool) -> list[tuple[RunLayout, bool]]:

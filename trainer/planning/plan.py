@@ -24,7 +24,8 @@ _OF_A_NODE: Final = frozenset(("tp", "cp", "devices"))
 class Profiles:
     """The profiles of a step, without and with activation checkpointing, each of two sizes of the micro-batch.
 
-    Where a batch has one sample, or the module has no blocks to compute again, some are missing.
+    Where a batch has one sample, or the module has no blocks to compute again, some are missing. A profile may be
+    taken only when it is asked for (`LazyProfiles`), so ask for no more than is needed.
     """
 
     whole: Mapping[bool, Profile]
@@ -34,8 +35,10 @@ class Profiles:
 
     def of(self, num_samples: int, *, recomputes: bool) -> Profile:
         """Return the profile of a micro-batch of a size."""
-        whole, half = self.whole[recomputes], self.halved.get(recomputes)
-        return whole if half is None or num_samples == whole.num_samples else whole.with_size(half, num_samples)
+        whole = self.whole[recomputes]
+        if num_samples == whole.num_samples or recomputes not in self.halved:
+            return whole
+        return whole.with_size(self.halved[recomputes], num_samples)
 
     @property
     def sizes(self) -> list[int]:
@@ -121,7 +124,7 @@ def make_plan(
     """
     planned: list[PlannedLayout] = []
     refused: dict[str, str] = {}
-    first = next(iter(profiles.whole.values()))
+    first, *_ = profiles.whole.values()  # all are taken here: an error of one of them is none of a layout
     for layout in only if only is not None else possible_layouts(machine, first):
         try:
             planned += [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...callbacks.callback import Callback
@@ -18,6 +19,35 @@ FitOnce = Callable[[ProfilingStrategy, Callback, ActivationCheckpointing | None]
 """Trains the module with a strategy, a callback and a setting of activation checkpointing."""
 
 
+class LazyProfiles(Mapping[bool, Profile]):
+    """Profiles by whether activations are computed again, each taken when it is first asked for.
+
+    Args:
+        take: takes a profile, by the key.
+        keys: those that there are.
+    """
+
+    def __init__(self, take: Callable[[bool], Profile], *keys: bool) -> None:
+        self._take, self._keys = take, keys
+        self._taken: dict[bool, Profile] = {}
+
+    def __getitem__(self, recomputes: bool) -> Profile:
+        if recomputes not in self._keys:
+            raise KeyError(recomputes)
+        if recomputes not in self._taken:
+            self._taken[recomputes] = self._take(recomputes)
+        return self._taken[recomputes]
+
+    def __contains__(self, recomputes: object) -> bool:
+        return recomputes in self._keys
+
+    def __iter__(self) -> Iterator[bool]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 def take_profiles(
     fit: FitOnce,
     module: TrainModule,
@@ -26,7 +56,7 @@ def take_profiles(
     measures: bool = False,
     mode: Any = None,
 ) -> Profiles:
-    """Return the profiles of a module's step.
+    """Return the profiles of a module's step; those after the first are taken when they are asked for.
 
     Args:
         fit: trains the module.
@@ -39,22 +69,21 @@ def take_profiles(
     if not measures:
         mode = strategy.mode
     first = take_profile(lambda strategy, callback: fit(strategy, callback, None), module, strategy)
+    setting = _usable(given or ActivationCheckpointing(), module)
 
-    def again(num_samples: int | None, setting: ActivationCheckpointing | None) -> Profile:
+    def take(num_samples: int | None, recomputes: bool) -> Profile:
+        if num_samples is None and not recomputes:
+            return first
         strategy = ProfilingStrategy(num_samples=num_samples, measures=measures, mode=mode, updates=False)
-        profile = take_profile(lambda strategy, callback: fit(strategy, callback, setting), module, strategy)
+        again = setting if recomputes else None
+        profile = take_profile(lambda strategy, callback: fit(strategy, callback, again), module, strategy)
         return replace(profile, state=first.state, update_bytes=first.update_bytes)
 
-    whole, halved = {False: first}, {}
-    half = first.num_samples // 2
-    setting = _usable(given or ActivationCheckpointing(), module)
-    if half:
-        halved[False] = again(half, None)
-    if setting is not None:
-        whole[True] = again(None, setting)
-        if half:
-            halved[True] = again(half, setting)
-    return Profiles(whole=whole, halved=halved)
+    keys, half = (False,) if setting is None else (False, True), first.num_samples // 2
+    return Profiles(
+        whole=LazyProfiles(partial(take, None), *keys),
+        halved=LazyProfiles(partial(take, half), *(keys if half else ())),
+    )
 
 
 def _usable(setting: ActivationCheckpointing, module: TrainModule) -> ActivationCheckpointing | None:
