@@ -180,7 +180,7 @@ class Runner:
         is_here = not environment.is_external and environment.num_nodes == 1 < environment.world_size
         if not (is_here and is_auto(self._given.strategy) and request.task == "fit"):
             return
-        machine = this_machine(self.hardware)
+        machine = this_machine(self.hardware, request.module)
         trainer: Any = type(self._run)
         choice = choose(trainer, self._given, machine, request.module, request.train_loaders, request.datamodule)
         if choice is None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import IO, Any
 
 from torch.storage import TypedStorage
 
@@ -27,9 +27,25 @@ def pack(
     parts: Mapping[str, object] | None = None,
     modules: set[str] | None = None,
 ) -> bytes:
-    """Return `value` as bytes, with everything that it refers to and that is defined in ``__main__``.
+    """Return as bytes what `pack_into` writes."""
+    buffer = io.BytesIO()
+    pack_into(buffer, value, name, parts, modules)
+    return buffer.getvalue()
+
+
+def pack_into(
+    file: IO[bytes],
+    value: Any,
+    name: str = "the function",
+    parts: Mapping[str, object] | None = None,
+    modules: set[str] | None = None,
+) -> None:
+    """Write a value to a file, with everything that it refers to and that is defined in ``__main__``.
+
+    Of its tensors, there is a copy of one at a time in memory.
 
     Args:
+        file: opened to be written.
         value: the value to pickle.
         name: its name in errors.
         parts: objects that it holds, by name; errors name the attribute that cannot be pickled by them.
@@ -37,10 +53,13 @@ def pack(
 
     Raises:
         ConfigError: if it cannot be pickled.
+        MemoryError: where there is not enough for a copy of a tensor.
     """
     try:
         with _by_value(_home(value)):
-            return _packed(value, set() if modules is None else modules)
+            _pack_into(file, value, set() if modules is None else modules)
+    except MemoryError:
+        raise  # whatever is pickled; and a search for a culprit would take more
     except Exception as error:
         path, culprit = find_culprit({**(parts or {}), name: value}) or (name, value)
         raise ConfigError(
@@ -49,7 +68,7 @@ def pack(
         ) from error
 
 
-def _packed(value: Any, modules: set[str]) -> bytes:
+def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
     import cloudpickle
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
@@ -62,9 +81,7 @@ def _packed(value: Any, modules: set[str]) -> bytes:
                 modules.add(obj.__module__)
             return super().reducer_override(obj)
 
-    buffer = io.BytesIO()
-    Packer(buffer).dump(value)
-    return buffer.getvalue()
+    Packer(file).dump(value)
 
 
 def _same(storage: Any) -> Any:
@@ -120,7 +137,12 @@ def _is_importable(name: str) -> bool:
 
 def unpack(data: bytes) -> Any:
     """Return the value that `pack` was given; a class that this process defines itself is not replaced by a copy."""
-    return _LocalClassUnpickler(io.BytesIO(data)).load()
+    return unpack_from(io.BytesIO(data))
+
+
+def unpack_from(file: Any) -> Any:
+    """Return the value that `pack_into` has written to a file, which may also be mapped into memory."""
+    return _LocalClassUnpickler(file).load()
 
 
 class _LocalClassUnpickler(pickle.Unpickler):

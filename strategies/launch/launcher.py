@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ..cluster.environment import LOOPBACK, Environment
 from ..distributed.call_record import describe_difference
-from ..distributed.pickling import installed, pack, unpack
+from ..distributed.pickling import installed, pack, pack_into, unpack_from
 from ..errors import CollectiveError, ConfigError, ProcessError
 from .node_folder import NodeFolder
 from .signal_handlers import handling
@@ -129,11 +129,9 @@ def _task(
     ends. The caller's environment, in which there may be passwords, goes through a pipe.
     """
     modules: set[str] = set()
-    packed = pack(function, "function", parts, modules)
     with NodeFolder.create(Path(tempfile.gettempdir())) as folder, tempfile.TemporaryFile() as file:
-        file.write(packed)
+        pack_into(file, function, "function", parts, modules)
         file.flush()
-        del packed
         yield WorkerTask(
             folder.path,
             InheritedFile(file.fileno()),
@@ -147,7 +145,8 @@ def _task(
 
 
 def _result(task: WorkerTask, rank: int) -> Any:
-    return unpack((task.folder / f"{rank}.result").read_bytes())
+    with (task.folder / f"{rank}.result").open("rb") as file:
+        return unpack_from(file)
 
 
 class _SignalForwarding:

@@ -24,7 +24,7 @@ import torch
 
 from ..cluster.environment import CALLS_FILE, NODE_FOLDER, overridden
 from ..cluster.network import loopback_variables
-from ..distributed.pickling import pack, unpack
+from ..distributed.pickling import pack_into, unpack, unpack_from
 from ..errors import ProcessError
 from ..torch_internals import is_cuda_unusable, kill_with_parent
 from .failures import Failure
@@ -66,7 +66,7 @@ class InheritedFile:
         """Return the object that was pickled to this file, and close it."""
         try:  # mapped, as workers share one position in the file
             with mmap.mmap(self.number, 0, access=mmap.ACCESS_READ) as data:
-                return unpack(data[:])
+                return unpack_from(data)
         finally:
             os.close(self.number)
 
@@ -222,9 +222,9 @@ def run_worker(task: WorkerTask) -> None:
             os.environ[NODE_FOLDER] = str(task.node_folder)
         result = task.function.unpack()()
         is_kept = task.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
-        _write(task.folder / f"{rank}.result", pack(result if is_kept else None, "result"))
+        _write(task.folder / f"{rank}.result", result if is_kept else None, "result")
     except BaseException as error:  # noqa: BLE001 - a sys.exit() of the function would pass for success
-        _write(task.folder / f"{rank}.failure", pack(Failure.of(error)))
+        _write(task.folder / f"{rank}.failure", Failure.of(error), "failure")
         _leave_at_once()
     # Returning would make elastic wait until all workers have returned; it accepts an exit without a code.
     # wandb replaces sys.exit by one with the code 0.
@@ -241,9 +241,10 @@ def _check_cuda() -> None:
         )
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, value: Any, name: str) -> None:
     temporary = path.with_suffix(".part")
-    temporary.write_bytes(data)
+    with temporary.open("wb") as file:
+        pack_into(file, value, name)
     temporary.rename(path)
 
 
