@@ -42,7 +42,7 @@ def pack_into(
 ) -> None:
     """Write a value to a file, with everything that it refers to and that is defined in ``__main__``.
 
-    Of its tensors, there is a copy of one at a time in memory.
+    While it writes, there is one copy of its tensors in memory, and not another one of the whole.
 
     Args:
         file: opened to be written.

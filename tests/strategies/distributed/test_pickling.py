@@ -4,12 +4,14 @@ import functools
 import importlib.util
 import sys
 import threading
+import tracemalloc
 
 import pytest
+import torch
 from programs import run_program
 from torch import nn
 
-from echelon.strategies.distributed.pickling import find_culprit, pack, unpack
+from echelon.strategies.distributed.pickling import find_culprit, pack, pack_into, unpack, unpack_from
 from echelon.strategies.errors import ConfigError
 
 
@@ -109,3 +111,27 @@ def test_a_named_tuple_of_the_main_program_travels(tmp_path):
     )
     done = run_program(script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_tensors_go_through_a_file_without_a_second_copy(tmp_path):
+    tensors = [torch.full((250_000,), float(index)) for index in range(8)]  # of 1 MB each
+    with (tmp_path / "tensors").open("w+b") as file:
+        tracemalloc.start()
+        try:
+            pack_into(file, tensors)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        file.seek(0)
+        assert all(torch.equal(one, other) for one, other in zip(unpack_from(file), tensors, strict=True))
+    assert most < 9e6  # the pickler remembers what it has written
+
+
+class TooLarge:
+    def __reduce__(self):
+        raise MemoryError("no room")
+
+
+def test_too_little_memory_is_no_fault_of_the_value():
+    with pytest.raises(MemoryError, match="no room"):
+        pack(Holder(part=TooLarge()), "result")

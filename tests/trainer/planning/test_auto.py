@@ -45,10 +45,12 @@ def rows(width=WIDTH):
     return DataLoader(torch.randn(4 * batch, width), batch)
 
 
-def climbed(memory, module=None, **settings):
+def climbed(memory, module=None, fits=None, **settings):
     module = module or Tower()
 
     def fit(strategy, callback, setting):
+        if fits is not None:
+            fits.append(setting is not None)
         own = settings_of(strategy=strategy, devices=1, max_steps=3, callbacks=[callback])
         Trainer(**own, activation_checkpointing=setting).fit(module, rows())
 
@@ -71,6 +73,15 @@ def test_the_ladder_is_climbed_until_a_step_fits(memory, layout, recomputes):
     assert (choice.layout.name, choice.recomputes) == (layout, recomputes), choice.reason
     assert f"strategy='auto' takes {layout}" in choice.reason
     assert choice.num_micro_batches == (4 if "tp" in layout else 1)  # for the same global batch
+
+
+@pytest.mark.parametrize(
+    ("memory", "profiles"), [(1.45, [False]), (1.0, [False]), (0.58, [False, True]), (0.45, [False, True, True])]
+)
+def test_no_profile_is_taken_before_a_rung_needs_it(memory, profiles):
+    fits = []
+    climbed(memory * STATE, fits=fits)
+    assert fits == profiles  # by whether they recompute; the last one is of half a batch
 
 
 def test_what_does_not_fit_names_the_nearest_layout_and_what_does():
@@ -113,8 +124,8 @@ def told(folder, **values):
 def test_a_run_trains_with_what_was_chosen(tmp_path):
     width = 768
     state = 16 * DEPTH * (width * width + width)
-    # the processes of the run have the limit, too, and what they take beside tensors
-    done = told(tmp_path, room=int(0.8 * state + 300e6), width=width, reads=False)
+    # the processes of the run have the limit, too, and what they take beside tensors; the module here counts once
+    done = told(tmp_path, room=int(0.8 * state + 150e6), width=width, reads=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strategy='auto' takes fsdp: " in done.stdout
     assert ", where zero needs " in done.stdout
@@ -123,7 +134,7 @@ def test_a_run_trains_with_what_was_chosen(tmp_path):
 
 
 def test_a_run_that_fits_nowhere_says_so_before_it_starts(tmp_path):
-    done = told(tmp_path, room=int(4e6 + 300e6), width=768, reads=False)
+    done = told(tmp_path, room=int(4e6 + 150e6), width=768, reads=False)
     assert done.returncode == 1
     assert "ConfigError: strategy='auto' finds no layout for 2 devices of " in done.stderr
     assert "the nearest, " in done.stderr
