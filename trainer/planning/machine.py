@@ -22,11 +22,10 @@ _UNITS: Final = {
     **{f"{prefix}B": 1000.0**power for power, prefix in enumerate(("", "k", "M", "G", "T"))},
     **{f"{prefix}iB": 1024.0**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)},
 }
-_OF_A_PROCESS: Final = 150e6
-"""Bytes that a process on the CPU takes beside tensors and this one's data, once it trains with others: threads.
-
-Seen were 116 MB under DDP, and up to 190 MB under FSDP, of whose threads the stacks are not used.
-"""
+_OF_A_PROCESS: Final = 130e6
+"""Bytes that a process on the CPU takes beside tensors and what is here, once it trains with others (seen: 116)."""
+_OF_COLLECTIVES: Final = 50e6
+"""What it takes beyond that where forward communicates: threads, with the stacks of eight more (seen: 64)."""
 _OF_A_NODE: Final = 8
 """How many devices a node is taken to have where nothing is said."""
 
@@ -41,6 +40,8 @@ class Machine:
     memory: float
     """Bytes of each device."""
     is_cpu: bool = False
+    beside_collectives: float = 0.0
+    """Bytes of `memory` that a process does not have for tensors where forward communicates."""
     peak_flops: float | None = None
     """FLOP/s of each device in the dtype that computes; None where they are not known."""
     bandwidth: float | None = None
@@ -123,7 +124,7 @@ def this_machine(hardware: Hardware, module: nn.Module | None = None) -> Machine
     number = len(hardware.devices)
     own = storages_bytes([*module.parameters(), *module.buffers()]) if module is not None else 0
     memory = min(memory_of_host() / number, memory_of_process() + own) - _OF_A_PROCESS
-    return Machine(num_devices=number, memory=max(1.0, memory), is_cpu=True)
+    return Machine(num_devices=number, memory=max(1.0, memory), is_cpu=True, beside_collectives=_OF_COLLECTIVES)
 
 
 def memory_of_process() -> float:

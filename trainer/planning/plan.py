@@ -190,7 +190,7 @@ def _planned(
         num_micro_batches=number,
         estimate=estimate,
         flops=flops,
-        limit=machine.memory * (1 - MARGIN),
+        limit=max(0.0, machine.memory - machine.beside_collectives * strategy.forward_is_collective) * (1 - MARGIN),
         seconds=_seconds(machine, estimate, flops),
     )
 

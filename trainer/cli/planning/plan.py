@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,7 +109,7 @@ def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
     memory = _bytes(options.memory, "--memory")
     if options.devices is None and options.memory is None:
         here = this_machine(Hardware.of("auto", "auto", 1))
-        return Machine(num_devices=here.num_devices, memory=here.memory, is_cpu=here.is_cpu, **speeds)
+        return replace(here, **speeds)
     if options.devices is None or memory is None:
         given = "--devices" if memory is None else "--memory"
         raise ConfigError(f"--devices and --memory must be given together, got only {given}; give both, or none.")
