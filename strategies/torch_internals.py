@@ -28,12 +28,12 @@ __all__ = [
     "join_fake_group",
     "join_rpc",
     "kill_with_parent",
+    "memory_on_cpu",
     "overflows_of",
     "pipeline_order",
     "read_by_placements",
     "reduce_sharded_gradients",
     "root_mesh",
-    "storage_on_cpu",
     "strided_shard",
     "tree_leaves",
     "tree_map",
@@ -202,15 +202,13 @@ def overflows_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
         raise _gone(error) from error
 
 
-def storage_on_cpu(storage: Any) -> Any:
-    """Return what tensors pickle as their memory, as it is where that is the host's; otherwise a copy on the CPU."""
+def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
+    """Return the memory of what tensors pickle as theirs, as it is where that is the host's; otherwise a copy."""
     try:
-        memory = storage._untyped_storage  # noqa: SLF001 - to ask the storage itself is deprecated
+        memory: torch.UntypedStorage = storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
     except AttributeError as error:
         raise _gone(error) from error
-    if memory.device.type in ("cpu", "meta"):
-        return storage
-    return torch.storage.TypedStorage(wrap_storage=memory.cpu(), dtype=storage.dtype, _internal=True)
+    return memory if memory.device.type in ("cpu", "meta") else memory.cpu()
 
 
 def is_cuda_unusable() -> bool:

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import IO, Any
 
+import torch
 from torch.storage import TypedStorage
 
 from ..errors import ConfigError
-from ..torch_internals import storage_on_cpu
+from ..torch_internals import memory_on_cpu
 
 _MAX_DEPTH = 8  # levels of attributes and items that are searched for an object that cannot be pickled
 
@@ -42,7 +43,7 @@ def pack_into(
 ) -> None:
     """Write a value to a file, with everything that it refers to and that is defined in ``__main__``.
 
-    While it writes, there is one copy of its tensors in memory, and not another one of the whole.
+    Its tensors are not copied in memory.
 
     Args:
         file: opened to be written.
@@ -53,7 +54,7 @@ def pack_into(
 
     Raises:
         ConfigError: if it cannot be pickled.
-        MemoryError: where there is not enough for a copy of a tensor.
+        MemoryError: where there is not enough.
     """
     try:
         with _by_value(_home(value)):
@@ -73,8 +74,13 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, TypedStorage) and (on_cpu := storage_on_cpu(obj)) is not obj:
-                return _same, (on_cpu,)  # or each process that unpacks it would open the sender's device
+            if isinstance(obj, TypedStorage):
+                # or each process that unpacks it would open the sender's device
+                memory = memory_on_cpu(obj)
+                if memory.device.type == "cpu" and memory.nbytes():
+                    # torch would make a copy, which the pickler keeps
+                    data: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+                    return _filled_storage, (pickle.PickleBuffer(data), obj.dtype)
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):
@@ -84,8 +90,10 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
     Packer(file).dump(value)
 
 
-def _same(storage: Any) -> Any:
-    return storage
+def _filled_storage(data: bytearray, dtype: torch.dtype) -> TypedStorage:
+    """Return a storage with memory of its own, which can be resized as any other."""
+    memory = torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
+    return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
 def installed(modules: Iterable[str]) -> list[str]:

@@ -113,7 +113,7 @@ def test_a_named_tuple_of_the_main_program_travels(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_tensors_go_through_a_file_without_a_second_copy(tmp_path):
+def test_tensors_go_through_a_file_without_a_copy(tmp_path):
     tensors = [torch.full((250_000,), float(index)) for index in range(8)]  # of 1 MB each
     with (tmp_path / "tensors").open("w+b") as file:
         tracemalloc.start()
@@ -124,7 +124,7 @@ def test_tensors_go_through_a_file_without_a_second_copy(tmp_path):
             tracemalloc.stop()
         file.seek(0)
         assert all(torch.equal(one, other) for one, other in zip(unpack_from(file), tensors, strict=True))
-    assert most < 9e6  # the pickler remembers what it has written
+    assert most < 1e6
 
 
 class TooLarge:
