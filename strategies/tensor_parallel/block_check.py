@@ -224,7 +224,7 @@ def _whole(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)  # type: ignore[attr-defined]
-    return whole_tensor(tensor) if is_packed else tensor.full_tensor()  # type: ignore[attr-defined,no-any-return]
+    return whole_tensor(tensor) if is_packed else tensor.full_tensor()  # type: ignore[attr-defined]
 
 
 def _leaf(parameter: Tensor) -> Tensor:
