@@ -205,7 +205,8 @@ def overflows_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
     """Return the memory of what tensors pickle as theirs, as it is where that is the host's; otherwise a copy."""
     try:
-        memory: torch.UntypedStorage = storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
+        is_untyped = isinstance(storage, torch.UntypedStorage)
+        memory: torch.UntypedStorage = storage if is_untyped else storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
     except AttributeError as error:
         raise _gone(error) from error
     return memory if memory.device.type in ("cpu", "meta") else memory.cpu()

@@ -74,13 +74,14 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, TypedStorage):
+            if isinstance(obj, TypedStorage | torch.UntypedStorage):
                 # or each process that unpacks it would open the sender's device
                 memory = memory_on_cpu(obj)
                 if memory.device.type == "cpu" and memory.nbytes():
-                    # torch would make a copy, which the pickler keeps
+                    # torch would make a copy, which the pickler keeps; one of uint16 or float8 it could not read
                     data: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
-                    return _filled_storage, (pickle.PickleBuffer(data), obj.dtype)
+                    dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # which the tensor knows
+                    return _filled_storage, (pickle.PickleBuffer(data), dtype)
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):

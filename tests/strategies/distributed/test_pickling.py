@@ -135,3 +135,12 @@ class TooLarge:
 def test_too_little_memory_is_no_fault_of_the_value():
     with pytest.raises(MemoryError, match="no room"):
         pack(Holder(part=TooLarge()), "result")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.float8_e4m3fn, torch.bool])
+def test_tensors_of_every_dtype_travel(dtype):
+    tensor = torch.arange(6).to(dtype).view(2, 3)
+    again = unpack(pack({"whole": tensor, "part": tensor[:, 1:]}))
+    for name, value in (("whole", tensor), ("part", tensor[:, 1:])):
+        assert again[name].dtype == dtype
+        assert torch.equal(again[name].float(), value.float())
