@@ -41,7 +41,8 @@ def fit(session: Session, request: Request) -> None:
     if saved is not None:
         load_position(session, saved)  # the order of the samples depends on the seed
         assert session.resumed_from is not None
-        session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
+        with session.strategy.collectives.fail_together():
+            session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
     session.reload = partial(_load_data, session, request)
     session.reload("train")
     session.reload("validate")

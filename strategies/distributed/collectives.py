@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -196,6 +197,25 @@ class Collectives:
         if failure is not None:
             raise failure
         return value  # type: ignore[no-any-return]
+
+    @contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """Meet after a block in which each rank works by itself, such as with its disk. Collective.
+
+        Raises:
+            EchelonError: on every rank, if it was raised in the block on one of them.
+        """
+        own: EchelonError | None = None
+        try:
+            yield
+        except EchelonError as error:
+            own = error
+        errors = self.all_gather_object(own)
+        if own is not None:
+            raise own
+        for rank, other in enumerate(errors):
+            if other is not None:
+                raise type(other)(f"{other} Found so on rank {rank} of {self.world_size}; look at its node.")
 
     def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
         """Return, on each rank, its element of the list that rank `src` passes; others may pass None. Collective.

@@ -10,7 +10,7 @@ from ...callbacks.helpers.loggers import run_folder
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.run import Logger
 from ...strategies import Strategy
-from ...strategies.errors import CheckpointError, ConfigError, EchelonError
+from ...strategies.errors import CheckpointError, ConfigError
 from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.saved_state import check_saved
@@ -116,19 +116,9 @@ def read_checkpoint(
     Raises:
         CheckpointError: on every rank, if the checkpoint is absent or damaged as any of them sees it.
     """
-    state: dict[str, Any] = {}
-    error: EchelonError | None = None
-    try:
+    with strategy.collectives.fail_together():
         share = strategy.local_rank, strategy.environment.local_world_size
         lazy = large if strategy.world_size > 1 else ()
         state = checkpoint.load(path, parts=parts, lazy=lazy, verify=verify, share=share)
         checked(state, str(path))
-    except EchelonError as raised:
-        error = raised
-    faults = strategy.collectives.all_gather_object(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for rank, fault in enumerate(faults):
-        if fault is not None:
-            raise CheckpointError(f"{fault} Found so on rank {rank} of {len(faults)}; look at its node.")
     return state

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
+from datetime import timedelta
 
 import pytest
 import torch
@@ -280,6 +281,29 @@ def refuse_what_cannot_travel(ranks):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_object_travels_and_what_cannot_is_an_error_on_every_rank(world_size):
     run_ranks(move_everything, world_size)
+
+
+def refuse(does_refuse, text):
+    if does_refuse:
+        raise ConfigError(text)
+
+
+def fail_on_one_rank():
+    ranks = joined_collectives(timeout=timedelta(seconds=60))
+    with ranks.fail_together():
+        own = ranks.rank
+    assert own == ranks.rank
+    where = "" if ranks.rank == 1 else f" Found so on rank 1 of {ranks.world_size}; look at its node."
+    with pytest.raises(ConfigError) as caught, ranks.fail_together():
+        refuse(ranks.rank == 1, "The disk is full.")
+    assert str(caught.value) == f"The disk is full.{where}"
+    with pytest.raises(ConfigError, match=f"^rank {ranks.rank} has none$"), ranks.fail_together():
+        refuse(True, f"rank {ranks.rank} has none")
+    assert ranks.all_reduce(1) == ranks.world_size  # and all go on
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    run_ranks(fail_on_one_rank, 3)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
