@@ -34,7 +34,6 @@ from .checks import (
     check_module,
     check_stages,
     check_sync_batchnorm,
-    check_writable,
 )
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
@@ -57,7 +56,7 @@ from .session.session import Session, Task
 from .session.settings import Settings
 from .session.torch_flags import numerics
 from .session.train_state import TrainState
-from .setup import make_callbacks, make_loggers, open_loggers, root_dir, set_up, with_module_callbacks
+from .setup import check_root_dir, make_callbacks, make_loggers, open_loggers, set_up, with_module_callbacks
 
 Work = Callable[[Session, Request], Any]
 
@@ -159,11 +158,10 @@ class Runner:
         self.strategy.validate_module(request.module)
         if request.task == "fit":
             check_callbacks_of_fit(self._callbacks, request, self.settings, self.strategy, self.hardware)
-        folder = root_dir(self.settings, request.task)
-        if folder is not None:
-            check_writable(folder)
-        # under a launcher rank 0 looks it up once the ranks have met
-        checkpoint = None if self.hardware.environment.is_external else self._find_checkpoint(request)
+        is_external = self.hardware.environment.is_external  # the ranks look at the disk once they have met
+        if not is_external:
+            check_root_dir(self.settings, request.task)
+        checkpoint = None if is_external else self._find_checkpoint(request)
         self.is_running, self.has_finished = True, False
         try:
             yield replace(request, checkpoint=checkpoint)
@@ -310,7 +308,9 @@ class Runner:
         """Let all ranks go by rank 0's seed, checkpoint and folders."""
         strategy, environment = self.strategy, self.hardware.environment
         session.resumed_from = request.checkpoint
-        if environment.is_external:  # nobody has looked for it; there may be one process, too
+        if environment.is_external:  # nobody has looked at the disk; there may be one process, too
+            with strategy.collectives.fail_together():
+                check_root_dir(self.settings, request.task)
             session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
         if strategy.world_size > 1:
             if strategy.rank == 0 and not (self._has_described or strategy.collectives.is_rehearsed):

@@ -27,7 +27,7 @@ from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.state.optimizer_state import needs_closure
 from .checkpoint import load
 from .checkpoint.manifest import read_manifest
-from .checks import check_callbacks, check_loaders
+from .checks import check_callbacks, check_loaders, check_writable
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
 from .data.replica_batches import gather_numbers
@@ -368,8 +368,11 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
         tell(session.loggers, "log_graph", session.module, example)
 
 
-def root_dir(settings: Settings, task: Task) -> Path | None:
-    """Return the folder that a run will write to; None if it writes nothing there."""
-    if task != "fit" or not (settings.logger is True or settings.enable_checkpointing):
-        return None
-    return Path(settings.default_root_dir or ".")
+def check_root_dir(settings: Settings, task: Task) -> None:
+    """Check that files can be made in ``default_root_dir``, if a run will write there.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    if task == "fit" and (settings.logger is True or settings.enable_checkpointing):
+        check_writable(Path(settings.default_root_dir or "."))

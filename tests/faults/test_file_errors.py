@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from as_rank import double_trainer
+from small import Regression, loader
+
+from echelon import ConfigError
+from echelon.testing import run_ranks
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -32,3 +39,22 @@ def test_each_call_may_fail(ranks: int, stride: int) -> None:
     assert process.returncode == 0, output[-6000:]
     assert f"in {ranks} processes" in output
     assert " 0 faults" in output
+
+
+def error_of_fit(**settings: Any) -> str:
+    trainer = double_trainer(max_epochs=1, **settings)
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(Regression(), loader(8, 2), ckpt_path="last")
+    return str(caught.value)
+
+
+def fit_where_rank_1_cannot_write(folder: Path) -> str:
+    root = folder / ("file" if os.environ["RANK"] == "1" else "folder")
+    return error_of_fit(default_root_dir=root, enable_checkpointing=True)
+
+
+def test_a_folder_that_one_rank_cannot_write_to_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    errors = run_ranks(fit_where_rank_1_cannot_write, 2, tmp_path, timeout=120)
+    assert all(re.match(r"default_root_dir='.*file' cannot be written to \(", error) for error in errors)
+    assert [error.endswith("Found so on rank 1 of 2; look at its node.") for error in errors] == [True, False]
