@@ -59,7 +59,8 @@ def fit(session: Session, request: Request) -> None:
                 session.progress.last_checkpoint = session.resumed_from
         session.is_built = True
         # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
-        introduce(session, is_resumed=request.ckpt_path is not None or session.is_restarted)
+        asks_to_resume = request.ckpt_path is not None or session.is_restarted
+        session.strategy.collectives.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
         part_ranks(session.strategy.devices, session.state.seed, session.strategy.data_rank)
         if session.strategy.rank == 0:
             advise_precision(session.strategy.device, session.strategy.precision)

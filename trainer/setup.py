@@ -352,9 +352,7 @@ def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[i
 
 
 def introduce(session: Session, *, is_resumed: bool) -> None:
-    """Tell the loggers what is run."""
-    if session.strategy.rank != 0:
-        return
+    """Tell the loggers what is run, on rank 0."""
     hparams = logged_hparams(session.module, session.datamodule) if session.settings.enable_autolog_hparams else {}
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array

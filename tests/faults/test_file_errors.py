@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from as_rank import double_trainer
 from small import Regression, loader
 
-from echelon import ConfigError
+from echelon import ConfigError, CSVLogger
 from echelon.testing import run_ranks
 
 
@@ -58,3 +59,20 @@ def test_a_folder_that_one_rank_cannot_write_to_is_an_error_on_all(tmp_path: Pat
     errors = run_ranks(fit_where_rank_1_cannot_write, 2, tmp_path, timeout=120)
     assert all(re.match(r"default_root_dir='.*file' cannot be written to \(", error) for error in errors)
     assert [error.endswith("Found so on rank 1 of 2; look at its node.") for error in errors] == [True, False]
+
+
+class OnFullDisk(CSVLogger):
+    """A logger that finds the disk full where it goes on."""
+
+    def resume_at(self, step: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fit_on_full_disk(folder: Path) -> str:
+    return error_of_fit(default_root_dir=folder, logger=OnFullDisk(folder, "logs"))
+
+
+def test_a_logger_that_cannot_go_on_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    errors = run_ranks(fit_on_full_disk, 2, tmp_path, timeout=120)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("OnFullDisk cannot begin ([Errno 28] No space left on device)")
