@@ -63,7 +63,7 @@ class Cases:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
-        from echelon import Callback, CSVLogger, EchelonError, ModelCheckpoint, Trainer, TrainModule
+        from echelon import CSVLogger, EchelonError, ModelCheckpoint, Trainer, TrainModule
 
         class Small(TrainModule):
             def __init__(self) -> None:
@@ -78,17 +78,6 @@ class Cases:
             def configure_optimizers(self) -> Any:
                 return torch.optim.Adam(self.parameters(), lr=0.01)
 
-        def arm() -> None:
-            if armed is not None:
-                self.library.faults_arm(str(run).encode(), *armed)
-
-        class Arms(Callback):
-            """Lets the calls of one of two ranks fail once they train."""
-
-            def on_train_start(self, trainer: Any, module: Any) -> None:
-                if trainer.world_size > 1:
-                    arm()
-
         saver = ModelCheckpoint(
             run / "ckpt", every_n_epochs=1, save_last=True, save_top_k=2, monitor="step", mode="max"
         )
@@ -98,15 +87,15 @@ class Cases:
             strategy="zero" if self.num_ranks == 2 else "auto",
             default_root_dir=run,
             logger=CSVLogger(run, "logs", version=0, flush_logs_every_n_steps=1),
-            callbacks=[Arms(), saver],
+            callbacks=[saver],
             enable_progress_bar=False,
             enable_model_summary=False,
             max_epochs=max_epochs,
             log_every_n_steps=1,
         )
         data = DataLoader(TensorDataset(torch.ones(4, 2)), 2)
-        if self.num_ranks == 1:
-            arm()
+        if armed is not None:
+            self.library.faults_arm(str(run).encode(), *armed)
         try:
             trainer.fit(Small(), data, ckpt_path="last")
         except EchelonError as error:
