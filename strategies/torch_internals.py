@@ -46,30 +46,35 @@ SEEN: Final = "2.11.0, 2.14.1 and 2.15.0"
 """The versions of torch that have all these names; `make test-versions` runs the core of the tests on them."""
 
 
-def _gone(error: ImportError | AttributeError) -> EchelonError:
-    return EchelonError(
-        f"A private name of torch is gone in torch {torch.__version__} ({error}); Echelon was seen to work with torch "
-        f"{SEEN}: install one of them, or a newer Echelon."
-    )
+class _NamesOfTorch:
+    """Says which versions of torch have a name that turns out to be gone from this one."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ImportError | AttributeError):
+            raise EchelonError(
+                f"A private name of torch is gone in torch {torch.__version__} ({error}); Echelon was seen to work "
+                f"with torch {SEEN}: install one of them, or a newer Echelon."
+            ) from error
 
 
-try:
+_names_of_torch: Final = _NamesOfTorch()
+
+with _names_of_torch:
     from torch.multiprocessing import _prctl_pr_set_pdeathsig as kill_with_parent  # type: ignore[attr-defined]
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves, tree_map
 
     OpOverload = torch._ops.OpOverload  # noqa: SLF001
-except (ImportError, AttributeError) as _error:
-    raise _gone(_error) from _error
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Return the placement of a DTensor of which each of `split_factor` parts is cut."""
-    try:
+    with _names_of_torch:
         from torch.distributed.tensor.placement_types import _StridedShard
-    except ImportError as error:
-        raise _gone(error) from error
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -78,46 +83,36 @@ def read_by_placements(tensor: Any) -> None:
 
     There is none that makes up a packed tensor, for which it raises.
     """
-    try:
+    with _names_of_torch:
         spec = tensor._spec  # noqa: SLF001
         order = spec.compute_default_shard_order(spec.placements)
         spec.use_strided_shard_as_shard_order, spec.shard_order = False, order
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def root_mesh(mesh: Any) -> Any:
     """Return the DeviceMesh of which another one is a part."""
-    try:
+    with _names_of_torch:
         return mesh._get_root_mesh()  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def without_dispatch_modes() -> Any:
     """Return a context without the TorchDispatchModes around it, such as that of selective checkpointing."""
-    try:
+    with _names_of_torch:
         from torch.utils._python_dispatch import _disable_current_modes
-    except ImportError as error:
-        raise _gone(error) from error
     return _disable_current_modes()
 
 
 def fake_mode() -> Any:
     """Return a mode in which tensors have a shape and no memory; real ones are taken for such tensors."""
-    try:
+    with _names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError as error:
-        raise _gone(error) from error
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_mode_beside_real() -> Any:
     """Return such a mode that computes on real tensors alone as ever: on the ranks of a DeviceMesh, for example."""
-    try:
+    with _names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError as error:
-        raise _gone(error) from error
 
     class BesideReal(FakeTensorMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,25 +134,21 @@ def join_fake_group(rank: int, world_size: int) -> None:
     """Let this process be one rank of a process group whose other ranks are not there; collectives return at once."""
     import torch.distributed as dist
 
-    try:
+    with _names_of_torch:
         from torch.distributed import HashStore  # type: ignore[attr-defined]  # as its documentation has it
         from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
-    except ImportError as error:
-        raise _gone(error) from error
     dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
 
 
 def unknown_values() -> tuple[type[Exception], ...]:
     """Return the errors that are raised where a tensor without memory is asked for its values."""
-    try:
+    with _names_of_torch:
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
             UnsupportedFakeTensorException,
             UnsupportedOperatorException,
         )
-    except ImportError as error:
-        raise _gone(error) from error
     return (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -168,19 +159,15 @@ def unknown_values() -> tuple[type[Exception], ...]:
 
 def function_modes() -> list[Any]:
     """Return the TorchFunctionModes around the caller, the outermost first."""
-    try:
+    with _names_of_torch:
         from torch.overrides import _get_current_function_mode_stack
-    except ImportError as error:
-        raise _gone(error) from error
     return list(_get_current_function_mode_stack())
 
 
 def compilation_callbacks() -> Any:
     """Return where functions are registered that torch.compile calls before and after it compiles."""
-    try:
+    with _names_of_torch:
         from torch._dynamo.callback import callback_handler
-    except ImportError as error:
-        raise _gone(error) from error
     return callback_handler
 
 
@@ -188,46 +175,36 @@ def default_store() -> Any:
     """Return the store by which the processes of the default process group have met."""
     from torch.distributed import distributed_c10d
 
-    try:
+    with _names_of_torch:
         return distributed_c10d._get_default_store()
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def overflows_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return, for each device, whether gradients that were unscaled there are not finite; to be changed in place."""
-    try:
+    with _names_of_torch:
         return list(scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
     """Return the memory of what tensors pickle as theirs, as it is where that is the host's; otherwise a copy."""
-    try:
+    with _names_of_torch:
         is_untyped = isinstance(storage, torch.UntypedStorage)
         memory: torch.UntypedStorage = storage if is_untyped else storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
-    except AttributeError as error:
-        raise _gone(error) from error
     return memory if memory.device.type in ("cpu", "meta") else memory.cpu()
 
 
 def is_cuda_unusable() -> bool:
     """Return whether this process was forked from one that had asked for CUDA devices, and so cannot use any."""
-    try:
+    with _names_of_torch:
         return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
     """Have DistributedDataParallel leave parameters and buffers of a module alone, which it is yet to wrap."""
     from torch.nn.parallel import DistributedDataParallel
 
-    try:
+    with _names_of_torch:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) -> None:
@@ -237,11 +214,9 @@ def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) ->
     """
     from torch.distributed import autograd, rpc
 
-    try:
+    with _names_of_torch:
         autograd._init(rank)  # type: ignore[attr-defined] # noqa: SLF001
         rpc._init_rpc_backend(store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)  # noqa: SLF001
-    except (ImportError, AttributeError) as error:
-        raise _gone(error) from error
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -267,10 +242,8 @@ def set_float32_precisions(precisions: dict[tuple[str, str], str]) -> None:
 
 
 def _precision(verb: str) -> Callable[..., str]:
-    try:
+    with _names_of_torch:
         function: Callable[..., str] = getattr(torch._C, f"_{verb}_fp32_precision_{verb}ter")  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
     return function
 
 
@@ -286,10 +259,8 @@ def compiler_settings() -> dict[tuple[str, str], Any]:
 
 
 def _changed(config: Any) -> Iterable[str]:
-    try:
+    with _names_of_torch:
         return [key for key in config._config if not config._is_default(key)]  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def _is_plain(value: object) -> bool:
@@ -320,14 +291,12 @@ def pipeline_order(
     schedule: str, num_ranks: int, stages_a_rank: int, num_micro_batches: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return the order in which each rank computes under one of torch's schedules: kind, stage and micro-batch."""
-    try:
+    with _names_of_torch:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         stages = [_OrderStage(stage, num_ranks * stages_a_rank, num_ranks) for stage in range(stages_a_rank)]
         made: Any = get_schedule_class(schedule)(stages, num_micro_batches, loss_fn=_order_stage_loss)
         orders = made.pipeline_order
-    except (ImportError, AttributeError) as error:
-        raise _gone(error) from error
 
     def plain(action: Any) -> list[tuple[str, int, int]]:
         if action is None:
@@ -347,10 +316,8 @@ def with_transfers(
     orders: Iterable[Iterable[tuple[str, int, int]]], rank_of: Callable[[int], int], num_stages: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return orders with the transfers between ranks, placed so that those of two ranks meet in one order."""
-    try:
+    with _names_of_torch:
         from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
-    except ImportError as error:
-        raise _gone(error) from error
     actions = {
         rank: [_Action(stage, _ComputationType(kind), index) for kind, stage, index in order]
         for rank, order in enumerate(orders)
@@ -369,19 +336,15 @@ def backward_for_inputs(
     weights: Iterable[torch.nn.Parameter],
 ) -> Any:
     """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to go on."""
-    try:
+    with _names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_input
-    except ImportError as error:
-        raise _gone(error) from error
     return stage_backward_input(outputs, gradients, inputs, iter(weights))[1]
 
 
 def backward_for_weights(weights: Iterable[torch.nn.Parameter], rest: Any) -> None:
     """Add the gradients of weights that `backward_for_inputs` has left."""
-    try:
+    with _names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_weight
-    except ImportError as error:
-        raise _gone(error) from error
     stage_backward_weight(iter(weights), rest)
 
 
@@ -392,14 +355,12 @@ def reduce_sharded_gradients(root: Any) -> None:
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
-    try:
+    with _names_of_torch:
         state = fully_shard.state(root)  # type: ignore[attr-defined]
         for each in state._state_ctx.all_states:  # noqa: SLF001
             for group in _param_groups(each):
                 group.post_backward()
         state._root_post_backward_final_callback()  # noqa: SLF001
-    except AttributeError as error:
-        raise _gone(error) from error
 
 
 def _param_groups(state: Any) -> list[Any]:
