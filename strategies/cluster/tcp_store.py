@@ -54,7 +54,7 @@ def connect_store(address: str, port: int, limit: timedelta) -> Any:
     """Return a client of the store at an address.
 
     torch waits for ever for the first answer of a server that accepts a connection and says nothing (torch 2.14).
-    So its connection is ended from another thread.
+    So its connection is ended from another thread, and each that follows: torch may try again (2.11).
 
     Raises:
         RuntimeError: if there is no store within `limit`; torch's errors are of this class.
@@ -63,18 +63,22 @@ def connect_store(address: str, port: int, limit: timedelta) -> Any:
 
     before = {os.fstat(each.fileno()).st_ino for each in connections_to(port)}
 
-    def end() -> None:
-        for connection in connections_to(port):
-            if os.fstat(connection.fileno()).st_ino not in before:
-                connection.shutdown(socket.SHUT_RDWR)
+    has_returned = threading.Event()
 
-    timer = threading.Timer(limit.total_seconds(), end)
-    timer.daemon = True
-    timer.start()
+    def end() -> None:
+        wait = limit.total_seconds()
+        while not has_returned.wait(wait):
+            wait = 0.1
+            for connection in connections_to(port):
+                if os.fstat(connection.fileno()).st_ino not in before:
+                    with contextlib.suppress(OSError):  # it has ended by itself
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=end, daemon=True).start()
     try:
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
     finally:
-        timer.cancel()
+        has_returned.set()
 
 
 def connections_to(port: int) -> Iterator[socket.socket]:

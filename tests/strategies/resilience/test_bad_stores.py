@@ -1,6 +1,7 @@
 """Stores and clocks that fail: a rendezvous that says nothing, a store that is stopped or killed, clocks that jump."""
 
 import contextlib
+import functools
 import os
 import pickle
 import re
@@ -13,8 +14,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from programs import WatchedProgram, run_program
 
+from echelon.strategies.cluster.tcp_store import connect_store
 from echelon.strategies.errors import ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import meeting
 
@@ -51,6 +54,19 @@ def test_a_rendezvous_that_accepts_and_says_nothing_is_given_up_after_the_start_
     with pytest.raises(ProcessError, match=rf"There is no store for the rendezvous at 127.0.0.1:{silent} after start_"):
         meeting(nodes=(1, 2), endpoint=f"127.0.0.1:{silent}", run_id="run", start_timeout=timedelta(seconds=2))
     assert time.monotonic() - began < 60
+
+
+def test_a_store_that_says_nothing_is_given_up_where_torch_tries_again(silent, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "TCPStore", functools.partial(more_patient, torch.distributed.TCPStore))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        connect_store("127.0.0.1", silent, timedelta(seconds=1))
+    assert time.monotonic() - began < 60
+
+
+def more_patient(store, *args, timeout, **options):
+    """Torch's timeout begins after ours, and later on a busy machine."""
+    return store(*args, timeout=4 * timeout, **options)
 
 
 def store_of(port):
