@@ -178,7 +178,11 @@ def _delete(path: Path) -> None:
     with suppress(OSError):
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
-        else:
+        elif path.is_dir():
+            gone = path.with_suffix(".gone")
+            with suppress(OSError):
+                path.rename(gone)  # another rank that is still writing finds it no more, and adds nothing to it
+                path = gone
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -86,7 +86,7 @@ class SavingGroup:
 
     def _lead(self, path: Path, encoded: EncodedState) -> None:
         others = range(1, self.world_size) if encoded.is_distributed else ()
-        with committed(path) as folder:
+        with committed(path) as folder, self._telling_first(path):
             if others:
                 self._post("folder", folder.name)
             written = [write_own(folder, encoded, 0, self.world_size)]
@@ -103,7 +103,7 @@ class SavingGroup:
             try:
                 written = write_own(folder, encoded, self.rank, self.world_size)
             except OSError as error:
-                raise refused(path, error) from error
+                raise self._error_of_others() or refused(path, error) from error
             files = {name: [file.size, file.sha256] for name, file in written.files.items()}
             self._post(_topic(self.rank), {"files": files, "parts": written.parts, "entries": encoded.entries})
         self._wait_for("end", 0)
@@ -117,6 +117,25 @@ class SavingGroup:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         with _store_errors():
             self._board.post_first(f"{self._number}/error", f"{text} (On rank {self.rank} of {self.world_size}.)")
+
+    @contextmanager
+    def _telling_first(self, path: Path) -> Iterator[None]:
+        """Tell the other ranks of an error before the folder to which they may still write is deleted."""
+        try:
+            yield
+        except OSError as error:
+            refusal = refused(path, error)
+            self._fail(refusal)
+            raise refusal from error
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _error_of_others(self) -> CheckpointError | None:
+        """Return the error with which another rank has failed, after which there is no folder to write to."""
+        with _store_errors():
+            message = self._board.read(f"{self._number}/error")
+        return None if message is None else CheckpointError(message)
 
     def _leave(self) -> None:
         """End this checkpoint; the last of the ranks clears away the messages."""
