@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError
-from ..strategies.state.dtensor import is_dtensor, local_shard
+from ..strategies.state.dtensor import is_dtensor, local_shard, values_here
 from ..strategies.state.shards import Holders
 from .callback import Callback
 from .run import Recoverable, Run
@@ -148,7 +148,7 @@ class LossSpikePolicy(Callback):
         device = trainer.strategy.device
         loss = torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=device)
         self._losses.clear()
-        whole = [gradient for gradient in gradients if not is_dtensor(gradient)]
+        whole = [values_here(gradient) for gradient in gradients if not is_dtensor(gradient)]
         norm = nn.utils.get_total_norm(whole) if whole else loss.new_zeros(())
         shards = square_of_shards([gradient for gradient in gradients if is_dtensor(gradient)], trainer.strategy)
         numbers_here = [loss, norm, loss.new_tensor(has_any), shards]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..strategies.errors import NonFiniteError
-from ..strategies.state.dtensor import local_shard
+from ..strategies.state.dtensor import values_here
 from .callback import Callback
 from .run import Run
 
@@ -86,7 +86,7 @@ class NaNGuard(Callback):
         bad = [
             name
             for name, p in module.named_parameters()
-            if id(p) in checked and p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())
+            if id(p) in checked and p.grad is not None and not bool(torch.isfinite(values_here(p.grad)).all())
         ]
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         although = " although the loss is" if self._losses else ""
@@ -97,15 +97,9 @@ class NaNGuard(Callback):
         )
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor that this rank holds."""
-    tensor = local_shard(tensor)
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
 def _largest(tensors: Sequence[Tensor | None]) -> float | None:
     """Return the largest magnitude, or NaN: one reduction per tensor, one number read from the device."""
-    filled = [values for t in tensors if t is not None and (values := _values(t)).numel()]
+    filled = [values for t in tensors if t is not None and (values := values_here(t)).numel()]
     if not filled:
         return None
     norms = torch._foreach_norm(filled, ord=math.inf)

@@ -34,6 +34,12 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def values_here(tensor: Tensor) -> Tensor:
+    """Return the numbers that this rank holds of a tensor; of a sparse one, those of its rows."""
+    tensor = local_shard(tensor)
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """Return a tensor, with a gradient; a DTensor is gathered. Collective: the ranks of its mesh call it."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
