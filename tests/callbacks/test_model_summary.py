@@ -163,6 +163,7 @@ def test_a_summary_is_an_object():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_scripted_submodule_has_no_sizes():
     module = TwoLayers()
     module.first = torch.jit.script(module.first)

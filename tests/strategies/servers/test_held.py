@@ -1,5 +1,7 @@
 """What a server holds of an optimizer: means of gradients, updates, state; and the bound of trainers that run ahead."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ def held_of(optimizer, named, trained, num_trainers=2, sparse=()):
     groups = [{**group, "params": list(named)} for group in optimizer.param_groups]
     values = {name: parameter.detach().clone() for name, parameter in named.items()}
     packed = pack((type(optimizer), attributes_of(optimizer)))
-    return HeldOptimizer(Assignment(packed, groups, trained, frozenset(sparse), values, {}), num_trainers)
+    state = {name: deepcopy(optimizer.state[p]) for name, p in named.items() if p in optimizer.state}
+    return HeldOptimizer(Assignment(packed, groups, trained, frozenset(sparse), values, state), num_trainers)
 
 
 def test_a_server_updates_with_the_mean_of_what_trainers_push_and_leaves_unused_parameters_alone():

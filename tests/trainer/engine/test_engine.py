@@ -328,6 +328,7 @@ def test_a_backward_before_setup_or_beside_it_is_an_error(engine):
         engine.backward(None)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # as torch 2.11 imports its compiler
 def test_modules_and_optimizers_are_set_up_once_and_together(engine):
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -51,6 +51,7 @@ def expected(module: TrainModule, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # in torch 2.11
 def test_an_onnx_model_of_a_checkpoint_of_a_sharded_run_computes_the_same(tmp_path: Path) -> None:
     module = Exported()
     saver = ModelCheckpoint(tmp_path / "saved")
@@ -91,7 +92,7 @@ def test_torchscript_computes_the_same_and_says_that_it_is_deprecated(tmp_path: 
     assert len(seen) == 1
     x = torch.randn(3, 2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")  # of torch.jit, which is deprecated
         loaded = torch.jit.load(str(tmp_path / "model.pt"))
     assert modes(module) == before and not scripted.training
     assert torch.equal(loaded(x), expected(module, x)) and torch.equal(scripted(x), expected(module, x))

@@ -48,7 +48,7 @@ def cross_entropy(module: nn.Module, batch: Any) -> Any:
 # --- the batch: each answer shows what it was made of ---
 
 
-@tour.answered_by(RuntimeError, "dtype to be Long", "target.long()", "[0] float32[2, 2], [1] float32[2]")
+@tour.answered_by(RuntimeError, "Long", "target.long()", "[0] float32[2, 2], [1] float32[2]")
 def classes_as_floats() -> None:
     fit(Step(cross_entropy, 3), batches(torch.ones(4, 2), torch.ones(4)))
 
