@@ -63,7 +63,7 @@ def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *,
     resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
     try:
-        with preloading(["cuda" if uses_cuda else "", *own]), keeping_start_method():
+        with keeping_start_method(), preloading(["cuda" if uses_cuda else "", *own]):  # one thread at a time
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
