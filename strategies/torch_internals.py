@@ -357,7 +357,11 @@ def reduce_sharded_gradients(root: Any) -> None:
     root.set_requires_gradient_sync(True)
     with _names_of_torch:
         state = fully_shard.state(root)  # type: ignore[attr-defined]
-        for each in state._state_ctx.all_states:  # noqa: SLF001
+        context = state._state_ctx  # noqa: SLF001
+        if getattr(context, "manual_backward_finalization_active", False) is None:
+            # torch 2.15 sets it in the hooks of a backward, of which there were none if parameters were gathered before
+            context.manual_backward_finalization_active = context.manual_backward_finalization
+        for each in context.all_states:
             for group in _param_groups(each):
                 group.post_backward()
         state._root_post_backward_final_callback()  # noqa: SLF001
