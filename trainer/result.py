@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch.optim import Optimizer
 
@@ -28,6 +28,8 @@ from .session.progress import Progress
 from .session.session import Session, Task
 from .session.train_state import TrainState
 from .tuning.attribute import set_attribute
+
+_PACKAGE: Final = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,15 @@ class Result:
 def result_of(session: Session) -> Result:
     """Return what the caller gets of a run that has ended well. Collective: every rank calls it."""
     is_fit, progress = session.task == "fit", session.progress
+    callbacks = callback_states(session.callbacks)
     if is_fit:
         session.strategy.sync_replicas()
+        _make_room(session)
     return Result(
         model=session.strategy.full_model_state() if is_fit else None,
         state=session.state,
         metrics=session.metrics.state_dict() | {"logged": session.metrics.logged_metrics()},
-        callbacks=callback_states(session.callbacks),
+        callbacks=callbacks,
         versions=[getattr(logger, "version", None) for logger in session.loggers],
         signal=session.interruption.signal,
         should_stop=progress.should_stop,
@@ -68,6 +72,20 @@ def result_of(session: Session) -> Result:
         origin=session.origin,
         found=progress.found,
     )
+
+
+def _make_room(session: Session) -> None:
+    """Free what nothing reads any more before this process ends, so that whole weights fit beside shards of them."""
+    for parameter in session.module.parameters():
+        parameter.grad = None
+    if not any(map(_has_teardown, (*session.callbacks, session.module, session.datamodule))):
+        for optimizer in session.optimizers:
+            optimizer.state.clear()
+
+
+def _has_teardown(owner: object) -> bool:
+    """Return whether the user has written its ``teardown``, which may still read or save the training state."""
+    return getattr(getattr(owner, "teardown", None), "__module__", __name__).partition(".")[0] != _PACKAGE
 
 
 @dataclass(kw_only=True, eq=False)

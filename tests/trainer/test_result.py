@@ -1,0 +1,62 @@
+"""The end of a fit in other processes: what makes room for whole weights there, and what hooks still find."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small import Regression, loader, quiet
+
+from echelon import Callback, ModelCheckpoint
+from echelon.trainer.result import _make_room
+
+
+class SavesLast(Callback):
+    """Saves a checkpoint in the last hook of all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class Adapts(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class TearsDown(Regression):
+    def teardown(self, stage: str) -> None:
+        pass
+
+
+def state_after(module: Regression, *callbacks: Callback) -> int:
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    session: Any = SimpleNamespace(module=module, callbacks=callbacks, datamodule=None, optimizers=[optimizer])
+    _make_room(session)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    return len(optimizer.state)
+
+
+def test_the_state_of_optimizers_makes_room_unless_a_hook_of_the_user_may_read_it(tmp_path: Path) -> None:
+    assert state_after(Regression(), ModelCheckpoint(tmp_path)) == 0
+    assert state_after(Regression(), SavesLast(tmp_path)) == 2
+    assert state_after(TearsDown()) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_that_the_last_hook_saves_is_whole(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    settings: dict[str, Any] = {"strategy": strategy, "devices": 2}
+    torch.manual_seed(0)
+    whole, stopped, resumed = Adapts(), Adapts(), Adapts()
+    stopped.load_state_dict(whole.state_dict())
+    quiet(max_epochs=2).fit(whole, loader(16, 4))
+    quiet(max_epochs=1, callbacks=[SavesLast(path)], **settings).fit(stopped, loader(16, 2))
+    quiet(max_epochs=2, **settings).fit(resumed, loader(16, 2), ckpt_path=path)
+    for one, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
