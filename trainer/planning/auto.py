@@ -15,7 +15,7 @@ from ..module.train_module import TrainModule
 from ..session.settings import Settings
 from .layouts import RunLayout
 from .machine import Machine, in_units
-from .plan import MARGIN, PlannedLayout, Profiles, choose_micro_batch
+from .plan import PlannedLayout, Profiles, choose_micro_batch
 from .profiles import FitOnce, take_profiles
 from .profiling import ProfilingStrategy
 
@@ -75,8 +75,8 @@ def choose(
     answer: Choice | str | None = launch_all(climb, num_processes=1, timeout=_SECONDS)[0]
     if isinstance(answer, str):
         raise ConfigError(
-            f"strategy='auto' finds no layout for {machine}, of which {MARGIN:.0%} stay free: {answer}. Take more "
-            "devices, or a smaller batch in the DataLoader."
+            f"strategy='auto' finds no layout for {machine}, of which {machine.margin:.0%} stay free: {answer}. Take "
+            "more devices, or a smaller batch in the DataLoader."
         )
     return answer
 
@@ -166,7 +166,8 @@ def _reason(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
         f"{in_units(machine.memory)} on each of {machine.num_devices} devices"
     )
     if at:
-        text += f", where {_name(tried[at - 1])} needs {in_units(tried[at - 1].estimate.total)}"
+        before = tried[at - 1]
+        text += f", where {_name(before)} needs {in_units(before.estimate.total)} and may take {in_units(before.limit)}"
     if at + 1 < len(tried):
         text += f"; {_name(tried[at + 1])} would take {in_units(tried[at + 1].estimate.total)}"
     return text

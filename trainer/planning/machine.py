@@ -50,6 +50,14 @@ class Machine:
     """Bytes per second that a device sends to those of other nodes; None for `bandwidth`."""
 
     @property
+    def margin(self) -> float:
+        """The fraction of `memory` that a plan leaves free, for the allocator's gaps and what it does not know.
+
+        On a CPU what a process takes beside tensors is no part of `memory`, and the gaps are smaller.
+        """
+        return 0.05 if self.is_cpu else 0.1
+
+    @property
     def devices_of_node(self) -> int:
         """The number of devices on each node."""
         return self.num_devices // self.num_nodes

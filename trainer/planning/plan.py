@@ -13,9 +13,6 @@ from ...strategies.estimate.profile import Profile
 from .layouts import RunLayout, possible_layouts
 from .machine import Machine
 
-MARGIN: Final = 0.1
-"""The fraction of a device's memory that a plan leaves free, for the allocator's gaps and what it does not know."""
-
 _OF_A_NODE: Final = frozenset(("tp", "cp", "devices"))
 """The axes along which neighbouring ranks lie, which are on one node."""
 
@@ -183,6 +180,7 @@ def _planned(
     profile = replace(profiles.of(num_samples, recomputes=recomputes), num_micro_batches=number)
     estimate = strategy.estimate(profile, machine.hardware(uses_processes=strategy.uses_processes))
     flops = profile.flops * number * layout.num_readers / machine.num_devices
+    available = max(0.0, machine.memory - machine.beside_collectives * strategy.forward_is_collective)
     return PlannedLayout(
         layout=layout,
         recomputes=recomputes,
@@ -190,7 +188,7 @@ def _planned(
         num_micro_batches=number,
         estimate=estimate,
         flops=flops,
-        limit=max(0.0, machine.memory - machine.beside_collectives * strategy.forward_is_collective) * (1 - MARGIN),
+        limit=available * (1 - machine.margin),
         seconds=_seconds(machine, estimate, flops),
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from ....callbacks.figures.figure_file import figure_file
 from ....strategies.estimate.estimate import Estimate
 from ...planning.machine import in_units
-from ...planning.plan import MARGIN, Plan, PlannedLayout
+from ...planning.plan import Plan, PlannedLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
         )
     axes.axvline(limit / unit, color="#b2182b", linewidth=1.5)
-    axes.axvline(limit * (1 - MARGIN) / unit, color="#b2182b", linewidth=1, linestyle=":")
+    axes.axvline(limit * (1 - plan.machine.margin) / unit, color="#b2182b", linewidth=1, linestyle=":")
     axes.set_yticks(range(len(shown)), [_label(planned) for planned in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, end)
