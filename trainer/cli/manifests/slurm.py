@@ -24,17 +24,17 @@ set -u
 {setup}
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 {rendezvous}
-# One agent a node, which starts the processes there. The end of one is not the end of the others.
-srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
-    {launch} &
-nodes=$!
-
 # SIGTERM to srun would kill the nodes at once (\"forcing job termination\"), so scancel has to tell them. They finish
 # the step, save a checkpoint and end with 143.
 is_time_up=false
 trap 'is_heard=true; is_time_up=true; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 # Whoever cancels or preempts the job has signalled the nodes, too.
 trap 'is_heard=true' TERM
+
+# One agent a node, which starts the processes there. The end of one is not the end of the others.
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
+    {launch} &
+nodes=$!
 
 is_heard=true
 while $is_heard; do # a signal ends wait, not srun
