@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, DataModule, EchelonError, Trainer, TrainModule
 from echelon.strategies import ElasticStrategy, FSDPStrategy, ParameterServerStrategy
+from echelon.strategies.errors import ProcessError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 from echelon.trainer.module.data_module import DataHooks
@@ -278,12 +279,14 @@ def moments(strategy, folder):
     places = ("setup", "configure_optimizers", "training_step", "validation_step", "on_fit_end", "teardown")
     for place, error in errors + [(place, ValueError("as the test wants")) for place in places]:
         trainer, module = trainer_of(strategy, folder), Net(place, error)
-        with pytest.raises(type(error)):
+        # in async mode the servers may have ended with a rank that came first
+        expected = (type(error), ProcessError) if strategy == "ps, async" else type(error)
+        with pytest.raises(expected):
             trainer.fit(module, Data())
         yield f"after {type(error).__name__} in {place}", trainer, module
         trainer.fit(Net(), Data())
         module = Net(place, error)
-        with pytest.raises(type(error)):
+        with pytest.raises(expected):
             trainer.fit(module, Data())
         yield f"after {type(error).__name__} in {place} of a second fit", trainer, module
 
