@@ -16,24 +16,25 @@ from matrix import ALONE, CASES, GLOBAL_BATCH, LINES, compare, run
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 TEXT = f"""# The same numbers: every strategy against one process
 
-The optimizer step does not depend on the strategy, on the number of processes or on accumulation: only the order of
-floating-point additions differs. This table is measured: each cell is the largest difference of any parameter, on any
-rank, from one process after six optimizer steps on the same global batches of {GLOBAL_BATCH} samples, shuffled. Metrics
-of training, validation and test, `global_step` and `samples_seen` are compared as well.
-[The test](../tests/equivalence/test_matrix.py) fails for more than 1e-12 in float64, and in float32 for more than 1e-6
-with SGD and 1e-4 with AdamW, which amplifies the noise of small gradients. A strategy is registered only if it is in
-this table.
+The optimizer step does not depend on the strategy, the number of processes or the accumulation: only the order of
+floating-point additions differs. The table below is measured: each cell is the largest difference of any parameter, on
+any rank, from one process after six optimizer steps on the same shuffled global batches of {GLOBAL_BATCH} samples; a
+dash marks a case that is not run. Metrics of training, validation and test, `global_step` and `samples_seen` are
+compared as well. [The test](../tests/equivalence/test_matrix.py) fails for differences above 1e-12 in float64, and in
+float32 above 1e-6 with SGD and 1e-4 with AdamW, which amplifies the noise of small gradients. A strategy is registered
+only if it is in this table.
 
-- *even*: three whole global batches an epoch; *uneven*: a rest of 13 samples; *one left*: a rest of one, so that some
-  ranks have none.
-- *accumulate 2*: the global batch is cut into two micro-batches a rank; *cut in 5s*: `global_batch_size` with a batch
-  size that divides nothing.
-- *clip*: by the norm of the gradients of all ranks; *units*: the step returns `Loss(total, count)` whose counts differ.
-- *local_sgd* takes other steps by design. What it shares with the rest is its warm-up, and plain averaging at every
-  step, which is the same for SGD without clipping.
-- SGD has momentum and weight decay. The module has a frozen layer, tied weights and a buffer; that of the lines with
-  `tp` (but for "dense") is a language model of two attention blocks, with a tied embedding, frozen layers and a buffer;
-  that of the lines with `pp` has four blocks, and twice as many micro-batches.
+- *even*: three whole global batches per epoch; *uneven*: 13 samples are left over; *one left*: one sample is left over,
+  so that some ranks have none.
+- *accumulate 2*: the global batch is split into two micro-batches per rank; *cut in 5s*: `global_batch_size` with a
+  batch size that does not divide it.
+- *clip*: by the norm of the gradients of all ranks; *units*: the step returns `Loss(total, count)` with different
+  counts.
+- *local_sgd* takes different steps by design. Compared are its warm-up, and averaging at every step, which is the same
+  for SGD without clipping.
+- SGD has momentum and weight decay. The module has a frozen layer, tied weights and a buffer. In the columns with `tp`
+  (except "dense"), it is a language model of two attention blocks, with a tied embedding, frozen layers and a buffer.
+  In the columns with `pp`, it has four blocks, and there are twice as many micro-batches.
 
 | case | {{lines}} |
 |---|{{rule}}|
