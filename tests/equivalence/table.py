@@ -30,8 +30,8 @@ only if it is in this table.
   batch size that does not divide it.
 - *clip*: by the norm of the gradients of all ranks; *units*: the step returns `Loss(total, count)` with different
   counts.
-- *local_sgd* takes different steps by design. Compared are its warm-up, and averaging at every step, which is the same
-  for SGD without clipping.
+- *local_sgd* takes different steps by design. It is compared in its warm-up, and with averaging at every step, which
+  is the same for SGD without clipping.
 - SGD has momentum and weight decay. The module has a frozen layer, tied weights and a buffer. In the columns with `tp`
   (except "dense"), it is a language model of two attention blocks, with a tied embedding, frozen layers and a buffer.
   In the columns with `pp`, it has four blocks, and there are twice as many micro-batches.
