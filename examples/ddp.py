@@ -1,13 +1,13 @@
-"""From one process to many machines: the same training on five rungs, each with the same numbers to ten digits.
+"""From one process to many machines: the same training in five setups, with the same results to ten digits.
 
     1. one process    python examples/ddp.py
     2. two devices    python examples/ddp.py --strategy dp --devices 2
     3. two processes  python examples/ddp.py --strategy ddp --devices 2
     4. two nodes      MASTER_ADDR=127.0.0.1 NODE_RANK=0 python examples/ddp.py --strategy ddp --devices 1 --num-nodes 2
-                      and on the other node (or in another terminal) the same with NODE_RANK=1
+                      and the same with NODE_RANK=1 on the other node (or in another terminal)
     5. with restarts  echelon launch --nproc 2 --max-restarts 3 examples/ddp.py --run elastic --crash-at 100
 
-On the last rung a process is killed in the middle; all of them start again and go on from the newest checkpoint.
+In the last setup a process is killed halfway; all of them restart and resume from the newest checkpoint.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import echelon
 class DigitsData(echelon.DataModule):
     """The 1797 images of 8 x 8 pixels that come with scikit-learn: 1500 to train, 297 to validate.
 
-    Neither number divides by what a rung may cut it into: the last batches are uneven, and every sample still counts.
+    Neither number is a multiple of the batch size: the last batches are uneven, and every sample still counts.
     """
 
     def __init__(self, batch_size: int = 64):
@@ -45,7 +45,7 @@ class DigitsData(echelon.DataModule):
 
 
 class Digits(echelon.TrainModule):
-    """Two layers. No dropout, whose random numbers each process draws for itself: it would blur the comparison."""
+    """Two layers, without dropout: each process draws its own random numbers, which would blur the comparison."""
 
     def __init__(self, width: int = 128, lr: float = 3e-3):
         super().__init__()
@@ -69,7 +69,7 @@ class Digits(echelon.TrainModule):
 
 
 class Crash(echelon.Callback):
-    """Kills the last process at a step, once: as an operating system does that has run out of memory."""
+    """Kills the last process at a step, once, as an operating system that runs out of memory would."""
 
     def __init__(self, step):
         self.step = step
@@ -100,14 +100,14 @@ if __name__ == "__main__":
         devices=options.devices,
         num_nodes=options.num_nodes,
         max_epochs=options.max_epochs,
-        global_batch_size=64,  # of a step, over all processes; without it, each process would get 64 samples
-        precision="64-true",  # so that rounding does not hide what is the same
+        global_batch_size=64,  # samples in a step, over all processes; without it, each process would get 64
+        precision="64-true",  # so that rounding does not hide whether results are the same
         default_root_dir=options.run,
         callbacks=[] if options.crash_at is None else [Crash(options.crash_at)],
     )
     trainer.fit(module, datamodule=DigitsData(), ckpt_path=options.run and "last")
 
-    # Where `fit` started the processes, this is the caller, once; under a launcher each process comes here.
+    # If `fit` started the processes, only the caller gets here; under a launcher every process does.
     if trainer.is_global_zero:
         metrics = trainer.callback_metrics
         print(f"{trainer.global_step} steps: loss {metrics['val_loss']:.10f}, accuracy {metrics['val_accuracy']:.2%}")

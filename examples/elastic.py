@@ -1,14 +1,14 @@
-"""A drill: a run of which one worker is killed and another one stopped, and which ends with the numbers of ddp.py.
+"""A fault drill: one worker of the run is killed and another stopped, yet the results are those of ddp.py.
 
-    python examples/elastic.py                  two workers that suffer the drill
-    python examples/elastic.py --inner fsdp     the same, with shards of the model in each
-    python examples/elastic.py --chaos ""       without faults; docs/chaos.md has other ones
+    python examples/elastic.py                  two workers that go through the drill
+    python examples/elastic.py --inner fsdp     the same, with a shard of the model in each
+    python examples/elastic.py --chaos ""       without faults; docs/chaos.md lists others
     python examples/elastic.py --nodes 1:2 --rdzv 10.0.0.1:29500
-                                                on one or two machines, which may come and leave: the same on each,
-                                                with the address of the first
+                                                on one or two machines, which may come and go: the same command on
+                                                each, with the address of the first
 
-After a fault all workers start again, and go on from the newest snapshot in memory, or the newest checkpoint if that is
-newer. In the end the program tells what became of each round, and of the time.
+After a fault all workers restart, and resume from the newest snapshot in memory, or from the newest checkpoint if that
+is newer. At the end the program prints how each round ended, and where the time went.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DRILL = "kill:rank=1@step=100, stop:rank=0@step=170"
 
 
 class Steps(echelon.Callback):
-    """Writes down when which step was done by which process: into a file, which outlives the workers."""
+    """Records when each step was done and by which process, in a file that outlives the workers."""
 
     def on_train_step_end(self, trainer, module):
         if trainer.is_global_zero:
@@ -38,7 +38,7 @@ class Steps(echelon.Callback):
 
 
 def tell_pauses(folder):
-    """Print how long the run stood still where other workers took over."""
+    """Print how long the run stood still each time other workers took over."""
     lines = [line.split() for line in Path(folder, "steps.txt").read_text().splitlines()]
     for (left, before, one), (resumed, step, other) in pairwise(lines):
         if one != other:
@@ -47,7 +47,7 @@ def tell_pauses(folder):
 
 
 def tell_goodput(folder):
-    """Print what became of each round and of the time; `echelon goodput FOLDER` shows more, and draws it."""
+    """Print how each round ended and where the time went; `echelon goodput FOLDER` shows more, and draws it."""
     command = [sys.executable, "-m", "echelon", "goodput", folder, "--json"]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     for one in found["rounds"]:
@@ -76,19 +76,19 @@ if __name__ == "__main__":
             options.inner,
             nodes=options.nodes,
             rdzv=options.rdzv,
-            snapshot_every=20,  # steps; by default as often as costs less than 1% of the time
+            snapshot_every=20,  # steps; by default as often as possible for less than 1% of the time
             chaos=options.chaos,
         ),
         accelerator="cpu",
         devices=options.devices,
         max_epochs=options.max_epochs,
-        global_batch_size=64,  # of a step, however many workers there are
-        precision="64-true",  # so that rounding does not hide what is the same
+        global_batch_size=64,  # samples in a step, however many workers there are
+        precision="64-true",  # so that rounding does not hide whether results are the same
         callbacks=[Steps()],
     )
     trainer.fit(module, datamodule=DigitsData())
 
-    # The program of each node comes here, once.
+    # Each node's program gets here, once.
     if trainer.is_global_zero:
         tell_pauses(trainer.log_dir)
         tell_goodput(trainer.log_dir)

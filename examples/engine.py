@@ -1,4 +1,4 @@
-"""nanoGPT's training loop, kept as it is: an Engine brings processes, precision, gradients and checkpoints."""
+"""nanoGPT's training loop, kept as it is: an Engine provides processes, precision, gradients and checkpoints."""
 
 import argparse
 import math

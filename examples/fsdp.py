@@ -1,11 +1,11 @@
-"""A GPT too large for one process: each process sets a limit of memory on itself, and only shards of the model fit.
+"""A GPT too large for one process: each process limits its own memory, and only shards of the model fit.
 
     python examples/fsdp.py                                   four processes, each with a quarter of everything
     python examples/fsdp.py --strategy single --devices 1     one process, which runs out of memory
-    python examples/fsdp.py --strategy ddp                    four, each with the whole: they run out of it, too
+    python examples/fsdp.py --strategy ddp                    four, each with the whole model: out of memory, too
 
-Training takes 16 bytes for each parameter: itself, its gradient and the two moments of AdamW, in float32. With the 25
-million of this model that is 386 MiB; the limit is 300 MiB beyond what Python and torch have taken before.
+Training takes 16 bytes per parameter: the parameter, its gradient and AdamW's two moments, in float32. With this
+model's 25 million parameters that is 386 MiB; the limit is 300 MiB beyond what Python and torch have already taken.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import echelon
 
 
 class LargeGPT(echelon.TrainModule):
-    """The GPT of gpt.py, built in the processes that train it, each of which keeps its shards only."""
+    """The GPT of gpt.py, built in the processes that train it, each of which keeps only its shards."""
 
     def __init__(self, context: int = 64, width: int = 512, depth: int = 8, heads: int = 8, lr: float = 3e-4):
         super().__init__()
         self.save_hyperparameters()
 
     def configure_model(self):
-        if not hasattr(self, "gpt"):  # it is called for each `fit`
+        if not hasattr(self, "gpt"):  # called for each `fit`
             self.gpt = GPT(**self.hparams)
 
     def training_step(self, batch, batch_idx):
@@ -40,7 +40,7 @@ class LargeGPT(echelon.TrainModule):
 
 
 class ShowPlan(echelon.Callback):
-    """Prints what is sharded where."""
+    """Prints how the module is sharded."""
 
     def on_fit_start(self, trainer, module):
         if trainer.is_global_zero:
@@ -48,7 +48,7 @@ class ShowPlan(echelon.Callback):
 
 
 class MemoryLimit(echelon.Callback):
-    """Limits the memory of each process from before the model is built, and says at the end what was taken of it."""
+    """Limits the memory of each process before the model is built, and prints at the end how much was taken."""
 
     def __init__(self, mebibytes: int = 300):
         self.mebibytes = mebibytes
@@ -59,7 +59,7 @@ class MemoryLimit(echelon.Callback):
         resource.setrlimit(resource.RLIMIT_DATA, ((self.before + self.mebibytes) * 2**20, self.limits[1]))
 
     def on_fit_end(self, trainer, module):
-        # `fit` has saved a checkpoint and now brings the parameters back to the caller, whose memory has to hold them
+        # `fit` has saved a checkpoint and now returns the parameters to the caller, whose memory must hold them
         resource.setrlimit(resource.RLIMIT_DATA, self.limits)
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
@@ -75,7 +75,7 @@ class MemoryLimit(echelon.Callback):
 
 
 def memory_taken():
-    """Return the MiB of this process that count for RLIMIT_DATA: all that is its own, and no file."""
+    """Return the MiB of this process that count for RLIMIT_DATA: private memory, not mapped files."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")]
     return int(line.split()[1]) // 1024
 
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--max-steps", type=int, default=10)
     options = parser.parse_args()
 
-    # glibc keeps what was freed in pieces, for the next that fit; larger ones than this it gives back to the system
+    # glibc keeps freed memory for later allocations; only blocks larger than this go back to the system
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)
     echelon.seed_everything(1)
     module = LargeGPT(width=options.width)

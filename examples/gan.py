@@ -1,4 +1,4 @@
-"""A GAN that draws the digits it is asked for: two networks, two optimizers, and a training step that runs both."""
+"""A GAN that draws the digits it is asked for: two networks, two optimizers, and a training step that uses both."""
 
 import argparse
 from pathlib import Path
@@ -45,7 +45,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Tells whether an image is one of the data's, of the digit that it should be."""
+    """Tells whether an image is a real one of the given digit."""
 
     def __init__(self, width):
         super().__init__()
@@ -63,7 +63,7 @@ class Discriminator(nn.Module):
 
 
 def spread(images, digits):
-    """Return how much the images of a digit differ; blind to it, the discriminator would let all look alike."""
+    """Return how much the images of a digit differ; without it, the discriminator would let all look the same."""
     belongs = F.one_hot(digits, 10).float()
     mean_of = belongs.T / belongs.sum(0).clamp(min=1).unsqueeze(1)
     pixels = images.flatten(1)
@@ -116,7 +116,7 @@ class GAN(echelon.TrainModule):
 
     @torch.no_grad()
     def draw(self):
-        """Return a picture of the same 8 drawings of every digit each time: a column for each digit."""
+        """Return a picture with a column of 8 drawings for each digit, from the same noise each time."""
         self.generator.eval()
         images = self.generator(self.noise, self.digits)
         self.generator.train()
@@ -131,7 +131,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-epochs", type=int, default=80)
 
-    torch.set_num_threads(1)  # for images this small a second thread costs more than it does
+    torch.set_num_threads(1)  # for images this small a second thread costs more than it gains
     echelon.seed_everything(1)
     module = GAN()
     trainer = echelon.Trainer(max_epochs=parser.parse_args().max_epochs, log_every_n_steps=10)

@@ -14,7 +14,7 @@ import echelon
 
 
 class Windows(Dataset):
-    """A text cut into windows of `context` bytes, each with the bytes that follow them."""
+    """A text split into windows of `context` bytes; the target of each is the window one byte further on."""
 
     def __init__(self, text, context):
         self.text, self.context = text, context
@@ -49,7 +49,7 @@ class SourceData(echelon.DataModule):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each normalised before and added to its input."""
+    """Causal self-attention, then a two-layer perceptron, each with its input normalized and a residual connection."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -66,13 +66,13 @@ class Block(nn.Module):
 
 
 class GPT(echelon.TrainModule):
-    """A decoder over bytes, trained with a warm-up of the learning rate and its cosine decay."""
+    """A decoder over bytes, trained with learning rate warm-up and cosine decay."""
 
     def __init__(self, context: int = 96, width: int = 96, depth: int = 3, heads: int = 3, lr: float = 3e-3):
         super().__init__()
         self.save_hyperparameters()
         self.token = nn.Embedding(256, width)
-        nn.init.normal_(self.token.weight, std=0.02)  # it is the last layer, too: the first loss shall be ln 256
+        nn.init.normal_(self.token.weight, std=0.02)  # also the last layer: the first loss should be ln 256
         self.position = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
@@ -117,7 +117,7 @@ class GPT(echelon.TrainModule):
 
     @torch.no_grad()
     def write(self, prompt, length, temperature=0.8):
-        """Continue a text by so many bytes."""
+        """Continue a text by `length` bytes."""
         self.eval()
         tokens = torch.tensor([list(prompt.encode())], device=self.device)
         for _ in range(length):

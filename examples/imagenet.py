@@ -1,12 +1,12 @@
-"""ImageNet: a model of torchvision, trained as PyTorch's own example does, on folders of images or on made-up ones.
+"""ImageNet: a torchvision model trained as in PyTorch's own example, on folders of images or on fake ones.
 
-    python examples/imagenet.py --epochs 1 --size 64                     made-up images, to see that it runs
+    python examples/imagenet.py --epochs 1 --size 64                     fake images, to see that it runs
     python examples/imagenet.py --data imagenet --workers 8              on all GPUs of this machine
-    python examples/imagenet.py --data imagenet --resume last            go on from the newest checkpoint
+    python examples/imagenet.py --data imagenet --resume last            resume from the newest checkpoint
     python examples/imagenet.py --data imagenet --resume best.ckpt --evaluate
     srun python examples/imagenet.py --data imagenet --batch-size 1024 --lr 0.4 --precision bf16-mixed --compile
 
-The folder has `train` and `val` in it, and each of these a folder of images for each class.
+The folder contains `train` and `val`, each with a folder of images for every class.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import echelon
 
 
 class ImageNetData(echelon.DataModule):
-    """Images to train on, cropped and flipped at random, and to validate on, cropped in the middle."""
+    """Training images, randomly cropped and flipped, and validation images, cropped at the center."""
 
     def __init__(self, folder: str | None = None, batch_size: int = 256, workers: int = 4, size: int = 224):
         super().__init__()
@@ -54,7 +54,7 @@ class ImageNetData(echelon.DataModule):
 
 
 class Classifier(echelon.TrainModule):
-    """Trained by SGD; the learning rate falls to a tenth every 30 epochs, or along a cosine."""
+    """Trained with SGD; the learning rate falls to a tenth every 30 epochs, or along a cosine."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Classifier(echelon.TrainModule):
     ):
         super().__init__()
         self.save_hyperparameters()
-        # convolutions run faster where the channels of a pixel lie side by side
+        # convolutions run faster if the channels of a pixel are adjacent in memory
         self.model = get_model(arch, num_classes=1000).to(memory_format=torch.channels_last)
 
     def forward(self, images):

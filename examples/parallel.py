@@ -1,14 +1,14 @@
-"""A GPT whose layers and sequences are cut over processes: every layout takes the same steps to the same loss.
+"""A GPT whose layers and sequences are split over processes: every layout takes the same steps to the same loss.
 
 python examples/parallel.py                                        one process
-python examples/parallel.py --devices 2 --tp 2                     layers cut in two
-python examples/parallel.py --devices 2 --tp 2 --sequence          and norms and residuals, along the sequence
-python examples/parallel.py --devices 2 --cp 2                     sequences cut in two
-python examples/parallel.py --devices 2 --pp 2                     blocks dealt to two stages
-python examples/parallel.py --devices 4 --pp 2 --tp 2              and the layers of each stage cut in two
-python examples/parallel.py --devices 4 --tp 2                     layers cut in two, in each of two shards
-python examples/parallel.py --devices 4 --tp 2 --replicate 2       layers cut in two, in each of two replicas
-python examples/parallel.py --devices 8 --tp 2 --cp 2              all of it: two shards, sequences and layers in two
+python examples/parallel.py --devices 2 --tp 2                     layers split in two
+python examples/parallel.py --devices 2 --tp 2 --sequence          also norms and residuals, along the sequence
+python examples/parallel.py --devices 2 --cp 2                     sequences split in two
+python examples/parallel.py --devices 2 --pp 2                     blocks in two pipeline stages
+python examples/parallel.py --devices 4 --pp 2 --tp 2              also the layers of each stage split in two
+python examples/parallel.py --devices 4 --tp 2                     layers split in two, in each of two shards
+python examples/parallel.py --devices 4 --tp 2 --replicate 2       layers split in two, in each of two replicas
+python examples/parallel.py --devices 8 --tp 2 --cp 2              two shards, with sequences and layers split in two
 """
 
 import argparse
@@ -22,13 +22,13 @@ import echelon
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron. The width of a head is fixed, not their number: a rank may have some."""
+    """Causal attention and a perceptron. The head width is fixed, not the number of heads: a rank may have a part."""
 
     def __init__(self, width, head_width):
         super().__init__()
         self.head_width = head_width
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # layers of these names are found; for others give ParallelStrategy(tp_plan={"blocks.*.name": "colwise", ...})
+        # these names are recognized; for others give ParallelStrategy(tp_plan={"blocks.*.name": "colwise", ...})
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(echelon.TrainModule):
-    """A decoder over bytes. Nothing in it says how it is cut but `positions`, of which a rank may have some."""
+    """A decoder over bytes. Nothing in it depends on the layout except `positions`, as a rank may have only some."""
 
     def __init__(self, context: int = 64, width: int = 64, depth: int = 2, head_width: int = 16, lr: float = 1e-3):
         super().__init__()

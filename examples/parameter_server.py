@@ -1,8 +1,8 @@
-"""Digits with a parameter server: two trainers and a server, together at each step or each at its own pace.
+"""Digits with a parameter server: two trainers and a server, step by step together or each at its own pace.
 
 python examples/parameter_server.py                   one process
-python examples/parameter_server.py --mode sync       two trainers and a server: the same numbers
-python examples/parameter_server.py --mode async      nobody waits, within four steps
+python examples/parameter_server.py --mode sync       two trainers and a server: the same results
+python examples/parameter_server.py --mode async      no trainer waits until it is four steps ahead
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Digits(echelon.TrainModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), weight_decay=0.01)
-        # up and down again: gradients are stale while the rate is high, and the last steps forgive it
+        # warm-up, then decay: stale gradients do harm while the rate is high, and the last steps correct it
         schedule = OneCycleLR(optimizer, self.hparams.lr, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -64,7 +64,7 @@ def main():
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     train, test = torch.randperm(1797, generator=torch.Generator().manual_seed(0)).split([1437, 360])
     data = TensorDataset(images.float() / 16, labels)
-    # an update of async mode has the gradients of one trainer, so that there are as many more of them
+    # each update in async mode has one trainer's gradients, so there are twice as many updates
     num_trainers = 1 if arguments.mode == "single" else 2
     module = Digits(lr=1e-3 if arguments.mode == "async" else 2e-3)
     trainer = echelon.Trainer(
@@ -78,7 +78,7 @@ def main():
     loader = DataLoader(torch.utils.data.Subset(data, train), GLOBAL_BATCH // num_trainers, shuffle=True)
     trainer.fit(module, loader)
     loss = trainer.callback_metrics["loss"].item()
-    # every process of the run counts; one is enough for so few images
+    # one process is enough to test so few images
     tester = echelon.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     [metrics] = tester.test(module, DataLoader(torch.utils.data.Subset(data, test), 90), verbose=False)
     print(f"{trainer.global_step} steps: loss {loss:.6f}, accuracy {metrics['accuracy']:.1%}")

@@ -1,6 +1,6 @@
-"""Which layouts train a GPT of 0.1 to 70 billion parameters on 8 GPUs of 80 GB: planned on a laptop, in one picture.
+"""Layouts that can train a GPT of 0.1 to 70 billion parameters on 8 GPUs of 80 GB, planned on a laptop, as a picture.
 
-python examples/plan.py                               six sizes, in some minutes, as gpt_layouts.png
+python examples/plan.py                               six sizes, in a few minutes, as gpt_layouts.png
 python examples/plan.py --sizes 1B 7B --devices 64    two of them, on 8 nodes
 """
 
@@ -26,11 +26,11 @@ COLOURS = {"as it is": "#1b7837", "with a smaller micro-batch or recomputation":
 
 
 def planned(size, options):
-    """Return the layouts that `echelon plan` finds for a size, as it prints them with --json."""
+    """Return the layouts that `echelon plan --json` prints for a size."""
     overrides = [f"module.{name}={value}" for name, value in SIZES[size].items()]
     machine = ["--devices", str(options.devices), "--memory", options.memory]
     command = [sys.executable, "-m", "echelon", "plan", str(CONFIG), *overrides, *machine, "--json"]
-    # its exit code is 1 where nothing fits, which is an answer, too
+    # its exit code is 1 if nothing fits, which is a valid answer
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if not done.stdout:
         sys.exit(done.stderr)
@@ -38,7 +38,7 @@ def planned(size, options):
 
 
 def best_of(layouts):
-    """Return, for each layout, the bytes of a device and how it fits: with the whole batch, with less of it, or not."""
+    """Return, for each layout, the bytes per device and how it fits, as a key of COLOURS."""
     batch = max(layout["micro_batch"] for layout in layouts)
     best = {}
     for layout in layouts:  # those that fit come first

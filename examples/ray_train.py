@@ -1,11 +1,11 @@
-"""Ray Train starts the processes and Echelon trains in them: through a crash, and on as many workers as Ray finds.
+"""Training in Ray's workers: through a crash, and on as many workers as the cluster has room for.
 
     two workers       python examples/ray_train.py
-    one to three      python examples/ray_train.py --workers 1:3      (as many as the cluster has CPUs for, at any time)
+    one to three      python examples/ray_train.py --workers 1:3      (as many as the cluster has CPUs for)
     with a crash      python examples/ray_train.py --crash-at 40
     without Ray       python examples/ray_train.py --workers 0
 
-Each prints the same numbers to ten digits. It needs `pip install "ray[train]"`, 2.51 or newer.
+Each prints the same results to ten digits. Install Ray 2.51 or newer with `pip install "ray[train]"`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import echelon
 
 
 class Crash(echelon.Callback):
-    """Kills the last worker at a step, once: as an operating system does that has run out of memory."""
+    """Kills the last worker at a step, once, as an operating system that runs out of memory would."""
 
     def __init__(self, step):
         self.step = step
@@ -33,24 +33,24 @@ class Crash(echelon.Callback):
 
 
 def train(options):
-    """Train in each worker, wherever an earlier attempt with as many workers, or with others, has got to."""
+    """Train in each worker, from where an earlier attempt stopped, whatever its number of workers."""
     echelon.seed_everything(1)
     trainer = echelon.Trainer(
         strategy=options["strategy"],
         accelerator="auto" if options["use_gpu"] else "cpu",
         max_epochs=options["max_epochs"],
-        global_batch_size=64,  # of a step, over all workers, however many there are
-        precision="64-true",  # so that rounding does not hide what is the same
-        default_root_dir=options["run"],  # each worker has a current folder of its own, so this is an absolute path
+        global_batch_size=64,  # samples in a step, over all workers, however many there are
+        precision="64-true",  # so that rounding does not hide whether results are the same
+        default_root_dir=options["run"],  # an absolute path, since each worker has its own working directory
         callbacks=[] if options["crash_at"] is None else [Crash(options["crash_at"])],
-        enable_progress_bar=False,  # Ray prints whole lines
+        enable_progress_bar=False,  # Ray prints only whole lines
     )
     trainer.fit(Digits(), datamodule=DigitsData(), ckpt_path="last")
     return {"steps": trainer.global_step, **{name: float(value) for name, value in trainer.callback_metrics.items()}}
 
 
 def train_in_ray(options, num_workers):
-    """Have Ray start so many workers, or from as many to as many; return what the first of them returned."""
+    """Have Ray start this many workers, or a number in this range; return what the first worker returned."""
     import ray.train.torch
 
     trainer = ray.train.torch.TorchTrainer(
@@ -60,7 +60,7 @@ def train_in_ray(options, num_workers):
         run_config=ray.train.RunConfig(
             storage_path=options["run"],
             name="ray",
-            failure_config=ray.train.FailureConfig(max_failures=3),  # without it a crash is the end
+            failure_config=ray.train.FailureConfig(max_failures=3),  # without it a crash ends the run
         ),
     )
     return trainer.fit().return_value

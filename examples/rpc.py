@@ -1,4 +1,4 @@
-"""Raw remote calls: a model whose two halves live on servers, where torch's distributed autograd trains them."""
+"""Remote calls: a model whose two halves live on servers and are trained with torch's distributed autograd."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class Half(nn.Module):
         return self.net(x)
 
     def update(self, context):
-        # what a backward has left in this context of distributed autograd
+        # the gradients that backward has left in this context of distributed autograd
         for parameter, gradient in autograd.get_gradients(context).items():  # type: ignore[attr-defined]
             parameter.grad = gradient
         self.optimizer.step()
@@ -47,7 +47,7 @@ class TwoHalves(echelon.TrainModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.context = autograd.context()
-        self.context_id = self.context.__enter__()  # left once the backward is done, after this method
+        self.context_id = self.context.__enter__()  # exited once backward is done, after this method
         for server in self.halves:
             x = self.ask(server, "forward", x)
         loss = nn.functional.mse_loss(self.head(x), y)
@@ -57,7 +57,7 @@ class TwoHalves(echelon.TrainModule):
     def backward(self, loss):
         autograd.backward(self.context_id, [loss])  # type: ignore[attr-defined]
         for parameter, gradient in autograd.get_gradients(self.context_id).items():  # type: ignore[attr-defined]
-            parameter.grad = gradient  # of the head
+            parameter.grad = gradient  # the head's
         for server in self.halves:
             self.ask(server, "update", self.context_id)
         self.context.__exit__(None, None, None)
