@@ -1,11 +1,11 @@
-"""What ``strategy="auto"`` chooses under a limit of memory, beside all that it could have chosen.
+"""Choices of ``strategy="auto"`` under a memory limit, compared with everything that it could have chosen.
 
-Run ``python benchmarks/auto.py``, for some of the cases with ``--cases``. A case is a module, a number of devices and
-the memory that each process may take (RLIMIT_DATA, so allocations above it fail). In a program with that limit a
-Trainer first trains with ``strategy="auto"``, then with each rung of its ladder; the line shows which rungs train, the
-fastest of them, and whether the choice trains and is at most one rung from the fastest. Where no rung trains, "auto"
-has to say so before it starts. Steps of some milliseconds on a busy machine are compared roughly: a rung counts as the
-fastest if it is within a tenth of the fastest time.
+Run ``python benchmarks/auto.py``; ``--cases`` selects some of the cases. A case is a module, a number of devices and
+the memory that each process may use (RLIMIT_DATA, so allocations above it fail). In a program with that limit a Trainer
+first trains with ``strategy="auto"``, then with each rung of its ladder; the line shows which rungs train, the fastest
+of them, and whether the choice trains and is at most one rung from the fastest. If no rung trains, "auto" must say so
+before it starts. Steps of a few milliseconds on a busy machine are compared roughly: a rung counts as the fastest if it
+is within a tenth of the fastest time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader
 from echelon import Callback, ConfigError, FSDPStrategy, ParallelStrategy, Trainer, TrainModule
 
 BESIDE = 300 * 10**6
-"""Bytes that a process takes beside tensors, as docs/plan.md says."""
+"""Bytes that a process needs besides tensors, as docs/plan.md says."""
 ROOM = (1.7, 1.0, 0.75, 0.5, 0.1)
-"""Of each case: the limit beside that, as a multiple of what the training state takes on one device."""
+"""For each case: the limit beyond that, as a multiple of the training state's size on one device."""
 STEPS = 4
 
 
@@ -75,7 +75,7 @@ class Transformer(Tower):
 
 
 class Table(Tower):
-    """A large embedding below a small tower."""
+    """A large embedding under a small tower."""
 
     width, batch = 256, 64
 
@@ -94,7 +94,7 @@ MODULES = {kind.__name__: kind for kind in (Tower, Activations, Transformer, Tab
 
 
 class Times(Callback):
-    """Takes the time of the steps after the first, and brings it home."""
+    """Times the steps after the first, and returns the result to the caller."""
 
     def __init__(self) -> None:
         self.began = self.seconds = 0.0
@@ -112,7 +112,7 @@ class Times(Callback):
 
 
 def ladder(devices: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of each rung, by the name that auto gives it."""
+    """Return the settings of each rung, by its name in auto."""
     recomputes = {"activation_checkpointing": "full"}
     return {
         "ddp": {"strategy": "ddp"},
@@ -139,7 +139,7 @@ def train(kind: type[Tower], devices: int, **settings: Any) -> float:
 
 
 def run_case(name: str, devices: int, room: float) -> dict[str, Any]:
-    """Train a case in this program, which takes on the limit of memory; return what came of it."""
+    """Train a case in this program, under its memory limit; return the outcome."""
     kind = MODULES[name]
     state = 16 * sum(parameter.numel() for parameter in kind().parameters())
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")]
@@ -159,13 +159,13 @@ def run_case(name: str, devices: int, room: float) -> dict[str, Any]:
 
 
 def judge(said: str, result: dict[str, Any]) -> tuple[str, bool]:
-    """Return what auto chose, from the line that it said, and whether that is right."""
+    """Return what auto chose, according to the line that it logged, and whether that is right."""
     rungs = list(result["rungs"])
     trained = {rung: seconds for rung, seconds in result["rungs"].items() if seconds is not None}
     if "auto" not in result:
         return "nothing", not trained and "finds no layout" in result["error"]
     words = said.partition("strategy='auto' takes ")[2].partition(":")[0]
-    chosen = words or rungs[0]  # a module so small that it does not matter gets ddp without a word
+    chosen = words or rungs[0]  # a module too small for it to matter gets ddp without a message
     if not trained or chosen not in rungs:
         return chosen, chosen in rungs
     fast = [rungs.index(rung) for rung, seconds in trained.items() if seconds <= 1.1 * min(trained.values())]
@@ -173,7 +173,7 @@ def judge(said: str, result: dict[str, Any]) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Run the cases, each in a program of its own, and print the table."""
+    """Run the cases, each in its own program, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, help="how many, from the first; by default all")
     parser.add_argument("--one", nargs=3, metavar=("MODULE", "DEVICES", "ROOM"), help=argparse.SUPPRESS)
@@ -183,7 +183,7 @@ def main() -> None:
         print(json.dumps(run_case(name, int(devices), float(room))))
         return
     cases = [(name, 2 + 2 * (name == "Tower" and room < 1), room) for name in MODULES for room in ROOM][: given.cases]
-    # glibc keeps what was freed in smaller pieces
+    # glibc does not return smaller freed blocks to the system
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18), "OMP_NUM_THREADS": "1"}
     right = 0
     print(f"{'module':12} devices  room  {'chosen':52} {'train (ms a step)':60}")

@@ -1,9 +1,9 @@
-"""What a checkpoint costs beside torch.save and torch.load of the same tensors: a model and its AdamW state.
+"""Cost of a checkpoint compared with torch.save and torch.load of the same tensors: a model and its AdamW state.
 
 Run ``python benchmarks/checkpoint.py`` (1 GB) or with ``--small``. Contenders take turns, so that a slow moment of the
-machine meets everyone; every file is new, as a run's checkpoints are. Printed are medians and the ratio to torch's.
+machine affects all of them; every file is new, as a run's checkpoints are. It prints medians and the ratio to torch's.
 torch.save returns when the data is in the page cache; ours when it is on the disk, hashed and committed.
-Peak memory is the anonymous memory of a fresh process beyond the state itself: mapped files are not in it.
+Peak memory is the anonymous memory of a fresh process beyond the state itself; mapped files are not included.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def save_durably(state: dict[str, Any], path: Path) -> None:
 
 
 def backward(duration: float = 0.5) -> None:
-    """Keep this thread busy as the next forward and backward would."""
+    """Keep this thread busy, as the next forward and backward would."""
     end = time.perf_counter() + duration
     weight = torch.rand(512, 512)
     while time.perf_counter() < end:
@@ -106,7 +106,7 @@ def one_round(state: dict[str, Any], folder: Path, writer: AsyncWriter) -> dict[
 
 
 def anonymous_bytes() -> int:
-    """Return how much memory this process holds that no file stands for."""
+    """Return how much memory this process holds that is not backed by a file."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -114,7 +114,7 @@ def anonymous_bytes() -> int:
 
 
 def peak_of(kind: str, megabytes: int, folder: Path) -> float:
-    """Return the peak memory of one action beyond what was there before, as a fraction of the state."""
+    """Return the peak memory of one action beyond what was in use before, as a fraction of the state."""
     state = make_state(megabytes)
     size = 3 * 4 * 1024**2 * len(state["model"])
     writer = AsyncWriter()

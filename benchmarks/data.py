@@ -1,22 +1,22 @@
-"""Cost of a sample and a batch: kinds of data sets read by torch's loop, by Echelon and, if installed, by Lightning.
+"""Cost of a sample and a batch: kinds of datasets read by torch's loop, by Echelon and, if installed, by Lightning.
 
 Run ``python benchmarks/data.py``. Batches have 64 samples. The kinds are:
 
 - tensors: a TensorDataset
-- items: an own data set with ``__getitem__``
-- many items: an own data set with ``__getitems__``, as torch's loaders prefer it
-- ready: ``batch_size=None`` over a data set of batches
+- items: a custom dataset with ``__getitem__``
+- many items: a custom dataset with ``__getitems__``, which torch's loaders prefer
+- ready: ``batch_size=None`` over a dataset of batches
 - iterable: an IterableDataset of samples, without a length
 - lists: samples of dictionaries, and a ``collate_fn`` that keeps them in a list
 - dicts: samples of dictionaries, collated by torch
 
-The contenders do nothing with a batch, so that what is left is the way to it: torch's loop is ``for batch in loader``,
-the Trainers are barebones and their steps empty. They take turns (turns.py), and times are of this process's CPU. A
-ratio is to torch's loop in the same round; "+-" is its standard error, "a sample" and "a batch" are microseconds,
-those of torch's loop and what each other takes more.
+The contenders do nothing with a batch, so only the cost of getting it is measured: torch's loop is ``for batch in
+loader``, the Trainers are barebones and their steps empty. They take turns (turns.py), and times are this process's CPU
+time. A ratio is to torch's loop in the same round; "+-" is its standard error; "a sample" and "a batch" are
+microseconds: the time of torch's loop, and for each of the others the time beyond it.
 
-The targets are: with samples that cost 100 us each, which compute, a ratio <= 1.10; with samples that cost nothing,
-at most 3 us a sample over torch's loop.
+The targets are: with samples that take 100 us of computation each, a ratio <= 1.10; with samples that cost nothing, at
+most 3 us a sample over torch's loop.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Source:
         return X[row], Y[row]
 
     def batch(self, index: int) -> Sample:
-        """Compute a batch at once; the work is that of its samples."""
+        """Compute a batch at once, with the work of all of its samples."""
         for _ in range(self.work * BATCH_SIZE):
             pass
         return X, Y
@@ -99,7 +99,7 @@ class ReadyBatches(Items):
 
 
 class NamedItems(Items):
-    """Samples with names."""
+    """Samples that are dictionaries."""
 
     def __getitem__(self, index: int) -> Any:
         x, y = self.source.sample(index)
@@ -107,7 +107,7 @@ class NamedItems(Items):
 
 
 class Stream(IterableDataset[Sample]):
-    """Samples without a known number."""
+    """An unknown number of samples."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -163,7 +163,7 @@ def trained_by(base: type[nn.Module], trainer: Callable[..., Any]) -> Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """Return what is compared, by name, torch's loop first."""
+    """Return the contenders, by name, torch's loop first."""
     from echelon import Trainer, TrainModule
 
     by_name = {TORCH: own_loop, "echelon": trained_by(TrainModule, Trainer)}
@@ -176,7 +176,7 @@ def contenders() -> dict[str, Contender]:
 
 
 def work_for(microseconds: float) -> int:
-    """Return how many turns of a Python loop take so long."""
+    """Return how many turns of a Python loop take this long."""
     if microseconds == 0:
         return 0
     turns, times = 10_000, []
@@ -200,7 +200,7 @@ def measure(kind: str, work: int, size: Size) -> Times:
 
 
 def print_header(names: Iterable[str]) -> None:
-    """Print what the columns are."""
+    """Print the names of the columns."""
     names = [name for name in names if name != TORCH]
     print(f"{'':20}{TORCH:>20}" + "".join(f"{name:>36}" for name in names))
     own, other = f"{'a sample':>10}{'a batch':>10}", f"{'ratio':>9}{'+-':>7}{'a sample':>10}{'a batch':>10}"

@@ -1,10 +1,10 @@
-"""What a Trainer costs a step of DDP: a model in two processes, trained by hand, by Echelon and, if there, Lightning.
+"""Overhead of a Trainer in a DDP step: two processes train by hand, with Echelon and, if installed, with Lightning.
 
-Run ``python benchmarks/ddp.py``. Two processes, of one thread and on one core each, train an MLP, a ResNet and a GPT,
-from DataLoaders over tensors in memory. The contenders take turns of a fraction of a second (turns.py). A contender's
-speed is the time of a step by hand to its own: 1 is as fast, 0.5 half as fast; "+-" is the standard error of that.
-"excess" is what a step takes more, in microseconds; "cpu" what it takes more of the first process's CPU. Lightning has
-a launch of its own, with the hand-written loop beside it, since its import alone slows other loops.
+Run ``python benchmarks/ddp.py``. Two processes, with one thread on one core each, train an MLP, a ResNet and a GPT from
+DataLoaders over tensors in memory. The contenders take turns of a fraction of a second (turns.py). A contender's speed
+is the time of a hand-written step divided by its own: 1 is as fast, 0.5 half as fast; "+-" is its standard error.
+"excess" is the additional time of a step, in microseconds; "cpu" is the additional CPU time of the first process.
+Lightning runs in a separate launch, beside the hand-written loop, since its import alone slows other loops.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gpt() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data, and how many steps of it make a turn of about a quarter of a second."""
+    """A model, its data, and how many of its steps make a turn of about a quarter of a second."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Case:
     steps: int
 
     def data(self, num_samples: int) -> TensorDataset:
-        """Return samples: images with a label each, or for the GPT bytes with one each."""
+        """Return samples: images with one label each, or for the GPT, bytes with one target each."""
         generator = torch.Generator().manual_seed(0)
         if self.build is gpt:
             x = torch.randint(256, (num_samples, *self.shape), generator=generator)
@@ -81,7 +81,7 @@ CASES = {
 
 
 class Entry:
-    """What a contender reads and trains, and where it waits for its turns."""
+    """A contender's data and model, and the place where it waits for its turns."""
 
     def __init__(self, case: Case, dataset: TensorDataset, turns: Turns, folder: str) -> None:
         self.case, self.dataset, self.turns, self.folder = case, dataset, turns, folder
@@ -99,7 +99,7 @@ class Entry:
 
 
 def train_by_hand(entry: Entry) -> None:
-    """Train as torch's tutorial of DDP does."""
+    """Train as torch's DDP tutorial does."""
     from torch.nn.parallel import DistributedDataParallel
 
     sampler: DistributedSampler[Any] = DistributedSampler(entry.dataset, shuffle=True)
@@ -138,7 +138,7 @@ def trained_by(base: type[nn.Module], trainer: Callable[..., Any], **settings: A
 
 
 def contenders(*, with_lightning: bool) -> dict[str, Callable[[Entry], None]]:
-    """Return what is compared in one launch, by name, the hand-written loop first."""
+    """Return the contenders of one launch, by name, the hand-written loop first."""
     found: dict[str, Callable[[Entry], None]] = {BY_HAND: train_by_hand}
     if not with_lightning:
         found["echelon"] = trained_by(TrainModule, Trainer)
@@ -155,7 +155,7 @@ def contenders(*, with_lightning: bool) -> dict[str, Callable[[Entry], None]]:
 
 
 def join() -> int:
-    """Join the other processes, with one thread and nothing printed; return how many there are."""
+    """Join the other processes, with one thread and without output; return how many there are."""
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ def join() -> int:
 def contest(
     case: Case, trained: Mapping[str, Callable[[Entry], Any]], size: Size, num_shares: int
 ) -> dict[str, list[Turns]]:
-    """Let contenders train in turns on the same samples, dealt to `num_shares` ranks; return the turns of each."""
+    """Let contenders train in turns on the same samples, divided among `num_shares` ranks; return the turns of each."""
     import torch.distributed as dist
 
     dataset = case.data(size.num_steps * case.batch_size * num_shares)

@@ -1,10 +1,10 @@
-"""What a Trainer costs a step of FSDP, and what a rank holds: a GPT in four processes, against a hand-written script.
+"""Overhead of a Trainer in an FSDP step, and memory of a rank: a GPT in four processes, against a hand-written script.
 
-Run ``python benchmarks/fsdp.py``. Four processes of one thread each train the GPT of examples/gpt.py with AdamW. The
-contenders take turns (turns.py), as in benchmarks/ddp.py. "speed" is the time of a step by hand, with torch's
-``fully_shard``, to the contender's: 1 is as fast, 0.5 half as fast; "+-" is its standard error. "memory" is what the
-rank with the most holds of parameters, gradients and optimizer state, to its quarter of the whole: the bytes of its
-local tensors after the first update.
+Run ``python benchmarks/fsdp.py``. Four processes with one thread each train the GPT of examples/gpt.py with AdamW. The
+contenders take turns (turns.py), as in benchmarks/ddp.py. "speed" is the time of a hand-written step, with torch's
+``fully_shard``, divided by the contender's: 1 is as fast, 0.5 half as fast; "+-" is its standard error. "memory" is the
+parameters, gradients and optimizer state of the rank with the most (the bytes of its local tensors after the first
+update), relative to a quarter of the whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def larger_gpt() -> nn.Module:
 
 @dataclass(frozen=True)
 class Text(Case):
-    """Random bytes, of which each is to be followed by the next."""
+    """Random bytes; the target of each is the next one."""
 
     def data(self, num_samples: int) -> TensorDataset:
         tokens = torch.randint(256, (num_samples, *self.shape), generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,7 @@ CASE = Text(larger_gpt, (64,), 2, 2)
 
 
 def train_by_hand(entry: Entry) -> None:
-    """Train as torch's tutorial of ``fully_shard`` does."""
+    """Train as torch's ``fully_shard`` tutorial does."""
     from torch.distributed.fsdp import fully_shard
 
     sampler: DistributedSampler[Any] = DistributedSampler(entry.dataset, shuffle=True)
@@ -68,7 +68,7 @@ def train_by_hand(entry: Entry) -> None:
 
 
 class Module(TrainModule):
-    """The same by Echelon; it logs its loss at every step, and counts what its rank holds."""
+    """The same with Echelon; it logs its loss at every step, and counts the bytes that its rank holds."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Module(TrainModule):
         return loss
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 1:  # the gradients of the first step are still there
+        if batch_idx == 1:  # the gradients of the first step still exist
             self.bytes_held = bytes_held(self, self.trainer.optimizers)
 
     def configure_optimizers(self) -> Optimizer:
@@ -89,20 +89,20 @@ class Module(TrainModule):
 
 
 def bytes_held(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of this rank's parts of parameters, gradients and optimizer state."""
+    """Return the bytes of this rank's shards of parameters, gradients and optimizer state."""
     parameters = list(module.parameters())
     tensors: list[Any] = [*parameters, *(parameter.grad for parameter in parameters)]
     for optimizer in optimizers:
         tensors += [value for state in optimizer.state.values() for value in state.values()]
     own = [tensor for tensor in tensors if tensor is not None and not tensor.is_meta]
     parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in own]
-    # gradients of a unit lie in one buffer, which counts once
+    # the gradients of a unit are in one buffer, which counts once
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     return sum(storages.values())
 
 
 def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
-    """Train by a Trainer; return the bytes that this rank held."""
+    """Train with a Trainer; return the bytes that this rank held."""
     data = DataLoader(entry.dataset, entry.case.batch_size, shuffle=True)
     trainer = Trainer(
         max_epochs=1, accelerator="cpu", strategy="fsdp", default_root_dir=entry.folder, barebones=barebones
@@ -123,7 +123,7 @@ def measure(size: Size) -> tuple[Times, int]:
 
 
 def times_and_memory(found: dict[str, list[Turns]]) -> tuple[Times, int]:
-    """Return the times of a contest, and the most bytes that a contender says it held on this rank."""
+    """Return the times of a contest, and the most bytes that a contender reported for this rank."""
     return times_of(found), max(turns.result or 0 for contests in found.values() for turns in contests)
 
 

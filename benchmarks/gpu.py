@@ -1,15 +1,15 @@
-"""Speed on a GPU: a GPT trained by a hand-written loop and by Echelon in turns, its memory, and what a save costs.
+"""Speed on a GPU: a GPT trained by a hand-written loop and by Echelon in turns, its memory, and the cost of a save.
 
 Run ``python benchmarks/gpu.py`` on a machine with a GPU: two sizes, 124 million and 1 billion parameters, in bf16-mixed
-with a fused AdamW and clipping, eager and compiled. ``--size 124M`` and ``--no-compile`` leave some out.
+with a fused AdamW and clipping, eager and compiled. ``--size 124M`` and ``--no-compile`` run only some of these.
 
-- tokens/s: the median over rounds, in each of which both contenders train for some steps, warm
+- tokens/s: the median over rounds, in each of which both contenders train for some steps, after warm-up
 - ratio: Echelon's to the loop's in the same round; the target is 0.99
-- MFU: the model's FLOPs, 6 for each parameter and token and 12 for each layer, width, token and position before it, to
-  the peak that Echelon knows for the GPU
-- peak: of the memory that tensors took
-- default: what a step takes more, in milliseconds, with the callbacks and loggers that a Trainer has by default
-- stall: by how much the step that saves a checkpoint is longer, in milliseconds, with the writer in its thread
+- MFU: the model's FLOPs, 6 for each parameter and token and 12 for each layer, width, token and position before it,
+  relative to the peak that Echelon knows for the GPU
+- peak: the peak memory of tensors
+- default: the additional milliseconds of a step with a Trainer's default callbacks and loggers
+- stall: the additional milliseconds of the step that saves a checkpoint, with the writer in its thread
 
 ``--device cpu --size tiny`` shows that it runs.
 """
@@ -39,7 +39,7 @@ from echelon.strategies import Precision
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT, and the batch with which it is trained."""
+    """A GPT, and the size of its batches."""
 
     width: int
     depth: int
@@ -57,7 +57,7 @@ SIZES = {
 
 @dataclass
 class Row:
-    """What was measured of one size."""
+    """The results for one size."""
 
     size: str
     compiled: bool
@@ -72,7 +72,7 @@ class Row:
 
 
 def gpt_class() -> Any:
-    """Return the GPT of the example, which is a program and no module of a package."""
+    """Return the GPT of the example, which is a program and not a module of a package."""
     file = Path(__file__).parents[1] / "examples" / "gpt.py"
     spec = importlib.util.spec_from_file_location("gpt", file)
     assert spec is not None and spec.loader is not None
@@ -83,7 +83,7 @@ def gpt_class() -> Any:
 
 
 def make(size: Size) -> Any:
-    """Return a GPT that returns the mean loss, and logs nothing."""
+    """Return a GPT whose step returns the mean loss, and logs nothing."""
 
     class Plain(gpt_class()):  # type: ignore[misc]  # from a file
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -112,14 +112,14 @@ def batches(size: Size, steps: int, device: torch.device) -> DataLoader[Any]:
 
 
 def wait(device: torch.device) -> float:
-    """Return the time once the device has done everything."""
+    """Return the time once the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def by_hand(size: Size, steps: int, warmup: int, device: torch.device, compiled: bool) -> float:
-    """Return the seconds of a step of a loop as one would write it."""
+    """Return the seconds of a step of a hand-written loop."""
     module = make(size).to(device)
     if compiled:
         module.compile()
@@ -138,7 +138,7 @@ def by_hand(size: Size, steps: int, warmup: int, device: torch.device, compiled:
 
 
 class Clock(Callback):
-    """Times the steps after the first ones; with a `path`, the one that saves is timed by itself."""
+    """Times the steps after the first ones; with a `path`, the step that saves is timed separately."""
 
     def __init__(self, warmup: int, steps: int, path: Path | None = None) -> None:
         self.warmup, self.steps, self.path = warmup, steps, path
@@ -161,7 +161,7 @@ class Clock(Callback):
 def by_echelon(
     size: Size, clock: Clock, device: torch.device, compiled: bool, *, folder: str, is_default: bool = False
 ) -> Clock:
-    """Train with a Trainer, bare or as it comes, and return the clock."""
+    """Train with a Trainer, barebones or with its defaults, and return the clock."""
     settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     if is_default:
         settings = {"logger": True, "enable_model_summary": False}

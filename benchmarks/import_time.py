@@ -1,4 +1,4 @@
-"""What `import echelon` adds to `import torch`: fresh processes, in turn; prints medians in seconds."""
+"""Time that `import echelon` adds to `import torch`, in fresh processes that take turns; prints medians in seconds."""
 
 import argparse
 import statistics
@@ -16,7 +16,7 @@ print(torch_done - start, time.perf_counter() - torch_done)
 
 
 def measure() -> tuple[float, float]:
-    """Return the seconds of `import torch` and of `import echelon` after it, in one fresh process."""
+    """Return the seconds of `import torch` and of a following `import echelon`, in one fresh process."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     torch_seconds, added_seconds = map(float, done.stdout.split())
     return torch_seconds, added_seconds

@@ -1,10 +1,10 @@
-"""What starting two processes costs, and whether anything of them stays: many launches in one program.
+"""Cost of starting two processes, and what many launches in one program leave behind.
 
 Run ``python benchmarks/launch.py``. First, in turn: two fresh ``python -c "import torch"`` side by side, and a launch
-of two processes up to the end of their first all-reduce; the program's very first launch is shown apart, since it also
-starts the fork server. Then ``--launches`` launches in a row: what the program and all processes below it hold is
-counted after the first few and after the last. With ``--strategy ps`` each launch is a short fit of two trainers, or of
-``--trainers``, with that strategy instead, and nothing is timed.
+of two processes up to the end of their first all-reduce; the program's very first launch is shown separately, since it
+also starts the fork server. Then ``--launches`` launches in a row: the resources of the program and all its descendants
+are counted after the first few and after the last. With ``--strategy ps`` each launch is instead a short fit of two
+trainers, or of ``--trainers``, with that strategy, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from echelon import Trainer, TrainModule
 from echelon.testing import run_ranks
 
 WARM_UP = 3  # launches after which memory and descriptors are counted for the first time
-LINGER = 5.0  # seconds in which what the last launch used is gone, however busy the machine is
+LINGER = 5.0  # seconds within which the last launch has released everything, however busy the machine is
 
 
 def first_all_reduce() -> float:
-    """Join a group, reduce, and return the moment at which that was done; the clock is the machine's."""
+    """Join a group, reduce, and return the time when that was done, on the machine's clock."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     done = time.monotonic()
@@ -51,7 +51,7 @@ def launch() -> float:
 
 
 class Small(TrainModule):
-    """A module whose fit takes no time."""
+    """A module whose fit takes almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ def import_torch_twice() -> float:
 
 
 def processes_below(pid: int) -> list[int]:
-    """Return the processes that descend from one, from the kernel's table."""
+    """Return the descendants of a process, from the kernel's table."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
     below = [pid]
     for one in below:
         below += [child for child, parent in parents.items() if parent == one]
@@ -114,13 +114,13 @@ def open_files(pid: int) -> list[str]:
     folder = f"/proc/{pid}/fd"
     found = []
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(os.readlink(f"{folder}/{name}"))
     return found
 
 
 def mapped_shared_memory(pid: int) -> int:
-    """Count what a process has of /dev/shm: semaphores and tensors; others' are there too."""
+    """Count a process's mappings of /dev/shm, semaphores and tensors; its files may also be other programs'."""
     return sum("/dev/shm/" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
@@ -130,7 +130,7 @@ def megabytes(pid: int) -> float:
 
 
 def footprint() -> dict[str, float]:
-    """Count what this program holds, with all processes below it."""
+    """Count the resources of this program and all its descendants."""
     below = processes_below(os.getpid())
     links = open_files(os.getpid())
     return {
@@ -148,7 +148,7 @@ def footprint() -> dict[str, float]:
 
 
 def footprint_after(before: dict[str, float]) -> dict[str, float]:
-    """Count once no more is held than before, or after some seconds, if that does not come.
+    """Count once no more is held than before, or after `LINGER` seconds if that does not happen.
 
     The kernel removes a thread, and the fork server closes a worker's pipe, just after the launch has returned.
     """
@@ -169,9 +169,9 @@ def main() -> None:
     parser.add_argument("--trainers", type=int, default=2, help="the processes of each fit")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    multiprocessing.util.get_temp_dir()  # stays until the program ends; so not in the folder that is removed before
+    multiprocessing.util.get_temp_dir()  # exists until the program ends: not in the folder that is removed earlier
     with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder  # so that nobody else's files are counted
+        tempfile.tempdir = folder  # so that other programs' files are not counted
         if options.strategy:
             before, after = count(partial(fit, options.strategy, options.trainers), options.launches)
             show(before, after, f"fits of {options.trainers} with {options.strategy!r}", options)
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def count(launch: Callable[[], object], number: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what is held after the first few launches, and what after so many more."""
+    """Return the footprint after the first few launches, and after `number` more."""
     for _ in range(WARM_UP):
         launch()
     before = footprint()

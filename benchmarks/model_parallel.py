@@ -1,11 +1,11 @@
-"""What a Trainer costs a step of tensor parallel training, and what a rank holds: a GPT, against hand-written scripts.
+"""Overhead of a Trainer in tensor parallel steps, and memory of a rank: a GPT, against hand-written scripts.
 
-Run ``python benchmarks/model_parallel.py``. Processes of one thread each train a GPT of the blocks of
-examples/parallel.py with AdamW: two with layers cut in two (tp 2), and four that share the parameters of each half, too
-(tp 2 x fsdp 2). The contenders take turns (turns.py), as in benchmarks/fsdp.py; by hand means torch's
-``parallelize_module`` and ``fully_shard``. "memory" is what the rank with the most holds of parameters, gradients and
-optimizer state, to what the plan says. "activations" is what forward keeps for backward with sequences cut in two
-(cp 2), to that of one process.
+Run ``python benchmarks/model_parallel.py``. Processes with one thread each train a GPT made of the blocks of
+examples/parallel.py with AdamW: two with layers split in two (tp 2), and four that also shard the parameters of each
+half (tp 2 x fsdp 2). The contenders take turns (turns.py), as in benchmarks/fsdp.py; by hand means torch's
+``parallelize_module`` and ``fully_shard``. "memory" is the parameters, gradients and optimizer state of the rank with
+the most, relative to the plan's figure. "activations" is what forward keeps for backward with sequences split in two
+(cp 2), relative to one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from echelon import MemoryReport, ParallelStrategy, Trainer
 from echelon.testing import run_ranks
 
 LAYOUTS = {"tp 2": 2, "tp 2 x fsdp 2": 4}
-"""How many processes each takes."""
+"""The number of processes of each."""
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         if str(EXAMPLES) not in sys.path:
-            sys.path.append(str(EXAMPLES))  # behind this folder, which has an fsdp.py, too
+            sys.path.append(str(EXAMPLES))  # after this folder, which also has an fsdp.py
         block: Any = importlib.import_module("parallel").Block
         self.token, self.head = nn.Embedding(256, 256), nn.Linear(256, 256)
         self.blocks = nn.ModuleList(block(256, 64) for _ in range(4))
@@ -57,7 +57,7 @@ CASE = Text(Net, (64,), 4, 4)
 
 
 def train_by_hand(entry: Entry, *, num_shards: int) -> None:
-    """Train as torch's tutorial of tensor parallelism does."""
+    """Train as torch's tensor parallelism tutorial does."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -82,7 +82,7 @@ def train_by_hand(entry: Entry, *, num_shards: int) -> None:
 
 
 def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
-    """Train by a Trainer; return the bytes that this rank held."""
+    """Train with a Trainer; return the bytes that this rank held."""
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -107,13 +107,13 @@ def measure(num_shards: int, size: Size) -> tuple[Times, int]:
 
 
 def planned_bytes(num_shards: int) -> int:
-    """Return what the plan says that a rank holds: parameters, as large gradients, and two moments."""
+    """Return what a rank holds according to the plan: parameters, gradients of the same size, and two moments."""
     plan = ParallelStrategy(tp=2, dp_shard=num_shards).plan(Net())
     return 4 * sum(unit.bytes_a_rank for unit in plan.sharding.units)
 
 
 class Alone(Module):
-    """A module that is not in a contest."""
+    """A module outside of any contest."""
 
     def __init__(self) -> None:
         entry = Entry(CASE, CASE.data(1), Turns(Size(1, 1, 1, 0)), "")
@@ -124,7 +124,7 @@ class Alone(Module):
 
 
 def kept_activations() -> float:
-    """Return the bytes that forward keeps for backward on this rank, over all processes there are."""
+    """Return the bytes that forward keeps for backward on this rank, in a run over all processes."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     report = MemoryReport()
     number = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,24 +1,23 @@
 """Overhead of a Trainer in one process: a tiny model trained by hand, by Echelon and, if installed, by Lightning.
 
-Run ``python benchmarks/overhead.py``, for one kind of run with ``--loader``, ``--optimizer`` and ``--step-us``. A kind
-is a loader, an optimizer and the microseconds that a step takes by hand, about, with batches from memory:
+Run ``python benchmarks/overhead.py``; ``--loader``, ``--optimizer`` and ``--step-us`` select one kind of run. A kind is
+a loader, an optimizer and the approximate microseconds of a step by hand, with batches from memory:
 
-- shuffled: a DataLoader that collates a shuffled data set sample by sample, as most people have it
-- ready: a DataLoader with ``batch_size=None`` over a data set of batches
+- shuffled: a DataLoader that collates a shuffled dataset sample by sample, as most people use it
+- ready: a DataLoader with ``batch_size=None`` over a dataset of batches
 - iterable: a DataLoader over an IterableDataset of samples, without a length
 - list: batches in memory, without a DataLoader
 
-All contenders of a kind train in this process on one thread, iterate over equal loaders, and take turns of some
-milliseconds (turns.py), so that a slow moment of the machine meets everyone; start-up and the ends of epochs are not
-timed. A ratio is a contender's time to that of the hand-written loop in the same round; "+-" is its standard error,
-and "excess" what a step takes more, in microseconds. Times are of this process's CPU, all threads together: where
-other processes use the machine as well, they vary a fifth as much as those on the clock, which ``--clock wall`` takes.
-Bars draw on a pseudo-terminal, as they would for a user.
+All contenders of a kind train in this process on one thread, iterate over equal loaders, and take turns of a few
+milliseconds (turns.py), so that a slow moment of the machine affects all of them; start-up and the ends of epochs are
+not timed. A ratio is a contender's time relative to the hand-written loop in the same round; "+-" is its standard
+error, and "excess" is the additional time of a step, in microseconds. Times are this process's CPU time, all threads
+together: if other processes use the machine as well, it varies a fifth as much as wall-clock time, which
+``--clock wall`` measures. Progress bars draw on a pseudo-terminal, as they would for a user.
 
 For each kind the targets are: Echelon with all its defaults <= 1.10, with ``barebones=True`` <= 1.05, and the same loop
-with an ``Engine`` <= 1.03. A ratio below 1
-is possible: Echelon leaves out what torch does for a profiler that is not there around each step, ``zero_grad`` and
-batch, together some 20 us.
+with an ``Engine`` <= 1.03. A ratio below 1 is possible: Echelon skips what torch does for an absent profiler around
+each step, ``zero_grad`` and batch, together about 20 us.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ NUM_DIFFERENT = 64
 LOADERS = ("shuffled", "ready", "iterable", "list")
 OPTIMIZERS = ("sgd", "adam")
 HIDDEN_LAYERS = {(100, "sgd"): 0, (100, "adam"): 0, (300, "sgd"): 2, (300, "adam"): 1}
-"""With so many, a step by hand takes about so many microseconds on a core of 2024; Adam alone takes 80."""
+"""The number with which a step by hand takes about these microseconds on a core of 2024; Adam alone takes 80."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained and from where; `step_us` chooses the size of the model."""
+    """The training setup; `step_us` chooses the size of the model."""
 
     loader: str
     optimizer: str
@@ -81,7 +80,7 @@ class Kind:
         return torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def batches(self, num_steps: int) -> Iterable[Batch]:
-        """A loader of so many batches."""
+        """A loader with this many batches."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(NUM_DIFFERENT * BATCH_SIZE, 32, generator=generator)
         y = torch.randint(2, (NUM_DIFFERENT * BATCH_SIZE,), generator=generator)
@@ -112,7 +111,7 @@ class Batches:
 
 
 class ReadyBatches(Dataset[Batch]):
-    """The same as a data set, each of whose samples is a batch."""
+    """The same batches as a dataset whose samples are batches."""
 
     def __init__(self, batches: list[Batch], length: int) -> None:
         self._batches, self._length = batches, length
@@ -125,7 +124,7 @@ class ReadyBatches(Dataset[Batch]):
 
 
 class Stream(IterableDataset[Batch]):
-    """Samples without a known number."""
+    """An unknown number of samples."""
 
     def __init__(self, samples: list[Batch], length: int) -> None:
         self._samples, self._length = samples, length
@@ -138,7 +137,7 @@ Contender = Callable[[Turns, Kind, Iterable[Batch], str], None]
 
 
 def plain_loop(turns: Turns, kind: Kind, batches: Iterable[Batch], folder: str) -> None:
-    """Train as one writes it by hand."""
+    """Train in a hand-written loop."""
     model = kind.model()
     optimizer = kind.optimizer_of(model)
     for x, y in batches:
@@ -190,7 +189,7 @@ def trained_by(base: type[nn.Module], trainer: Callable[..., Any], **settings: A
 
 
 def contenders() -> dict[str, Contender]:
-    """Return what is compared, by name, the plain loop first."""
+    """Return the contenders, by name, the plain loop first."""
     from echelon import Trainer, TrainModule
 
     by_name = {
@@ -210,7 +209,7 @@ def contenders() -> dict[str, Contender]:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[None]:
-    """Let standard output and error be a terminal of 100 columns that another process reads and forgets."""
+    """Make standard output and error a terminal of 100 columns, which another process reads and discards."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     reader = subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -239,13 +238,13 @@ def measure(kind: Kind, size: Size) -> Times:
 
 
 def ratio_of(row: dict[str, float]) -> tuple[float, float]:
-    """Return how many times the plain loop's time a contender takes, and the standard error."""
+    """Return the ratio of a contender's time to the plain loop's, and its standard error."""
     ratio = 1 / row["speed"]
     return ratio, row["speed_error"] * ratio**2
 
 
 def print_header(names: Iterable[str]) -> None:
-    """Print what the columns are; the plain loop has one of microseconds, the others have three each."""
+    """Print the names of the columns; the plain loop has one, in microseconds, the others have three each."""
     names = [name for name in names if name != PLAIN]
     print(f"{'':24}{PLAIN:>11}" + "".join(f"{name:>25}" for name in names))
     print(f"{'loader':10}{'optimizer':10}{'':4}{'us/step':>11}" + f"{'ratio':>10}{'+-':>7}{'excess':>8}" * len(names))

@@ -1,9 +1,9 @@
-"""What a step costs with a parameter server: an MLP of a million parameters beside DDP, and a table of a million rows.
+"""Cost of a step with a parameter server: an MLP of a million parameters against DDP, and a table of a million rows.
 
-Run ``python benchmarks/parameter_server.py``. Two trainers of one thread each; the first columns are the time of a step
-of ``strategy="ps"`` with one server and of ``"ddp"``, each the best of a few fits that take turns, and their ratio. The
-table is a `RemoteEmbedding` whose rows are trained with SGD and sparse gradients: the bytes that travel in a step, and
-how many times those of the rows that the batch uses, which are pulled and whose gradients are pushed.
+Run ``python benchmarks/parameter_server.py``. Two trainers with one thread each. The first line has the time of a step
+with ``strategy="ps"`` and one server and with ``"ddp"``, each the best of a few fits that take turns, and their ratio.
+The table is a `RemoteEmbedding` whose rows are trained with SGD and sparse gradients: the second line has the bytes
+sent in a step, and their ratio to those of the rows in the batch, which are pulled and whose gradients are pushed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon import DDPStrategy, ParameterServerStrategy, RemoteEmbedding, Strat
 
 
 class Timed(TrainModule):
-    """A module that notes how long its steps take."""
+    """A module that records how long its steps take."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Timed(TrainModule):
 
 
 class MLP(Timed):
-    """A million parameters."""
+    """An MLP of a million parameters."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -73,7 +73,7 @@ class Table(Timed):
         return torch.optim.SGD(self.parameters(), 0.01)
 
     def measured(self) -> list[float]:
-        """Return the time of a step, its bytes, and how many times those of the rows."""
+        """Return the time of a step, its bytes, and their ratio to those of the rows."""
         strategy: Any = self.trainer.strategy
         return [*super().measured(), strategy.traffic / len(self.times), strategy.traffic / (2 * self.rows * 64 * 4)]
 
@@ -97,7 +97,7 @@ def fit(module: Timed, strategy: Strategy, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--turns", type=int, default=3)

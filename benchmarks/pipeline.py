@@ -1,11 +1,11 @@
-"""What a Trainer costs a step of a pipeline, how long stages are idle, and what they hold: a GPT on two processes.
+"""Overhead of a Trainer in a pipeline step, idle time and memory of stages: a GPT on two processes.
 
-Run ``python benchmarks/pipeline.py``. Two processes of one thread each train a GPT of the blocks of
-examples/parallel.py with AdamW, eight micro-batches a step under 1F1B. The contenders take turns (turns.py), as in
+Run ``python benchmarks/pipeline.py``. Two processes with one thread each train a GPT made of the blocks of
+examples/parallel.py with AdamW, with eight micro-batches a step under 1F1B. The contenders take turns (turns.py), as in
 benchmarks/fsdp.py; by hand means torch's ``PipelineStage`` and ``Schedule1F1B``, each rank with its half of the model.
 "idle" is the share of a step under gpipe in which the two neither compute nor receive, recorded by `Timeline`, beside
-(p - 1) / (m + p - 1) for p stages and m micro-batches; the median of several runs. "memory" is what a rank holds of
-parameters, gradients and optimizer state, to the share of its stage.
+(p - 1) / (m + p - 1) for p stages and m micro-batches; the median of several runs. "memory" is the parameters,
+gradients and optimizer state that a rank holds, relative to the share of its stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEPTH = 6
 
 
 class Net(nn.Module):
-    """A GPT of 3.6 million parameters, without positions; with fewer blocks it is one of its stages.
+    """A GPT of 3.6 million parameters, without positions, or one of its stages, which has fewer blocks.
 
     Args:
         stage: which of two; None for all.
@@ -48,7 +48,7 @@ class Net(nn.Module):
     def __init__(self, stage: int | None = None) -> None:
         super().__init__()
         if str(EXAMPLES) not in sys.path:
-            sys.path.append(str(EXAMPLES))  # behind this folder, which has an fsdp.py, too
+            sys.path.append(str(EXAMPLES))  # after this folder, which also has an fsdp.py
         block: Any = importlib.import_module("parallel").Block
         self.token: nn.Module = nn.Embedding(256, 224)
         self.blocks = nn.ModuleList(block(224, 56) for _ in range(DEPTH))
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 CASE = Text(Net, (64,), 4 * MICRO_BATCHES, 2)
-"""Four sequences a micro-batch, and all of those of a step in a batch of the loop by hand."""
+"""Four sequences per micro-batch; a batch of the hand-written loop has all sequences of a step."""
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_by_hand(entry: Entry) -> None:
-    """Train as torch's tutorial of pipelines does."""
+    """Train as torch's pipeline tutorial does."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -98,7 +98,7 @@ def train_by_hand(entry: Entry) -> None:
 
 
 class PipelinedModule(Module):
-    """The same by Echelon; a step begins with the hook of the first of its micro-batches, on both ranks."""
+    """The same with Echelon; a step begins with the hook of its first micro-batch, on both ranks."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = loss_of(self.net(batch[0]), batch[1])
@@ -106,7 +106,7 @@ class PipelinedModule(Module):
         return loss
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == MICRO_BATCHES:  # the gradients of the first step are still there
+        if batch_idx == MICRO_BATCHES:  # the gradients of the first step still exist
             self.bytes_held = bytes_held(self, self.trainer.optimizers)
         if batch_idx % MICRO_BATCHES == 0:
             self.entry.turns.mark()
@@ -124,7 +124,7 @@ def trainer_in(folder: str | None, **settings: Any) -> Trainer:
 
 
 def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
-    """Train by a Trainer; return the bytes that this rank held."""
+    """Train with a Trainer; return the bytes that this rank held."""
     trainer = trainer_in(entry.folder, barebones=barebones, accumulate_grad_batches=MICRO_BATCHES)
     module = PipelinedModule(entry)
     trainer.fit(module, DataLoader(entry.dataset, CASE.batch_size // MICRO_BATCHES, shuffle=True))
@@ -143,7 +143,7 @@ def measure(size: Size) -> tuple[Times, int]:
 
 
 def bytes_of_stages() -> list[int]:
-    """Return what each stage should hold: parameters, as large gradients, and two moments."""
+    """Return what each stage should hold: parameters, gradients of the same size, and two moments."""
     partition = make_partition(Net(), NUM_STAGES)
     return [4 * partition.bytes_of(stage) for stage in range(NUM_STAGES)]
 
@@ -152,7 +152,7 @@ def bytes_of_stages() -> list[int]:
 
 
 class Alone(TrainModule):
-    """A module that is not in a contest."""
+    """A module outside of any contest."""
 
     def __init__(self) -> None:
         super().__init__()

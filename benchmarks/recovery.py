@@ -1,9 +1,9 @@
-"""How long a run stands still when a worker is killed: an elastic Trainer against torchrun with a checkpoint on disk.
+"""Downtime of a run after a worker is killed: an elastic Trainer against torchrun with a checkpoint on disk.
 
 Run ``python benchmarks/recovery.py``. Two processes train the network of examples/digits.py on its data. In turn, each
-contender is started, one of its workers is killed (SIGKILL, by pid) some steps later, and the time from there to the
-end of the next optimizer step is taken. The script under torchrun is what its documentation recommends: it saves every
-20 steps (an epoch), by rename, and loads that when it starts.
+contender is started, one of its workers is killed (SIGKILL, by pid) some steps later, and the time from then to the end
+of the next optimizer step is measured. The script under torchrun does what torchrun's documentation recommends: it
+saves every 20 steps (an epoch), by rename, and loads that checkpoint when it starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 class StepLog:
-    """A line for each optimizer step that rank 0 has completed, in a file that outlives it; and the ranks' pids."""
+    """A file that outlives the workers: the ranks' pids, and a line for each optimizer step that rank 0 completed."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -74,7 +74,7 @@ def train_by_echelon(folder: Path) -> None:
 
 
 def train_under_torchrun(folder: Path) -> None:
-    """Train the same network in a process of torchrun's."""
+    """Train the same network in a process that torchrun has started."""
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ def train_under_torchrun(folder: Path) -> None:
 
 
 def network(width: int = 32) -> nn.Module:
-    """Return the network of examples/digits.py, which itself would import Echelon."""
+    """Return the network of examples/digits.py, which cannot be imported without importing Echelon."""
 
     def convolution(channels: int, outputs: int, stride: int) -> nn.Module:
         layer = nn.Conv2d(channels, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
@@ -151,7 +151,7 @@ TRAINED: dict[str, Callable[[Path], None]] = {"echelon": train_by_echelon, "torc
 
 
 def recover(contender: str, after: int) -> tuple[float, int]:
-    """Kill a worker after so many steps; return the seconds to the next step, and how many steps were done again."""
+    """Kill a worker after some steps; return the seconds to the next step, and how many steps were done again."""
     with tempfile.TemporaryDirectory() as name, _running(contender, Path(name)) as program:
         folder = Path(name)
         _wait_for(folder, program, lambda steps: len(steps) >= after)

@@ -1,10 +1,11 @@
-"""What snapshots in memory cost: examples/gpt.py in two processes, with as many as there are by default, and without.
+"""Cost of snapshots in memory: examples/gpt.py in two processes, with the default number of snapshots and without.
 
-Run ``python benchmarks/snapshots.py``. Runs of equally many steps take turns, in an order that rotates. The cost is
-told in three ways. As the trainer accounts it: what a snapshot takes of the slowest rank, over the steps from one to
-the next. Around snapshots: how much longer the steps just after one take than the others of the run. By the clock: how
-much longer a run's steps take than those of the run beside it; what else the machine does is in that number, and "+-",
-its standard error over the pairs of runs, says how much. Measure on a machine that does nothing else.
+Run ``python benchmarks/snapshots.py``. Runs with the same number of steps take turns, in an order that rotates. The
+cost is measured in three ways. As the trainer accounts it: the time that a snapshot takes on the slowest rank, relative
+to the steps from one snapshot to the next. Around snapshots: how much longer the steps just after one take than the
+others of the run. By the clock: how much longer a run's steps take than those of the run beside it; that number
+includes other load on the machine, and "+-", its standard error over the pairs of runs, says how much. Measure on an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, SourceData
 
 AFFECTED: Final = 3
-"""Steps after a snapshot that may be slower: the copy comes first, and then the writing in a thread."""
+"""Steps after a snapshot that may be slower: first comes the copy, then the writing in a thread."""
 EVERY: Final[dict[str, int | None]] = {"with": None, "without": 0}
 
 
 class Stopwatch(Callback):
-    """Writes down when each step ended, at which of them snapshots were taken, and what those cost."""
+    """Records when each step ended, after which steps snapshots were taken, and what those cost."""
 
     def __init__(self, file: Path, warmup: int) -> None:
         self.file, self.warmup = file, warmup
@@ -41,7 +42,7 @@ class Stopwatch(Callback):
         self.taken: list[int] = []
         self.stalls: list[float] = []
         self.costs: list[tuple[float, float]] = []
-        """Of each: seconds to get the state, and to copy and write it."""
+        """For each snapshot: the seconds to get the state, and to copy and write it."""
         self.newest: Any = None
 
     def on_save_checkpoint(self, trainer: Any, module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ class Stopwatch(Callback):
 
 
 def measure(every: int | None, steps: int, warmup: int, size: dict[str, int]) -> dict[str, Any]:
-    """Train the example for some steps, and return what the stopwatch has written."""
+    """Train the example for some steps, and return what the stopwatch has recorded."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found"
         seed_everything(1)
@@ -95,7 +96,7 @@ def measure(every: int | None, steps: int, warmup: int, size: dict[str, int]) ->
 
 
 def summarise(runs: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """Return the figures of runs that took turns."""
+    """Return the results of runs that took turns."""
     own, others = [run["with"] for run in runs], [run["without"] for run in runs]
     intervals = [after - before for run in own for before, after in pairwise(run["taken"][1:])]
     interval = statistics.median(intervals) if intervals else float("nan")
@@ -119,25 +120,25 @@ def summarise(runs: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def account(ranks: tuple[tuple[float, float], ...]) -> float:
-    """Return what one snapshot has cost, as the trainer has it: without the time for which ranks waited for others."""
+    """Return what one snapshot has cost, as the trainer accounts it: without the time that ranks waited for others."""
     return min(gathering for gathering, _ in ranks) + max(writing for _, writing in ranks)
 
 
 def undisturbed(run: dict[str, Any]) -> list[float]:
-    """Return the times of the steps that follow no snapshot closely."""
+    """Return the times of the steps that do not closely follow a snapshot."""
     disturbed = {step + later for step in run["taken"] for later in range(AFFECTED)}
     return [second for step, second in enumerate(run["seconds"]) if step not in disturbed] or run["seconds"]
 
 
 def excesses(run: dict[str, Any]) -> list[float]:
-    """Return by how much longer than others the steps after each snapshot took, together."""
+    """Return how much longer than others the steps after each snapshot took, in total."""
     usual = statistics.median(undisturbed(run))
     windows = [run["seconds"][step : step + AFFECTED] for step in run["taken"] if step >= 0]
     return [sum(window) - usual * len(window) for window in windows if len(window) == AFFECTED] or [float("nan")]
 
 
 def main(words: list[str] | None = None) -> None:
-    """Measure, and print a table or JSON."""
+    """Measure and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="of each kind")
     parser.add_argument("--steps", type=int, default=200, help="of a run, after the first few")

@@ -1,12 +1,12 @@
-"""How stale async mode of a parameter server gets, and what it saves where trainers have different speeds.
+"""Staleness of a parameter server's async mode, and the time it saves when trainers have different speeds.
 
-Run ``python benchmarks/staleness.py``. First trainers wait a random time at each step; the ledger of all pushes is read
-again, from the order of its rows alone, for the most that any trainer was ahead of the slowest.
+Run ``python benchmarks/staleness.py``. First, trainers wait a random time at each step; the most that any trainer was
+ahead of the slowest is computed from nothing but the order of the rows in the ledger of all pushes.
 
-Then one trainer takes twice as long for a step as the others. Beside it these make twice the steps of sync mode until
-they have used up a bound of k, after 2 k steps; then they go at its pace, so that over N steps it is N / (N - k) times
-the steps: 1.6 at 8 k / 3. Last, trainers are slow in turns, each for half of the time in which it would use up the
-bound: at any time one of n is slow, and all make 2 - 1 / n times the steps of sync mode, for as long as they train.
+Then one trainer takes twice as long for a step as the others. The others make twice the steps of sync mode until they
+have used up a bound of k, after 2 k steps; then they go at its pace, a speedup of N / (N - k) over N steps: 1.6 at
+8 k / 3. Last, trainers are slow in turns, each for half of the time in which it would use up the bound: at any time one
+of n is slow, and all make 2 - 1 / n times the steps of sync mode, for as long as they train.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import ParameterServerStrategy, Trainer, TrainModule
 
 Waiting = Callable[[int, int, torch.Generator], float]
-"""Returns the seconds of a step, of a rank, a world size and random numbers of the rank's own."""
+"""Returns the seconds of a step, given a rank, the world size and the rank's own random numbers."""
 
 
 def at_random(delay: float, rank: int, world_size: int, generator: torch.Generator) -> float:
-    """Wait from nothing to `delay`."""
+    """Wait a random time up to `delay`."""
     return delay * torch.rand((), generator=generator).item()
 
 
@@ -98,7 +98,7 @@ def fit(waiting: Waiting, max_staleness: int, trainers: int, steps: int) -> tupl
             devices=trainers,
             max_epochs=1,
             logger=False,
-            log_every_n_steps=0,  # metrics are those of all trainers, who would meet for them
+            log_every_n_steps=0,  # reducing metrics would make all trainers wait for each other
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -109,7 +109,7 @@ def fit(waiting: Waiting, max_staleness: int, trainers: int, steps: int) -> tupl
 
 
 def largest_lead(ledger: list[list[int]], trainers: int) -> int:
-    """Return by how many steps any trainer was ahead of the slowest, from who pushed after whom."""
+    """Return the most steps that any trainer was ahead of the slowest, from the order of pushes."""
     clocks, largest = [0] * trainers, 0
     for trainer, step, *_ in ledger:
         assert clocks[trainer] == step
@@ -119,13 +119,13 @@ def largest_lead(ledger: list[list[int]], trainers: int) -> int:
 
 
 def seconds(times: list[list[float]], steps: int) -> float:
-    """Return the mean time of the first steps of some trainers, after that in which servers get the parameters."""
+    """Return the mean time of some trainers' first steps, after the one in which servers get the parameters."""
     last = min(steps, len(times[0]) - 2) + 1
     return fmean((own[last] - own[1]) / (last - 1) for own in times)
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--max-staleness", type=int, default=4, help="with random delays")

@@ -1,9 +1,9 @@
-"""Contenders that train side by side, one at a time, a few steps each: what slows the machine meets all of them alike.
+"""Contenders that take turns of a few training steps, so that whatever slows the machine affects all of them equally.
 
-Each contender trains in a thread of its own, and all but one wait inside a forward. What is timed are the steps of a
-turn after its first few, from forward to forward: not the start, not the end of the epoch. On several ranks the turns
-change at the same steps, so that collectives meet. Where its tensors happen to lie in memory makes a contender some
-percent faster or slower for as long as it lives; so there are several contests, in each of which all begin again.
+Each contender trains in its own thread, and all but one wait inside a forward. The steps of a turn after its first few
+are timed, from forward to forward: neither the start nor the end of the epoch. On several ranks the turns change at the
+same steps, so that collectives match. Where its tensors happen to be in memory makes a contender a few percent faster
+or slower for its whole life; so there are several contests, in each of which all start over.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from statistics import fmean, stdev
 from typing import Any
 
 Microseconds = tuple[float, float]
-"""Of a step: on the clock, and of this process's CPU."""
+"""The time of a step: on the clock, and of this process's CPU."""
 Times = dict[str, list[list[Microseconds]]]
-"""For each contender by contest, turn after turn."""
+"""The times of each contender by contest, turn after turn."""
 Rows = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long contests are: so many turns of each contender, of so many timed steps after `warmup` others."""
+    """The length of contests: turns of each contender, and timed steps of a turn after `warmup` others."""
 
     contests: int
     rounds: int
@@ -34,7 +34,7 @@ class Size:
 
     @property
     def num_steps(self) -> int:
-        """The steps of each contender in a contest, the one included at whose beginning its last turn ends."""
+        """The steps of each contender in a contest, including the one at whose beginning its last turn ends."""
         return self.rounds * (self.warmup + self.steps) + 1
 
 
@@ -64,12 +64,12 @@ class Turns:
         self._wait()
 
     def go_on(self) -> None:
-        """Give the contender a turn; after the last one, let it come to its end."""
+        """Give the contender a turn; after the last one, let it finish."""
         self._mine.release()
         self._wait()
 
     def mark(self) -> None:
-        """Look at the clock where timed steps begin and end, and let the others have their turns."""
+        """Read the clock at the beginning and end of timed steps, and let the others have their turns."""
         next(self._course, None)
 
     def _wait(self) -> None:
@@ -95,9 +95,9 @@ class Turns:
 
 
 def stay_on_core(index: int = 0) -> None:
-    """Keep this process on one core: another one may be half as fast, while somebody else works beside it.
+    """Keep this process on one core: another may be half as fast while other programs use it.
 
-    Processes of different index get different ones, as far as there are enough. Linux only; elsewhere nothing happens.
+    Processes with different indices get different cores, if there are enough. Linux only; elsewhere nothing happens.
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0), reverse=True)
@@ -105,7 +105,7 @@ def stay_on_core(index: int = 0) -> None:
 
 
 def compete(contenders: Mapping[str, Callable[[Turns], Any]], size: Size) -> dict[str, list[Turns]]:
-    """Hold the contests, in which turns have an order that rotates; return what each has measured and returned."""
+    """Run the contests, with turns in an order that rotates; return what each has measured and returned."""
     names = list(contenders)
     found: dict[str, list[Turns]] = {name: [] for name in names}
     for contest in range(size.contests):
@@ -123,7 +123,7 @@ def compete(contenders: Mapping[str, Callable[[Turns], Any]], size: Size) -> dic
 
 
 def times_of(found: Mapping[str, Sequence[Turns]]) -> Times:
-    """Return what was measured, for each contender by contest."""
+    """Return the measured times, for each contender by contest."""
     return {name: [one.times for one in turns] for name, turns in found.items()}
 
 
@@ -133,11 +133,11 @@ def _rotated(names: list[str], by: int) -> list[str]:
 
 
 def summarise(times: Times, base: str, *, by_cpu: bool = False) -> Rows:
-    """Return for each contender the time of a step, its speed relative to `base`, and what it takes more.
+    """Return for each contender the time of a step, its speed relative to `base`, and its additional time.
 
-    Speed and excess are of a turn and that of `base` in the same round. All are trimmed means over the turns of a
-    contest, and then means over the contests, between which the standard error is. Times are those on the clock, or
-    with `by_cpu` those of this process's CPU: they leave out what other processes do to the machine, and any waiting.
+    Speed and excess compare a turn with that of `base` in the same round. All are trimmed means over the turns of a
+    contest, and then means over the contests, whose spread gives the standard error. Times are wall-clock times, or
+    with `by_cpu` this process's CPU times, which exclude other processes' effect on the machine, and any waiting.
     """
     rows = {}
     index = int(by_cpu)
