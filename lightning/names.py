@@ -82,17 +82,12 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "SaveConfigCallback": "`echelon fit config.yaml`, which keeps the config",
     "LightningArgumentParser": "`echelon fit config.yaml`",
     "instantiate_class": "the class itself, or `_target_` in a config",
-    "Fabric": "plain torch, or manual optimization",
+    "Fabric": "Engine, for a loop of your own",
     "Tuner": "LearningRateFinder and BatchSizeFinder in callbacks",
-    "BaseFinetuning": "submodule.requires_grad_(False), and True again in on_train_epoch_start",
-    "BackboneFinetuning": "submodule.requires_grad_(False), and True again in on_train_epoch_start",
     "RichModelSummary": "ModelSummary",
-    "WandbLogger": "a logger of your own: docs/logging.md says what one needs",
-    "MLFlowLogger": "a logger of your own: docs/logging.md says what one needs",
     "CometLogger": "a logger of your own: docs/logging.md says what one needs",
     "NeptuneLogger": "a logger of your own: docs/logging.md says what one needs",
     "LitLogger": "a logger of your own: docs/logging.md says what one needs",
-    "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
     "SpikeDetection": "LossSpikePolicy",
     "ModelPruning": "torch.nn.utils.prune in a hook",
     "AsyncCheckpointIO": "nothing: checkpoints are written beside the steps",
@@ -197,7 +192,7 @@ def is_known(name: str) -> bool:
 
 def has_counterpart(name: str) -> bool:
     """Return whether a name stands for something that works."""
-    return name in known() and (name not in WITHOUT_COUNTERPART or any(name in _public(shelf) for shelf in _SHELVES))
+    return name in known() and name not in WITHOUT_COUNTERPART
 
 
 def refusal(name: str) -> type:
