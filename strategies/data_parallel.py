@@ -1,4 +1,4 @@
-"""DataParallelStrategy: one process cuts every batch into slices, one for each of its devices."""
+"""DataParallelStrategy: one process splits every batch into slices, one for each of its devices."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .strategy import Strategy
 
 
 class DataParallelStrategy(Strategy):
-    """Compute each step on several devices of one process, a slice of the batch on each, as torch's ``DataParallel``.
+    """Compute each step on several devices of one process, a slice of the batch on each, like torch's ``DataParallel``.
 
     The module lives on the first device and computes the first slice itself; replicas, made for each step, compute the
-    others. What a step changes in a replica is lost, but what it logs counts. On GPUs the slices run at the same time.
-    On the CPU they run one after another, each in a thread of its own: torch has one random generator for the CPU, and
-    the order in which slices draw from it must not be left to chance.
+    others. Changes that a step makes to a replica are lost, but what it logs is kept. On GPUs, slices run in parallel.
+    On the CPU they run one after another, each in a thread of its own: they share torch's CPU random generator, and
+    the order in which they draw from it must be deterministic.
     """
 
     name: ClassVar[str] = "dp"
@@ -52,7 +52,7 @@ class DataParallelStrategy(Strategy):
     def _estimate(self, profile: Profile) -> Estimate:
         num_devices = len(self.hardware.devices)
         slice_ = whole_activations(profile).times(1 / num_devices)
-        # the first device gets the gradients of the others, and sends each a replica
+        # the first device receives the gradients of the others, and sends each a replica
         gradients = profile.gradient_bytes(whole) if num_devices > 1 else 0.0
         sent = profile.num_micro_batches * (num_devices - 1) * profile.parameter_bytes(whole)
         return estimate_held(profile, MemoryShare(), slice_, communication=gradients, traffic={"devices": sent})
@@ -63,7 +63,7 @@ class DataParallelStrategy(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """The device of the slice that the calling thread computes; in all other threads the first device."""
+        """The device of the slice that the calling thread computes; the first device in all other threads."""
         return self._device_of_thread.get(threading.get_ident(), self._first_device)
 
     @device.setter
@@ -97,7 +97,7 @@ class DataParallelStrategy(Strategy):
             for step, size in zip(steps, sizes, strict=True):
                 step.log.replay(self.module, size)
             outputs = [to_device(output, self.device) for output in outputs]
-            # combining extends the autograd graph, and so needs a new thread as the slices did
+            # combining extends the autograd graph, so it needs a new thread as the slices did
             has_graph = self.device.type == "cpu" and torch.is_grad_enabled()
             return _in_a_thread(combine, outputs, sizes, step_name) if has_graph else combine(outputs, sizes, step_name)
 
@@ -118,7 +118,7 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
 
 
 def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return the module, and a replica of it for each device but the first."""
+    """Return the module, followed by a replica of it for every other device."""
     if devices[0].type == "cpu":
         replicas = [_replicate_on_cpu(module) for _ in devices[1:]]
     else:
@@ -127,13 +127,13 @@ def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mo
         replicas = replicate(module, devices, detach=not torch.is_grad_enabled())[1:]
     for submodule in chain.from_iterable(replica.modules() for replica in replicas):
         forward = vars(submodule).get("forward")
-        if isinstance(forward, MethodType):  # an instance's own forward, such as a checkpointed one
+        if isinstance(forward, MethodType):  # a forward set on the instance, such as a checkpointed one
             vars(submodule)["forward"] = MethodType(forward.__func__, submodule)
     return [module, *replicas]
 
 
 def _replicate_on_cpu(module: nn.Module) -> nn.Module:
-    """Return a replica that shares the parameters and has buffers of its own, as `replicate` makes them for GPUs."""
+    """Return a replica that shares the parameters and has its own buffers, as `replicate` makes for GPUs."""
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
     replicas = {original: original._replicate_for_data_parallel() for original in module.modules()}  # noqa: SLF001
     for original, replica in replicas.items():
@@ -150,7 +150,7 @@ def _replicate_on_cpu(module: nn.Module) -> nn.Module:
 def _apply(
     steps: Sequence[_SliceStep], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]
 ) -> list[Any]:
-    """Call each step in a thread; on the CPU one after another."""
+    """Call each step in a thread of its own; on the CPU, one after another."""
     if devices[0].type != "cpu":
         from torch.nn.parallel import parallel_apply
 
@@ -159,10 +159,10 @@ def _apply(
 
 
 def _in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns in a new thread.
+    """Call a function in a new thread and return its result.
 
-    Autograd numbers the nodes of a graph by thread and adds gradients in that order. In a thread that has computed
-    before, the order would depend on how much it has computed, and a resumed run would round differently.
+    Autograd numbers the nodes of a graph per thread, and adds gradients in that order. In a thread that has computed
+    before, the order would depend on how much, and a resumed run would round differently.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="echelon-dp") as thread:
         return thread.submit(function, *args).result()
@@ -187,7 +187,7 @@ class _SliceStep(nn.Module):
         self._has_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def forward(self, step_name: str, *args: Any) -> Any:
-        """Call the step in the grad and inference mode of the thread that made this; each thread has its own."""
+        """Call the step in the grad and inference modes of the thread that made this; both are thread-local."""
         thread = threading.get_ident()
         self._device_of_thread[thread] = self._device
         vars(self.module)["log"] = self.log  # hides the method, in this instance and during this step
@@ -202,18 +202,18 @@ class _SliceStep(nn.Module):
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
-        if self._precision.autocast_dtype is None:  # a default dtype is set already, for all threads
+        if self._precision.autocast_dtype is None:  # the default dtype is global, and set already
             yield
             return
         with self._precision.forward_context(self._device):
-            # All threads share one cache of cast weights, and the first to finish empties it: whether two slices share
-            # a cast, and so how their gradients are rounded, would be left to chance.
+            # All threads share one cache of cast weights, which the first to finish clears: whether two slices share
+            # a cast, and so how their gradients are rounded, would depend on timing.
             torch.set_autocast_cache_enabled(False)
             yield
 
 
 class _Log:
-    """Keeps what a slice logs until all slices are done; then it is logged in their order, weighted by their sizes."""
+    """Keeps what a slice logs until all slices are done, to log it in slice order, weighted by slice size."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -229,7 +229,7 @@ class _Log:
         self._calls.append((name, kept, args, options))
 
     def replay(self, module: Any, size: int) -> None:
-        """Log it into the module; the weight is `size`, the samples of the slice, where the user gave none."""
+        """Log the kept values in the module, with `size`, the slice's number of samples, as the default weight."""
         for name, value, args, options in self._calls:
             weight = options.get("batch_size")
             module.log(name, value, *args, **{**options, "batch_size": size if weight is None else weight})

@@ -45,7 +45,7 @@ class ReplicaStrategy(Strategy):
         return self._estimate_replica(profile, MemoryShare(), self._gradient_traffic(profile))
 
     def _gradient_traffic(self, profile: Profile) -> float:
-        """Return what a rank sends for the mean of all gradients and, with buffers, for rank 0's."""
+        """Return the bytes that a rank sends to average gradients and, if enabled, to broadcast rank 0's buffers."""
         num_ranks = self.environment.world_size
         buffers = profile.buffer_bytes if self.options.broadcast_buffers else 0
         sent = all_reduced(profile.gradient_bytes(whole) * self.options.compressed_fraction, num_ranks)
@@ -61,7 +61,7 @@ class ReplicaStrategy(Strategy):
             share,
             whole_activations(profile),
             communication=copies if has_peers else 0.0,
-            # after the first step, DDP makes its buckets again in the order in which gradients came
+            # after the first step, DDP rebuilds its buckets in the order in which gradients arrived
             between_steps=max(profile.gradient_bytes(whole), between_steps) if has_peers else 0.0,
             traffic={"dp_replicate": sent} if has_peers else {},
         )
@@ -102,18 +102,18 @@ class DDPStrategy(ReplicaStrategy):
     """Train with torch's ``DistributedDataParallel``: each process reads its slice of every global batch.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. In manual
-    optimization gradients are averaged at the end of each ``manual_backward`` instead, without the arguments below.
+    optimization, gradients are averaged at the end of each ``manual_backward`` instead, and DDP is not used.
 
     Args:
         find_unused_parameters: for a module in which some parameters get no gradient in some steps; walks the autograd
             graph of every step.
         static_graph: promise that every step uses the same parameters; then unused ones cost nothing.
-        gradient_as_bucket_view: let gradients be views of the buckets that are sent, which saves a copy of them all.
+        gradient_as_bucket_view: let gradients be views of the communication buckets, which saves a copy of them all.
         bucket_cap_mb: the size of a bucket; by default torch's 25 MB.
         comm_hook: how gradients are compressed: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` (rank 4, after 1000 steps), or
-            the state and function of a DDP communication hook. Changes the numbers by what it leaves out.
-        sync_batchnorm: compute the statistics of batch norms over all ranks (GPUs only, as in torch).
-        broadcast_buffers: give all ranks rank 0's buffers before each step.
+            the state and function of a DDP communication hook. Compression is lossy: it changes the numbers.
+        sync_batchnorm: compute batch norm statistics over all ranks (GPUs only, as in torch).
+        broadcast_buffers: copy rank 0's buffers to all ranks before each step.
         settings: see `ProcessSettings`.
     """
 

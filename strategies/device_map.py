@@ -1,4 +1,4 @@
-"""DeviceMapStrategy: one process lays the parts of a module over several devices, for one that no single one holds."""
+"""DeviceMapStrategy: one process places the parts of a module on several devices, if it does not fit on one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from .strategy import Strategy
 
 
 class DeviceMapStrategy(Strategy):
-    """Train in one process a module whose parts lie on several devices; what a part gets follows it to its device.
+    """Train, in one process, a module whose parts are on several devices; a part's inputs are moved to its device.
 
-    One device computes at a time: it trains what does not fit one device, and is not faster for it. What the module's
-    forward and its direct children return comes back to the first device, where the batch is.
+    Only one device computes at a time: this makes room for a larger module, and does not make it faster. The outputs of
+    the module's forward and of its direct children are moved back to the first device, where the batch is.
 
     Args:
         device_map: the device of each submodule by name, such as ``{"embed": "cuda:0", "layers": "cpu", "": "cpu"}``;
-            the innermost name counts, ``""`` is all that is left. ``"auto"`` deals the repeated blocks and what is
-            beside them by bytes: evenly over several GPUs; with one GPU what it has room for, and the rest on the CPU.
+            the innermost name counts, and ``""`` is everything else. ``"auto"`` distributes the repeated blocks and the
+            modules around them by size: evenly over several GPUs; with one GPU, what fits on it, and the rest on the
+            CPU.
     """
 
     name: ClassVar[str] = "device_map"
@@ -79,19 +80,19 @@ class DeviceMapStrategy(Strategy):
         for submodule_name, submodule in module.named_modules():
             self._move(submodule_name, submodule)
         types = {device.type for device in self.layout.values()} - {self.device.type}
-        # a part on the CPU computes in the dtype of the others, too
+        # autocast applies to one type of device: parts on another, such as the CPU, need a context of their own
         other = next((device for device in self.layout.values() if device.type in types), None)
         self._other_context = nullcontext() if other is None else self.precision.forward_context(other)
         self._follow_parts()
 
     def _move(self, name: str, submodule: nn.Module) -> None:
-        """Move the tensors that a submodule holds itself."""
+        """Move a submodule's own tensors, not those of its children."""
         device = device_of(f"{name}.tensor" if name else "tensor", self.layout)
         assert device is not None
         submodule._apply(lambda tensor: tensor.to(device), recurse=False)  # noqa: SLF001 - what `to` calls
 
     def _follow_parts(self) -> None:
-        """Move what a part gets to its device, and what the module's children return to the first device."""
+        """Register hooks that move a part's inputs to its device, and the children's outputs to the first device."""
         self.close()
         if len(set(self.layout.values()) | {self.device}) == 1:
             return
@@ -104,7 +105,7 @@ class DeviceMapStrategy(Strategy):
             self._handles.append(child.register_forward_hook(back.after))
 
     def close(self) -> None:
-        """Let the module be called as any other; its parts stay on their devices."""
+        """Remove the hooks from the module; its parts stay on their devices."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -126,6 +127,6 @@ class _Follow:
         return self._moved(output)
 
     def _moved(self, data: Any) -> Any:
-        # a copy to the CPU that does not block would be read before it is there
+        # a non-blocking copy to the CPU could be read before it is complete
         non_blocking = self._device.type != "cpu"
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=non_blocking), data)

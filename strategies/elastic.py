@@ -1,4 +1,4 @@
-"""ElasticStrategy: another strategy, whose workers are started again after faults and when nodes come or leave."""
+"""ElasticStrategy: another strategy whose workers are restarted after faults and when nodes join or leave."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ForwardingStrategy(Strategy):
     """Forwards the whole interface of `Strategy` to an inner strategy; subclasses override parts of it.
 
     Each member is a property that returns the inner strategy's, so new members are forwarded too. The property runs in
-    C, and what steps call is bound once per run, to the inner strategy itself.
+    C, and methods that steps call are bound once per run, to the inner strategy itself.
     """
 
     def __init__(self, inner: Strategy) -> None:
-        # without super().__init__(), as its fields are the inner strategy's
+        # no super().__init__(): the fields are the inner strategy's
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
@@ -53,24 +53,24 @@ for _name in vars(Strategy):
 class ElasticStrategy(ForwardingStrategy):
     """Trains with another strategy, survives faults, and takes the same optimizer steps as an undisturbed run.
 
-    An agent (torch.distributed.elastic) watches the workers, and starts them again when one dies or hangs, and when
-    nodes come or leave. They resume from a snapshot in memory, or else from the newest checkpoint. The global batch
-    size stays that of the first round. Under torchrun, SLURM or MPI, whose agents do not support this, it behaves as
-    its inner strategy; start the program itself, or use ``echelon launch``.
+    An agent (torch.distributed.elastic) watches the workers and restarts them when one dies or hangs, or when nodes
+    join or leave. They resume from a snapshot in memory, or else from the newest checkpoint. The global batch size
+    stays that of the first round. Under torchrun, SLURM or MPI, whose agents do not support this, it behaves like its
+    inner strategy; start the program directly, or use ``echelon launch``.
 
     Args:
-        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, ``"tp"``, ``"pp"``, or an instance of such a strategy. Of
-            a `ParallelStrategy` dp_shard follows the number of nodes; where the other degrees do not divide the number
-            of ranks, the run stops.
+        inner: ``"ddp"``, ``"zero"``, ``"fsdp"``, ``"hsdp"``, ``"tp"``, ``"pp"``, or an instance of such a strategy.
+            With a `ParallelStrategy`, dp_shard follows the number of nodes; if the other degrees do not divide the
+            number of ranks, the run stops.
         nodes: number of machines, or "MIN:MAX".
-        rdzv: "HOST:PORT" at which several nodes meet: that of one of them, or of ``echelon rendezvous``.
+        rdzv: "HOST:PORT" at which several nodes meet: the address of one of them, or of ``echelon rendezvous``.
         run_id: distinguishes this run from others that use the same rendezvous.
-        max_restarts: number of failures and hangs that a run survives; nodes that come and leave do not count.
-        snapshot_every: optimizer steps between two snapshots; by default as many as keep their cost below 1% of the
+        max_restarts: number of failures and hangs that a run survives; nodes that join or leave do not count.
+        snapshot_every: optimizer steps between two snapshots; by default, chosen to keep their cost below 1% of the
             training time; 0 for none.
         hang_timeout: how long a step may take; by default 20 times the longest recent step, and at least 5 s.
         grace: how long workers may take to finish their step when this node is told to leave.
-        last_call: how long the least number of nodes waits for more.
+        last_call: how long to wait for more nodes once the minimum number has joined.
         chaos: faults to inject into the run, see `Chaos`.
     """
 
@@ -130,7 +130,7 @@ class ElasticStrategy(ForwardingStrategy):
         on_result: Callable[[T], None] | None = None,
         parts: Mapping[str, object] | None = None,
     ) -> T:
-        """Run `function` in the workers of this node, in one or more rounds, and return the first worker's result."""
+        """Run `function` in this node's workers, in one or more rounds, and return the first worker's result."""
         from .launch.launcher import launch
         from .launch.node_folder import NodeFolder
 
@@ -169,7 +169,7 @@ class ElasticStrategy(ForwardingStrategy):
         )
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
-        """Take the device, join the process group of this round, and the agent's node folder."""
+        """Take the device, and join the process group of this round and the agent's node folder."""
         self.supervisor = Supervisor.find(detect_environment().local_rank, self._settings)
         self.inner.connect(hardware, precision)
         if self.supervisor is not None:
@@ -177,7 +177,7 @@ class ElasticStrategy(ForwardingStrategy):
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes, given "MIN:MAX" or one number.
+    """Return the minimum and maximum number of nodes, given "MIN:MAX" or one number.
 
     Raises:
         ConfigError: for anything else.

@@ -11,32 +11,32 @@ class EchelonError(Exception):
 
 
 class ConfigError(EchelonError, ValueError):
-    """A setting, or a combination of settings, that is not possible."""
+    """A setting, or a combination of settings, is not possible."""
 
 
 class ModuleError(EchelonError, RuntimeError):
-    """The user's module lacks, returns or does something that the trainer cannot use."""
+    """The user's module lacks, returns or does something that the trainer cannot handle."""
 
 
 class DataError(EchelonError, RuntimeError):
-    """A loader or a batch that cannot be trained or evaluated on."""
+    """A loader or a batch cannot be used for training or evaluation."""
 
 
 class RunError(EchelonError, RuntimeError):
-    """A call that the trainer cannot carry out in its present state."""
+    """The trainer cannot carry out a call in its current state."""
 
 
 class NotSetUpError(RunError, AttributeError):
-    """What a run sets up was asked for before; also an AttributeError, so that `hasattr` answers."""
+    """An attribute was read before a run set it up; also an `AttributeError`, so that `hasattr` works."""
 
 
 class ProcessError(RunError):
-    """A process of a run did not start, died, or lost the connection to the others; the message names its rank."""
+    """A process of a run did not start, died, or lost its connection to the others; the message names its rank."""
 
     ranks: tuple[int, ...] = ()
-    """The ranks at fault, where they are known."""
+    """The ranks at fault, if known."""
     is_of_server: bool = False
-    """Whether that process is a parameter server, of which no rank but this one may tell."""
+    """Whether that process is a parameter server, whose failure possibly no other rank reports."""
 
     @classmethod
     def of_ranks(cls, message: str, *ranks: int) -> ProcessError:
@@ -54,7 +54,7 @@ class ProcessError(RunError):
 
 
 class CollectiveError(RunError):
-    """Ranks do not call the same collective; the message is a table of what each rank called, and where."""
+    """Ranks did not call the same collective; the message is a table of what each rank called, and where."""
 
 
 class NonFiniteError(EchelonError, ArithmeticError):
@@ -62,15 +62,15 @@ class NonFiniteError(EchelonError, ArithmeticError):
 
 
 class CheckpointError(EchelonError, RuntimeError):
-    """A checkpoint that is missing, damaged, of another program or another module; or one that cannot be written."""
+    """A checkpoint is missing, damaged, or from another program or module; or it cannot be written."""
 
 
 class MissingDependencyError(EchelonError, ImportError):
-    """An optional package that a feature needs is not installed; the message has the command that installs it."""
+    """An optional package that a feature needs is not installed; the message gives the command that installs it."""
 
 
 def not_set_up(owner: object, name: str) -> AttributeError:
-    """Return the error of an attribute that a strategy lacks: `NotSetUpError` if its class declares it."""
+    """Return the error for an attribute that a strategy lacks: a `NotSetUpError` if its class declares it."""
     kind = type(owner).__name__
     if name.startswith("__") or not any(name in vars(base).get("__annotations__", ()) for base in type(owner).mro()):
         return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
@@ -81,7 +81,7 @@ def not_set_up(owner: object, name: str) -> AttributeError:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the known name nearest to `word`, or a list of all names when none is near."""
+    """Return `` Did you mean 'x'?`` for the known name closest to `word`, or a list of all names if none is close."""
     names = sorted(set(known))
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

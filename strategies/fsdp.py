@@ -1,4 +1,4 @@
-"""FSDPStrategy: each process keeps a shard of the module and gathers one unit at a time while a step runs."""
+"""FSDPStrategy: each process keeps a shard of the module and gathers one unit at a time during a step."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .sharded import ShardedStrategy
 class FSDPStrategy(ShardedStrategy):
     """Train with torch's ``fully_shard`` (FSDP2): parameters, gradients and optimizer state are sharded over processes.
 
-    The parameters of a unit, a submodule, are gathered before its forward and its backward and freed afterwards.
+    The parameters of a unit (a submodule) are gathered before its forward and its backward, and freed afterwards.
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, and Rajbhandari et
     al., "ZeRO", 2020.
 
     Args:
-        replicate: the number of replicas; more than one is HSDP, which gathers inside a replica only. ``"nodes"`` makes
-            one replica for each node, or two on a single node.
+        replicate: the number of replicas; more than one is HSDP, which gathers only within a replica. ``"nodes"`` makes
+            one replica per node, or two on a single node.
         policy: which submodules are units, see `sharding_policy.find_units`; by default the repeated blocks. A module
-            that shards its submodules in ``configure_sharding`` needs none.
+            that shards its submodules in ``configure_sharding`` does not need one.
         reshard_after_forward: free parameters after forward and gather them again for backward (ZeRO-3); False keeps
             them (ZeRO-2); a number keeps them sharded among that many ranks.
-        forward_prefetch: how many units ahead parameters are gathered in forward; by default as torch does.
+        forward_prefetch: how many units ahead parameters are gathered in forward; 0 leaves it to torch.
         backward_prefetch: the same in backward, where torch gathers one unit ahead.
-        sync_each_micro_batch: with several micro-batches a step, reduce gradients after each, which takes more
+        sync_each_micro_batch: with several micro-batches per step, reduce gradients after each one, which takes more
             communication and less memory; otherwise each rank keeps whole gradients until the last micro-batch.
-        cpu_offload: keep parameters, gradients and optimizer state on the CPU; the update is computed there.
-        deferred_init: let ``configure_model`` build without memory, and fill the shards tensor by tensor with the
-            values that one process would have: for a module larger than the memory of one process.
-        mixed_precision: torch's ``MixedPrecisionPolicy`` in place of the one for the trainer's precision; its
-            ``output_dtype`` is that of the outputs of steps.
+        cpu_offload: keep parameters, gradients and optimizer state on the CPU, and compute the update there.
+        deferred_init: let ``configure_model`` build without allocating memory, then fill the shards tensor by tensor
+            with the values that one process would have: for a module larger than one process's memory.
+        mixed_precision: torch's ``MixedPrecisionPolicy``, used instead of the one for the trainer's precision; its
+            ``output_dtype`` applies to the outputs of steps.
         settings: see `ProcessSettings`.
     """
 
@@ -70,5 +70,5 @@ class FSDPStrategy(ShardedStrategy):
         return Degrees.of(self.environment.world_size, self.environment.num_nodes, self.replicate)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
-        """Return which units the module would be sharded in, and their sizes: print it. The module is not changed."""
+        """Return the units that the module would be sharded into; print it for a table. The module is not changed."""
         return self.options.plan(module, self.precision, self.degrees)

@@ -21,31 +21,31 @@ from .parallel.replica import DDPOptions
 from .state.optimizer_state import needs_closure
 
 _NUM_STEPS: Final = "local_sgd_steps"
-"""The key of the number of steps in an optimizer's state."""
+"""The key of the step count in an optimizer's state."""
 
 
 class LocalSGDStrategy(ReplicaStrategy):
-    """Train as `DDPStrategy` does for `warmup_steps`; then let each replica make steps with its own gradients.
+    """Train as `DDPStrategy` does for `warmup_steps`; then let each replica take steps with its own gradients.
 
-    Parameters are averaged over the ranks after the first step behind the warm-up and every `period` steps from there.
-    Before an evaluation, a checkpoint and the end of a run, parameters and optimizer states are averaged as well, so
-    that a resumed run equals one that never stopped; how often a run evaluates and saves thus changes its numbers.
+    Parameters are averaged over the ranks after the first step that follows the warm-up, and every `period` steps from
+    then on. Before an evaluation, a checkpoint and the end of a run, parameters and optimizer states are averaged too,
+    so that a resumed run equals one that never stopped; how often a run evaluates and saves thus changes its numbers.
 
     Steps are counted for each optimizer. The count continues from a checkpoint of this strategy, and starts at 0 from
-    one of another. A rank's loss is weighted by its number of samples, as for every strategy, and a rank without
-    samples steps with gradients of 0: with plain SGD, averaged at every step, this is DDP. Clipping, hooks and
-    callbacks see the gradients and the replica of their rank. Buffers are copied from rank 0 in the warm-up and before
-    an evaluation, a checkpoint and the end. A callback that keeps weights (`WeightAveraging`) keeps those of its rank,
-    and rank 0's are saved.
+    any other. A rank's loss is weighted by its number of samples, as in every strategy, and a rank without samples
+    steps with gradients of 0: with plain SGD, averaged at every step, this equals DDP. Clipping, hooks and callbacks
+    see their own rank's gradients and replica. Buffers are copied from rank 0 during the warm-up and before an
+    evaluation, a checkpoint and the end. A callback that keeps weights (`WeightAveraging`) keeps those of its rank;
+    rank 0's are saved.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches,
     Use Local SGD", 2020 (the warm-up: post-local SGD).
 
     Args:
-        period: optimizer steps from one average to the next. Or a mapping of periods to the number of neighbouring
-            ranks that are averaged, such as ``{2: 8, 16: 64}`` for 8 nodes of 8 GPUs; the longest is for all ranks.
-        warmup_steps: optimizer steps with the gradients of all ranks, before the first average.
-        ddp: how gradients are synchronized in the warm-up.
+        period: optimizer steps between two averages. Or a mapping from periods to the number of neighboring ranks that
+            are averaged, such as ``{2: 8, 16: 64}`` for 8 nodes of 8 GPUs; the longest period is for all ranks.
+        warmup_steps: optimizer steps with gradients averaged over all ranks, before parameters are first averaged.
+        ddp: how gradients are synchronized during the warm-up.
         settings: see `ProcessSettings`.
     """
 
@@ -86,7 +86,7 @@ class LocalSGDStrategy(ReplicaStrategy):
             )
 
     def _estimate(self, profile: Profile) -> Estimate:
-        # of the steps behind the warm-up; with several periods, as if each average were of all ranks
+        # for steps after the warm-up; with several periods, as if every average were over all ranks
         every = self.period if isinstance(self.period, int) else min(self.period)
         sent = all_reduced(profile.parameter_bytes(whole), self.environment.world_size) / every
         return self._estimate_replica(profile, MemoryShare(), sent)
@@ -108,7 +108,7 @@ class LocalSGDStrategy(ReplicaStrategy):
         self._replica.averages_gradients = any(average.is_warming_up for average in self._averages.values())
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters of `optimizer`, and average them if that is due."""
+        """Step the optimizer, and average its parameters if that is due."""
         super().step(optimizer, closure)
         if optimizer in self._averages:
             self._has_diverged |= not self._replica.averages_gradients
@@ -116,14 +116,14 @@ class LocalSGDStrategy(ReplicaStrategy):
             self._plan_step()
 
     def sync_replicas(self) -> None:
-        """Average the replicas, optimizers included, and copy rank 0's buffers. Collective: every rank calls it."""
+        """Average the replicas and optimizer states, and copy rank 0's buffers. Collective: every rank calls it."""
         super().sync_replicas()
         if not self._has_diverged:
             return
         self._has_diverged = False
         for average in self._averages.values():
             own = average.tensors()
-            # a rank has no optimizer state for a parameter that it has never used
+            # a rank has no optimizer state for parameters that it has never used
             names = set.intersection(*map(set, self.collectives.all_gather_object(list(own))))
             common = [tensor for name, tensor in own.items() if name in names]
             with torch.no_grad():
@@ -131,17 +131,17 @@ class LocalSGDStrategy(ReplicaStrategy):
                     tensor.copy_(mean)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state with parameters by name, and the number of its steps."""
+        """Return the optimizer's state, with parameters by name, and its number of steps."""
         state = super().optimizer_state(optimizer)
         average = self._averages.get(optimizer)
         return state if average is None else {**state, _NUM_STEPS: average.num_steps}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` of any strategy returned; a state without a number of steps starts at 0."""
+        """Load what any strategy's `optimizer_state` returned; a state without a step count starts at 0."""
         super().load_optimizer_state(optimizer, state)
         if optimizer in self._averages:
             self._averages[optimizer].num_steps = state.get(_NUM_STEPS, 0)
-            self._has_diverged = False  # what is loaded is equal on all ranks, with the weights
+            self._has_diverged = False  # the loaded state is equal on all ranks, and so are the weights
             self._plan_step()
 
 

@@ -1,4 +1,4 @@
-"""ParallelStrategy: stages, layers and sequences are cut over ranks, and what each has is sharded over the others."""
+"""ParallelStrategy: pipeline stages, layers and sequences are split over ranks, and parameters are sharded as well."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ from .tensor_parallel.loss import loss_context
 from .tensor_parallel.plan import TensorPlan
 
 _DATA: Final = ("dp_replicate", "dp_shard")
-"""The axes along which ranks have different samples."""
+"""The axes along which ranks read different samples."""
 
 _OF_STAGE: Final = (*_DATA, "cp", "tp")
-"""The axes along which ranks hold one stage."""
+"""The axes along which ranks hold the same stage."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a module is cut over ranks, and what each of them has sharded over the others: print it."""
+    """How a module is split over ranks, and how its parameters are sharded; print it for a table."""
 
     layers: str
-    """A table of the layers that are cut; empty where none is."""
+    """A table of the layers that are split; empty if none are."""
     sharding: ShardingPlan
     stages: str = ""
-    """A table of the stages of a pipeline; empty where there is none."""
+    """A table of the pipeline stages; empty without a pipeline."""
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (self.stages, self.layers, str(self.sharding))))
 
 
 class ParallelStrategy(ShardedStrategy):
-    """Train with every product of data, sequence, tensor and pipeline parallelism, with one process's optimizer steps.
+    """Train with any combination of data, context, tensor and pipeline parallelism, taking one process's steps.
 
     The ranks that hold parts of one replica, which differ along pp, tp and cp, read the same samples. Parameters,
     gradients and optimizer state are sharded over dp_shard x cp with torch's ``fully_shard``.
@@ -74,23 +74,22 @@ class ParallelStrategy(ShardedStrategy):
     Transformer Models", 2022; for pipelines see `Schedule`.
 
     Args:
-        pp: the number of ranks over which the module's blocks are dealt, in stages that pass micro-batches on. A
+        pp: the number of ranks of a pipeline, whose stages hold the module's blocks and pass micro-batches on. A
             micro-batch is one of ``accumulate_grad_batches``.
-        schedule: in which order stages work: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
+        schedule: the order in which stages work: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``.
-        virtual_stages: the number of stages of each rank of a pipeline; by default 2 with the schedules for several.
+        virtual_stages: the number of pipeline stages per rank; by default 2 if the schedule allows several, else 1.
         dp_replicate: the number of replicas, between which only gradients are averaged. One degree may be ``"auto"``:
-            what the others leave; ``"nodes"`` is the number of nodes.
-        dp_shard: the number of ranks with samples of their own that share one replica's parameters.
-        cp: the number of ranks over which each sequence is cut.
-        tp: the number of ranks over which layers are cut; best those of one node.
-        tp_plan: how layers are cut, by name; by default that of the module's attribute ``tp_plan``.
-        sequence_parallel: between cut layers, let activations be shards of the sequence.
-        loss_parallel: let logits stay cut by vocabulary up to the loss.
-        cp_exchange: how attention reaches the keys of other ranks: ``"allgather"``, or ``"ulysses"``, which trades
+            what the others leave of world_size; ``"nodes"`` is the number of nodes.
+        dp_shard: the number of ranks that read different samples and share one replica's parameters.
+        cp: the number of ranks over which each sequence is split.
+        tp: the number of ranks over which layers are split; they are best kept within one node.
+        tp_plan: how layers are split, by name; by default the module's attribute ``tp_plan``.
+        sequence_parallel: shard activations along the sequence between split layers.
+        loss_parallel: keep logits sharded by vocabulary up to the loss.
+        cp_exchange: how attention reaches the keys of other ranks: ``"allgather"``, or ``"ulysses"``, which exchanges
             parts of the sequence for heads.
-        sequence_dim: the dimension of a batch's tensors that is the sequence, where the module's ``sequence_dims``
-            does not name it.
+        sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
         policy: see `FSDPStrategy`, also for the arguments that follow.
         settings: see `ProcessSettings`.
     """
@@ -172,12 +171,12 @@ class ParallelStrategy(ShardedStrategy):
             self._find_plan(module).validate(module, self.degrees.tp)
 
     def plan(self, module: nn.Module) -> ParallelPlan:
-        """Return how the module would be cut and sharded: print it. The module is not changed.
+        """Return how the module would be split and sharded; print it for a table. The module is not changed.
 
-        Before the strategy is a trainer's, a degree that is no number counts as 1.
+        Until a trainer uses the strategy, ``"auto"`` and ``"nodes"`` count as 1.
 
         Raises:
-            ConfigError: for layers that cannot be cut.
+            ConfigError: for layers that cannot be split.
         """
         degrees = self.degrees
         if degrees.world_size == 1:
@@ -197,7 +196,7 @@ class ParallelStrategy(ShardedStrategy):
     def _estimate(self, profile: Profile) -> Estimate:
         degrees, module = self.degrees, profile.module
         if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
-            return super()._estimate(profile)  # how the module cuts itself is its own
+            return super()._estimate(profile)  # how a module's configure_sharding splits it is unknown
         plan = self._find_plan(module) if degrees.tp > 1 else None
         layout = CutLayout(profile, degrees, self.options, plan, self.cp_exchange)
         if degrees.pp > 1:
@@ -211,7 +210,7 @@ class ParallelStrategy(ShardedStrategy):
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
         if self.group is None:
-            self.degrees = Degrees.fit(1, 1, self._given)  # of an elastic run, a single process may be left
+            self.degrees = Degrees.fit(1, 1, self._given)  # an elastic run may be down to a single process
         self.has_stages = self.degrees.pp > 1
         if self.group is None:
             return
@@ -294,19 +293,19 @@ class ParallelStrategy(ShardedStrategy):
         return self._sequences.run(step_name, self.module, args, self._run_checked)
 
     def _check_sequences(self, step_name: str, args: Sequence[Any]) -> None:
-        """Compare the first step of each kind with that of whole sequences, where they are cut. Collective."""
+        """Compare the first step of each kind with one on whole sequences, if sequences are split. Collective."""
         if self._sequences is not None:
             run = self._run_step if self._pipeline is None else self._run_through_stages
             self._sequences.check(step_name, self.module, args, partial(run, step_name))
 
     def _run_through_stages(self, step_name: str, *args: Any) -> Any:
-        """Run a step with its arguments as they are, and without what is around it in training and evaluations."""
+        """Run a step through all stages with unsplit arguments and without checks, to compare with."""
         assert self._pipeline is not None
         signature = signature_of(f"{step_name} to compare", args[0])
         return self._pipeline.evaluate_here(signature, partial(self._run_step, step_name, *args))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # activation checkpointing asks for positions and attention once more
+        # activation checkpointing needs positions and attention again
         with nullcontext() if self._sequences is None else self._sequences.context.recomputing():
             super().backward(loss, *args, **kwargs)
 
@@ -324,7 +323,7 @@ class ParallelStrategy(ShardedStrategy):
             )
 
     def _run_checked(self, step_name: str, *args: Any) -> Any:
-        """Run a step; in the first of training compare the layers that are cut with whole ones."""
+        """Run a step; in the first training step, compare split layers with whole ones."""
         if self._check is None or step_name != "training_step":
             return self._run_step(step_name, *args)
         with self._check as check:
@@ -342,7 +341,7 @@ class ParallelStrategy(ShardedStrategy):
             return
         check_module(module, self._schedule, is_built=True)
         for part in (*(module.get_submodule(name) for name in find_parts(module)), module):
-            # on the CPU, for most of it will be on other ranks
+            # on the CPU, as other ranks will hold most of it
             make_equal(chain(part.parameters(), part.buffers()), torch.device("cpu"), self.collectives)
         self._deferred.generator = self.collectives.broadcast(self._deferred.generator).cpu()
         self._pipeline = Pipeline(module, self._schedule, self.stage_collectives, self.device)
@@ -356,10 +355,10 @@ class ParallelStrategy(ShardedStrategy):
         return self._peer_collectives, pipeline.elsewhere, pipeline.staged.run
 
     def _around_stages(self) -> StepContext:
-        is_alone = self.degrees.dp_shard == 1  # else each evaluation gathers parameters from data ranks
+        is_alone = self.degrees.dp_shard == 1  # otherwise each evaluation gathers parameters from data ranks
         if self._sequences is None:
             return StepContext(evaluates_alone=is_alone)
-        begin = self._sequence_collectives.begin_all_reduce  # of what a rehearsal answers itself
+        begin = self._sequence_collectives.begin_all_reduce  # a rehearsal answers this one itself
         return StepContext(
             self._sequences.context.recomputing, lambda flag: bool(begin([float(flag)], "max")()[0]), is_alone
         )
@@ -368,7 +367,7 @@ class ParallelStrategy(ShardedStrategy):
         self._make_stages(module)
         if self.degrees.tp == 1:
             return
-        if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has cut it
+        if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
             self._check_cut(module)
             return
         plan = self._find_plan(module)

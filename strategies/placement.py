@@ -1,4 +1,4 @@
-"""Placement of a run: its strategy and its devices, from what the user said and who started the program."""
+"""Placement of a run: its strategy and devices, chosen from the user's settings and the launcher's environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_NAME: Final[Mapping[str, Factory]] = {**STRATEGIES, "elastic": ElasticStrateg
 
 
 def check_strategy(strategy: object) -> None:
-    """Check that there is such a strategy; ``auto`` stands for one of them.
+    """Check that a strategy exists; ``"auto"`` is allowed, too.
 
     Raises:
         ConfigError: for anything else.
@@ -27,17 +27,17 @@ def check_strategy(strategy: object) -> None:
 
 
 def is_auto(strategy: object) -> bool:
-    """Return whether a strategy is left to be chosen."""
+    """Return whether the strategy is to be chosen automatically."""
     return strategy == "auto"
 
 
 def place(
     strategy: str | Strategy, accelerator: str, devices: int | str | Sequence[int], num_nodes: int
 ) -> tuple[Strategy, Hardware]:
-    """Return the strategy and its hardware; ``strategy="auto"`` is ``ddp`` where there are several devices or nodes.
+    """Return the strategy and its hardware; ``strategy="auto"`` is ``ddp`` with several devices or nodes.
 
     Raises:
-        ConfigError: for an unknown name, a device that is not there, or numbers that contradict the launcher's.
+        ConfigError: for an unknown name, a missing device, or numbers that contradict the launcher's.
     """
     environment = detect_environment()
     hardware = Hardware.of(accelerator, devices, num_nodes)

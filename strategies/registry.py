@@ -33,7 +33,7 @@ STRATEGIES: Final[Mapping[str, Factory]] = {
     "tp": partial(ParallelStrategy, dp_shard="nodes", tp="auto"),
     "pp": partial(ParallelStrategy, pp="auto", dp_shard=1),
 }
-"""All that train by themselves; `ElasticStrategy` contains one of them."""
+"""All strategies that train by themselves; `ElasticStrategy` contains one of them."""
 
 _LIGHTNING: Final[Mapping[str, Factory]] = {
     "single_device": SingleDeviceStrategy,
@@ -45,7 +45,7 @@ _LIGHTNING: Final[Mapping[str, Factory]] = {
         for ending in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
     },
 }
-"""Lightning's names of the same."""
+"""Lightning's names for the same strategies."""
 
 _NEAREST: Final[Mapping[str, str]] = {
     "deepspeed_stage_1": "zero",
@@ -55,16 +55,16 @@ _NEAREST: Final[Mapping[str, str]] = {
     "xla_fsdp": "fsdp",
     "xla": "ddp",
 }
-"""How Lightning's names of what is not here begin, and the strategy to use instead; the first that fits counts."""
+"""Prefixes of Lightning's other names, and the strategy to use instead; the first match counts."""
 
 
 def find_strategy(
     strategy: object, known: Mapping[str, Factory] = STRATEGIES, *, argument: str = "strategy"
 ) -> Factory:
-    """Return what makes the strategy of a name, with its defaults; for a strategy, what returns it as it is.
+    """Return a function that makes the named strategy with its defaults, or that returns a given strategy as is.
 
     Args:
-        strategy: one of the names in `known`, or Lightning's name of the same; or a strategy.
+        strategy: one of the names in `known`, or Lightning's name for it; or a strategy.
         known: the strategies to choose from.
         argument: what the user calls it.
 

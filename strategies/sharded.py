@@ -1,4 +1,4 @@
-"""ShardedStrategy: the base of the strategies under which each process keeps shards of the module's parameters."""
+"""ShardedStrategy: the base of strategies under which each process keeps shards of the module's parameters."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .torch_internals import overflows_of
 
 
 class ShardedStrategy(Strategy):
-    """Train a `ShardedModule`; subclasses say how the ranks are laid out, and what they do before it is sharded.
+    """Train a `ShardedModule`; subclasses decide how ranks are laid out, and what happens before it is sharded.
 
     Args:
         options: see `ShardingOptions`.
-        deferred_init: whether ``configure_model`` builds without memory.
+        deferred_init: whether ``configure_model`` builds without allocating memory.
         settings: see `ProcessSettings`.
     """
 
@@ -51,7 +51,7 @@ class ShardedStrategy(Strategy):
     supports_restarts: bool = True
 
     _axes: ClassVar[Collection[str]] = ()
-    """The axes that the mesh has also where they are 1."""
+    """The axes that the mesh has even if their size is 1."""
 
     def __init__(self, options: ShardingOptions, *, deferred_init: bool, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(**settings)
@@ -63,7 +63,7 @@ class ShardedStrategy(Strategy):
         self._sharded: ShardedModule | None = None
         self._pipeline: Pipeline | None = None
         self._peer_collectives = self.collectives
-        """Those of the ranks that hold the same stages of a pipeline; without one all."""
+        """Those of the ranks that hold the same pipeline stages; without a pipeline, of all ranks."""
         self._deferred = DeferredInit()
         self._holders = Holders()
 
@@ -82,14 +82,14 @@ class ShardedStrategy(Strategy):
     def _estimate(self, profile: Profile) -> Estimate:
         if self.degrees.world_size == 1:
             return super()._estimate(profile)
-        # a unit that computes in half precision is gathered in it, and so autocast copies nothing
+        # a unit that computes in half precision is gathered in it, so autocast copies nothing
         activations = whole_activations(profile, has_casts=False)
         plan = self.options.plan(profile.module, self.precision, self.degrees)
         return estimate_sharded(profile, plan, self.options, self.degrees, activations, is_on_host=self._is_offloaded)
 
     @property
     def _is_offloaded(self) -> bool:
-        """Whether the shards are not on the device."""
+        """Whether shards are kept on the CPU, away from the device."""
         return self.options.cpu_offload and self.hardware.device_type != "cpu"
 
     # --- in every process --------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class ShardedStrategy(Strategy):
                 )
             return  # for example, when it is evaluated after it was trained
         self.module = module
-        places = self._deferred.places(module)  # before the conversion makes other tensors
+        places = self._deferred.places(module)  # before the conversion replaces tensors
         self.precision.convert_module(module)
         configure(module, self._mesh, self.device, self.collectives)
         self._cut(module)
@@ -148,10 +148,10 @@ class ShardedStrategy(Strategy):
         self._deferred = DeferredInit()
 
     def _cut(self, module: nn.Module) -> None:
-        """Cut layers over ranks before parameters are sharded, for a strategy that does. Collective."""
+        """Split layers over ranks before parameters are sharded, for a strategy that does so. Collective."""
 
     def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
-        """Return the ranks that shard this rank's parameters, the parameters of others, and what runs steps in part."""
+        """Return the ranks that shard this one's parameters, parameters held elsewhere, and what runs partial steps."""
         return self.collectives, (), None
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -192,7 +192,7 @@ class ShardedStrategy(Strategy):
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
         super().unscale(optimizer)
         if not is_done and self.data_collectives is not self.collectives:
-            for overflow in overflows_of(self.scaler, optimizer):  # torch asks the ranks of the first gradient's mesh
+            for overflow in overflows_of(self.scaler, optimizer):  # torch reduces over the first gradient's mesh only
                 overflow.copy_(self.collectives.all_reduce(overflow, "max"))
 
     def scale_gradients(self, factor: Tensor | float) -> None:
@@ -211,7 +211,7 @@ class ShardedStrategy(Strategy):
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        # a closure computes gradients of the DTensors, and torch's scaler looks at them
+        # a closure computes the gradients of DTensors, and torch's scaler reads them
         if self._sharded is None or self.precision.uses_scaler or closure is not None:
             super().step(optimizer, closure)
         else:
@@ -219,7 +219,7 @@ class ShardedStrategy(Strategy):
 
     @property
     def _schedule(self) -> Schedule | None:
-        """The schedule of a pipeline, for a strategy that can have one."""
+        """The pipeline's schedule, for a strategy that can have a pipeline."""
         return None
 
     def role_of(self, rank: int) -> str:
@@ -243,7 +243,7 @@ class ShardedStrategy(Strategy):
     def sync_replicas(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
-            # a buffer that is cut lies in other blocks on other ranks
+            # a sharded buffer differs between ranks
             self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from .strategy import Strategy
 
 
 class SingleDeviceStrategy(Strategy):
-    """Train in the calling process on one device; every other strategy is measured against this one."""
+    """Train in the calling process on one device; it is the reference for all other strategies."""
 
     name: ClassVar[str] = "single"
 

@@ -1,4 +1,4 @@
-"""Strategy: the interface between the loop and the processes, in the order in which a run calls it."""
+"""Strategy: the interface between the training loop and the processes, in the order in which a run calls it."""
 
 from __future__ import annotations
 
@@ -41,77 +41,77 @@ ClipAlgorithm = Literal["norm", "value"]
 class Strategy(ABC):
     """Train one module in any number of processes.
 
-    The loop calls a strategy in the order of the methods below and never asks which one it is. A subclass says where
-    parameters are, when gradients are averaged, and how state is collected. The defaults are right for one process, and
-    for every strategy that keeps whole parameters on each rank.
+    The loop calls a strategy in the order of the methods below and never asks which one it is. A subclass decides where
+    parameters live, when gradients are averaged, and how state is collected. The defaults suit a single process, and
+    every strategy that keeps whole parameters on each rank.
     """
 
     name: ClassVar[str]
     """Its name in ``Trainer(strategy=...)``."""
 
     uses_many_devices: ClassVar[bool] = False
-    """Whether ``devices="auto"`` means all devices, or one."""
+    """Whether ``devices="auto"`` means all devices rather than one."""
     uses_processes: ClassVar[bool] = False
     """Whether each device gets a process of its own."""
     forward_is_collective: ClassVar[bool] = False
-    """Whether ranks communicate in forward, so that all ranks have to run a step whenever one does."""
+    """Whether ranks communicate in forward, so that all ranks must run a step whenever one does."""
 
     supports_inference_mode: ClassVar[bool] = True
-    """Whether evaluation may run in torch's inference mode; otherwise it runs without gradients."""
+    """Whether evaluation may run in torch's inference mode rather than under ``torch.no_grad``."""
 
     supports_restarts: bool = False
-    """Whether its workers may be started again in another number, as `ElasticStrategy` does with those it contains."""
+    """Whether `ElasticStrategy` can contain it and restart its workers, also in a different number."""
 
     needs_trainer: ClassVar[bool] = False
-    """Whether it does more than its methods say in a loop that is not the Trainer's, so that `Engine` cannot use it."""
+    """Whether it relies on the Trainer's loop for more than its methods say, so that `Engine` cannot use it."""
 
     can_try_steps: bool = True
-    """Whether steps can be taken back: all that they change is in module, optimizers, loss scale and generators."""
+    """Whether a step can be undone: all that it changes is in the module, optimizers, loss scale and generators."""
 
     has_stages: bool = False
-    """Whether the module is dealt to stages, through which `run_window` runs a step; known after `validate`."""
+    """Whether the module is divided into stages, through which `run_window` runs a step; known after `validate`."""
     has_loss: bool = True
-    """Whether this rank computes losses, and is not one of the stages before; known after `setup_module`."""
+    """Whether this rank computes losses; earlier pipeline stages do not. Known after `setup_module`."""
 
     supervisor: Any = None
-    """What watches the workers of a run that is started again after faults; None for all other runs."""
+    """Watches the workers of a run that is restarted after faults; None for all other runs."""
     starts_processes: bool = False
-    """Whether `launch` starts processes, because no launcher has; known after `validate`."""
+    """Whether `launch` starts the processes, because no launcher did; known after `validate`."""
 
     # Known after `validate`:
     hardware: Hardware
     """The devices that the run may use."""
     precision: Precision
-    """The dtypes in which the module computes; before, ``32-true``."""
+    """The dtypes in which the module computes; until then, ``32-true``."""
     environment: Environment
-    """The ranks of this process, and who started it; before, a single process."""
+    """The ranks of this process, and what launched it; until then, a single process."""
 
     # Known after `connect`:
     group: ProcessGroup | None
-    """The joined processes; None for one process, and before."""
+    """The process group of this run; None for a single process, and until `connect`."""
     device: torch.device
-    """Where this process computes; before, the CPU."""
+    """Where this process computes; until then, the CPU."""
     collectives: Collectives
-    """How this process communicates with the others; before, with none."""
+    """The collectives of all ranks; until then, of this process alone."""
     data_collectives: Collectives
-    """Those of the data ranks: of each replica the rank with the same part as this one. By default `collectives`."""
+    """Those of the data ranks: in each replica, the rank that holds the same part as this one. All ranks by default."""
     loss_collectives: Collectives
-    """Those of the ranks whose losses make up the loss of a step: the data ranks, unless sequences are cut, too."""
+    """Those of the ranks whose losses make up a step's loss: the data ranks, and also the cp ranks of cut sequences."""
     count_collectives: Collectives
-    """Those of the same ranks, and of the stages before the loss, which have none. By default `loss_collectives`."""
+    """Those of `loss_collectives` and of the earlier pipeline stages, which compute no loss."""
     stage_collectives: Collectives
     """Those of the ranks of one pipeline, through whose stages `run_window` runs a step; by default this rank alone."""
     scaler: torch.amp.GradScaler
-    """The gradient scaler, disabled where `precision` needs none."""
+    """The gradient scaler, disabled where `precision` does not need one."""
     forward_context: AbstractContextManager[object]
-    """In which every step runs; entered many times."""
+    """The context in which every step runs; it can be entered many times."""
 
     # Known after `setup_module`:
     module: nn.Module
     """The user's module."""
 
     def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
-        """Take the settings of the processes; a strategy that uses none has none."""
+        """Take the process settings; a strategy without processes of its own has none."""
         self._process_settings = settings
         self.environment = detect_environment({})
         self.precision = Precision()
@@ -119,19 +119,19 @@ class Strategy(ABC):
         self._use(Collectives(None, self.device))
 
     def _use(self, collectives: Collectives) -> None:
-        """Take one kind of collectives for all purposes."""
+        """Use the same collectives for every purpose."""
         self.collectives = self.data_collectives = self.loss_collectives = self.count_collectives = collectives
         self.stage_collectives = Collectives(None, self.device)
 
     def __getattr__(self, name: str) -> Any:
-        """Say of what is declared above, and not known yet, that it takes a run."""
+        """Raise an error which says that an attribute declared above is not known before a run."""
         raise not_set_up(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled: nothing of a process that has joined others.
+        """Return the state to copy or pickle; a strategy that has joined a process group has none.
 
         Raises:
-            RunError: in such a process.
+            RunError: if it has joined one.
         """
         if self.group is not None:
             raise RunError(
@@ -143,7 +143,7 @@ class Strategy(ABC):
     # --- before any process is started -------------------------------------------------------------------------------
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
-        """Check that this strategy can run on the hardware; called in the user's process before `launch`.
+        """Check that this strategy can run on this hardware; called in the user's process, before `launch`.
 
         Raises:
             ConfigError: if it cannot.
@@ -162,7 +162,7 @@ class Strategy(ABC):
             )
 
     def validate_module(self, module: nn.Module) -> None:
-        """Raise a `ConfigError` if a module, as far as it is built, cannot be trained so; in the user's process."""
+        """Raise a `ConfigError` if this strategy cannot train the module as built so far; in the user's process."""
 
     @property
     def start_timeout(self) -> timedelta:
@@ -179,9 +179,9 @@ class Strategy(ABC):
         """Start the processes, run `function` in each, and return its result from the first process of this node.
 
         Args:
-            function: is pickled and sent to the processes.
-            on_result: gets the result before a signal that this process has received is raised in it.
-            parts: the objects that `function` takes along, by the names that an error uses for them.
+            function: the function to run; it is pickled and sent to the processes.
+            on_result: called with the result before any signal that this process received meanwhile is raised.
+            parts: the objects that are pickled with `function`, by the names that an error uses for them.
         """
         from .launch.launcher import launch, static_agents
 
@@ -201,7 +201,7 @@ class Strategy(ABC):
         self.hardware, self.precision = hardware, precision
         self.device = hardware.device(self.local_rank)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread; streams, events and NCCL take it where none is named
+            torch.cuda.set_device(self.device)  # this thread's default for streams, events and NCCL
         if has_peers:
             self.group = ProcessGroup(self.environment, self.device, **self._process_settings)
             self.group.join()
@@ -223,14 +223,14 @@ class Strategy(ABC):
         return blame_peer(self.group, error) if self.group is not None else None
 
     def role_of(self, rank: int) -> str:
-        """Return what a rank has that others have not, such as its stage, for messages; empty where all are alike."""
+        """Return what sets a rank apart, such as its pipeline stage, for messages; empty if all ranks are equal."""
         return ""
 
     def annotate(self, error: BaseException) -> None:
-        """Add a note to an error of the user's code whose cause this strategy knows."""
+        """Add a note to an error raised in the user's code if this strategy knows its cause."""
 
     def close(self) -> None:
-        """Release the module; also called when the run failed. The process group stays for the next run."""
+        """Release the module; also called after a failed run. The process group is kept for the next run."""
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -239,16 +239,16 @@ class Strategy(ABC):
 
     @property
     def root_device(self) -> torch.device:
-        """Lightning's name of `device`."""
+        """Lightning's name for `device`."""
         return self.device
 
     @property
     def rank(self) -> int:
-        """The rank of this process among all; rank 0 writes checkpoints and logs."""
+        """The global rank of this process; rank 0 writes checkpoints and logs."""
         return self.environment.rank
 
     global_rank = rank
-    """Lightning's name of `rank`."""
+    """Lightning's name for `rank`."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -272,57 +272,57 @@ class Strategy(ABC):
 
     @property
     def data_rank(self) -> int:
-        """Which slice of every global batch this process reads."""
+        """The index of the slice of every global batch that this process reads."""
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """Into how many slices every global batch is cut."""
+        """The number of slices into which every global batch is cut."""
         return self.world_size
 
     @property
     def mesh_axes(self) -> Mapping[str, int]:
-        """The degrees of parallelism above 1 by axis of the mesh, for the manifests of checkpoints."""
+        """The degrees of parallelism above 1, by mesh axis, for checkpoint manifests."""
         return {"dp_replicate": self.world_size} if self.world_size > 1 else {}
 
     @property
     def memory_share(self) -> MemoryShare:
-        """Which fraction of each parameter's memory a rank holds."""
+        """The fraction of each parameter's memory that a rank holds."""
         return MemoryShare()
 
     def estimate(self, profile: Profile, hardware: Hardware) -> Estimate:
-        """Return what a rank would hold and send in a step on this hardware; a `ConfigError` says why it could not."""
+        """Return what a rank would hold and send in a step on this hardware, or raise a `ConfigError` if it cannot."""
         self.validate(hardware, profile.precision)
         self.validate_module(profile.module)
         return self._estimate(profile)
 
     def _estimate(self, profile: Profile) -> Estimate:
-        """Return `estimate` once the hardware is known; by default that of one process, and none of several."""
+        """Return `estimate` for hardware that `validate` has accepted; the default supports only one process."""
         return estimate_alone(profile, self.name, self.environment.world_size)
 
     def positions(self, length: int) -> Tensor:
-        """Return the positions of the `length` tokens of a step's sequences, which may be parts of longer ones."""
+        """Return the positions of a step's `length` tokens in the whole sequence, of which they may be a part."""
         return torch.arange(length, device=self.device)
 
     def init_context(self) -> AbstractContextManager[object]:
-        """Return the context of ``configure_model``, for a strategy that decides where layers are built."""
+        """Return the context in which ``configure_model`` runs, for a strategy that decides where layers are built."""
         return nullcontext()
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        """Move, convert, wrap or shard the module; afterwards its parameters are those that the optimizers get.
+        """Move, convert, wrap or shard the module; the optimizers are built from the parameters that result.
 
-        With `is_manual` the step itself computes gradients and updates. Collective: every rank calls it.
+        With `is_manual`, the step itself computes gradients and updates. Collective: every rank calls it.
         """
         self.precision.convert_module(module)
         module.to(self.device)
         self.module = module
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers of the parameters that `setup_module` left; they may be changed in place."""
+        """Take the optimizers, which were built after `setup_module`; they may be changed in place."""
 
     @property
     def max_lead(self) -> int:
-        """By how many steps a rank may be ahead of another."""
+        """The number of steps by which one rank may be ahead of another."""
         return 0
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
@@ -336,11 +336,11 @@ class Strategy(ABC):
         """Call a step of the module through its wrapper, if any, in `forward_context`."""
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
-        """Return a function that calls one step as `run` does, with as few calls in between as possible."""
+        """Return a function that calls one step as `run` does, with as little overhead as possible."""
         return partial(self.run, step_name)
 
     def run_window(self, work: WindowWork) -> None:
-        """Add the gradients of all micro-batches of a step. Collective: every rank calls it."""
+        """Compute and add up the gradients of a step's micro-batches. Collective: every rank calls it."""
         raise not_set_up(self, "run_window")
 
     def record_window(self) -> WindowRecorder:
@@ -348,17 +348,17 @@ class Strategy(ABC):
         raise not_set_up(self, "record_window")
 
     def set_grad_sync(self, enabled: bool) -> None:
-        """Say whether the next backward synchronizes gradients: that of a step's last micro-batch does."""
+        """Set whether the next backward synchronizes gradients; only a step's last micro-batch needs to."""
 
     def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        """Return a loss of 0 with which a rank without samples takes part in the backward of the other ranks.
+        """Return a loss of 0 with which a rank without samples joins the other ranks' backward.
 
         `spare` computes a loss from an earlier batch, for a strategy whose forward is collective.
         """
         return spare() * 0
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss, scaled if the precision scales losses."""
+        """Return the loss, scaled if the precision uses a gradient scaler."""
         return self.scaler.scale(loss) if self.precision.uses_scaler else loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -366,7 +366,7 @@ class Strategy(ABC):
         self.scaled(loss).backward(*args, **kwargs)
 
     def end_backward(self) -> None:
-        """Do what is due after a backward that was not computed by `backward`, where several modules share one."""
+        """Finish a backward that `backward` did not compute, where several modules share one."""
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the loss scaling of an optimizer's gradients; a second call before its step does nothing."""
@@ -374,18 +374,18 @@ class Strategy(ABC):
             self._scaling.unscale(optimizer)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiply all gradients; for a step whose weight was not known before its last micro-batch."""
+        """Multiply all gradients by a factor, for a step whose weight is known only after its last micro-batch."""
         multiply_all([parameter.grad for parameter in self.module.parameters() if parameter.grad is not None], factor)
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> Tensor | None:
-        """Clip the (unscaled) gradients of `optimizer` by their global norm, which is returned, or each by value."""
+        """Clip the (unscaled) gradients of `optimizer`, by global norm, which is returned, or by value."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if algorithm == "norm":
             return nn.utils.clip_grad_norm_(parameters, limit)
         return nn.utils.clip_grad_value_(parameters, limit)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step the optimizer, unless its gradients overflowed."""
+        """Step the optimizer unless its gradients overflowed."""
         if self.precision.uses_scaler:
             self._scaling.step(optimizer)
         else:
@@ -396,40 +396,40 @@ class Strategy(ABC):
         return not self.precision.uses_scaler or self._scaling.end_step()
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Return what this strategy has measured until now, for the loggers of rank 0."""
+        """Return this strategy's own measurements so far, for the loggers of rank 0."""
         return {}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def sync_replicas(self) -> None:
-        """Make replicas equal before an evaluation or a checkpoint. Collective: every rank calls it."""
+        """Make all replicas equal before an evaluation or a checkpoint. Collective: every rank calls it."""
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
-        """Make copies of the module's buffers, by name, equal on all ranks. Collective: every rank calls it."""
+        """Make these copies of the module's buffers, by name, equal on all ranks. Collective: every rank calls it."""
         copy_from_first(copies.values(), self.loss_collectives)
 
     def model_state(self) -> dict[str, Any]:
-        """Return the module's state under the plain module's names. Collective: every rank calls it."""
+        """Return the module's state dict under the plain module's names. Collective: every rank calls it."""
         return self.module.state_dict()
 
     def full_model_state(self) -> dict[str, Any]:
-        """Return `model_state` whole, on the CPU, at least on each node's first rank: a caller gets it. Collective."""
+        """Return the unsharded `model_state` on the CPU, at least on the first rank of each node. Collective."""
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in self.model_state().items()}
 
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
-        """Return copies of parameters, or of the gradients of their update, whole, on every rank's CPU. Collective."""
+        """Return unsharded copies of parameters, or of their gradients, on the CPU of every rank. Collective."""
         return whole_on_cpu({name: p.grad if gradients else p for name, p in named.items()})
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load a state with the plain module's names. Collective: every rank calls it."""
+        """Load a state dict with the plain module's names. Collective: every rank calls it."""
         self.module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state with parameters by name. Collective: every rank calls it."""
+        """Return the optimizer's state, with parameters by name. Collective: every rank calls it."""
         return state_by_name(optimizer, self.module)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` of any strategy returned. Collective: every rank calls it."""
+        """Load what any strategy's `optimizer_state` returned. Collective: every rank calls it."""
         optimizer.load_state_dict(state_by_position(optimizer, self.module, state))
 
     # --- collectives of the data ranks, as `Collectives` documents them ----------------------------------------------
@@ -448,9 +448,9 @@ class Strategy(ABC):
     barrier = of_data_ranks(Collectives.barrier, "collectives")
 
     def reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
-        """Return `all_reduce` of data, by default the mean. Collective: every rank calls it."""
+        """Return `all_reduce` of the data, by default the mean. Collective: every rank calls it."""
         return self.data_collectives.all_reduce(data, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or with ``all=False`` any, have decided so. Collective: every rank calls it."""
+        """Return whether `decision` is true on all ranks, or on any with ``all=False``. Collective."""
         return bool(self.collectives.all_reduce(int(decision), "min" if all else "max"))

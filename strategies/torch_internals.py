@@ -47,7 +47,7 @@ SEEN: Final = "2.11.0, 2.14.1 and 2.15.0"
 
 
 class _NamesOfTorch:
-    """Says which versions of torch have a name that turns out to be gone from this one."""
+    """Raises an error that names the supported versions of torch if a private name is gone from this one."""
 
     def __enter__(self) -> None:
         pass
@@ -72,16 +72,16 @@ with _names_of_torch:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """Return the placement of a DTensor of which each of `split_factor` parts is cut."""
+    """Return the placement of a DTensor that is sharded within each of `split_factor` parts of a dimension."""
     with _names_of_torch:
         from torch.distributed.tensor.placement_types import _StridedShard
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def read_by_placements(tensor: Any) -> None:
-    """Have a DTensor on a mesh of one axis gathered by its placement: torch 2.11 looks for an order of axes in it.
+    """Have a DTensor on a one-axis mesh gathered by its placement, where torch 2.11 would look for a shard order.
 
-    There is none that makes up a packed tensor, for which it raises.
+    A packed tensor has none, and torch would raise.
     """
     with _names_of_torch:
         spec = tensor._spec  # noqa: SLF001
@@ -90,27 +90,27 @@ def read_by_placements(tensor: Any) -> None:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the DeviceMesh of which another one is a part."""
+    """Return the DeviceMesh that a mesh is part of."""
     with _names_of_torch:
         return mesh._get_root_mesh()  # noqa: SLF001
 
 
 def without_dispatch_modes() -> Any:
-    """Return a context without the TorchDispatchModes around it, such as that of selective checkpointing."""
+    """Return a context that disables the TorchDispatchModes around it, such as that of selective checkpointing."""
     with _names_of_torch:
         from torch.utils._python_dispatch import _disable_current_modes
     return _disable_current_modes()
 
 
 def fake_mode() -> Any:
-    """Return a mode in which tensors have a shape and no memory; real ones are taken for such tensors."""
+    """Return a mode in which tensors have a shape and no memory; real tensors are treated in the same way."""
     with _names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_mode_beside_real() -> Any:
-    """Return such a mode that computes on real tensors alone as ever: on the ranks of a DeviceMesh, for example."""
+    """Return a `fake_mode` that computes normally if all tensors are real, such as the ranks of a DeviceMesh."""
     with _names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -125,13 +125,13 @@ def fake_mode_beside_real() -> Any:
 
 
 def is_without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape and no memory, as those have that are made in a `fake_mode`."""
+    """Return whether a tensor has a shape but no memory, like those made in a `fake_mode`."""
     module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Let this process be one rank of a process group whose other ranks are not there; collectives return at once."""
+    """Join a process group as one rank, without any other processes; its collectives return at once."""
     import torch.distributed as dist
 
     with _names_of_torch:
@@ -141,7 +141,7 @@ def join_fake_group(rank: int, world_size: int) -> None:
 
 
 def unknown_values() -> tuple[type[Exception], ...]:
-    """Return the errors that are raised where a tensor without memory is asked for its values."""
+    """Return the errors that are raised when code reads the values of a tensor without memory."""
     with _names_of_torch:
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
@@ -165,14 +165,14 @@ def function_modes() -> list[Any]:
 
 
 def compilation_callbacks() -> Any:
-    """Return where functions are registered that torch.compile calls before and after it compiles."""
+    """Return the registry of functions that torch.compile calls before and after it compiles."""
     with _names_of_torch:
         from torch._dynamo.callback import callback_handler
     return callback_handler
 
 
 def default_store() -> Any:
-    """Return the store by which the processes of the default process group have met."""
+    """Return the store through which the processes of the default process group met."""
     from torch.distributed import distributed_c10d
 
     with _names_of_torch:
@@ -180,13 +180,13 @@ def default_store() -> Any:
 
 
 def overflows_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return, for each device, whether gradients that were unscaled there are not finite; to be changed in place."""
+    """Return, for each device, whether its unscaled gradients overflowed; these tensors can be changed in place."""
     with _names_of_torch:
         return list(scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
 
 
 def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
-    """Return the memory of what tensors pickle as theirs, as it is where that is the host's; otherwise a copy."""
+    """Return the memory of a storage that is being pickled, copied to the CPU if it is on another device."""
     with _names_of_torch:
         is_untyped = isinstance(storage, torch.UntypedStorage)
         memory: torch.UntypedStorage = storage if is_untyped else storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
@@ -194,13 +194,13 @@ def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
 
 
 def is_cuda_unusable() -> bool:
-    """Return whether this process was forked from one that had asked for CUDA devices, and so cannot use any."""
+    """Return whether this process cannot use CUDA because it was forked from one that had initialized it."""
     with _names_of_torch:
         return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
-    """Have DistributedDataParallel leave parameters and buffers of a module alone, which it is yet to wrap."""
+    """Make DistributedDataParallel ignore these parameters and buffers of a module, which it has yet to wrap."""
     from torch.nn.parallel import DistributedDataParallel
 
     with _names_of_torch:
@@ -208,9 +208,9 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
 
 
 def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) -> None:
-    """Do what ``torch.distributed.rpc.init_rpc`` does, over a store of the caller's.
+    """Do what ``torch.distributed.rpc.init_rpc`` does, but over the caller's store.
 
-    torch's own prefixes its store with the number of times that this process has called it, which peers differ in.
+    torch prefixes the keys of its store with the number of calls in this process, which can differ between peers.
     """
     from torch.distributed import autograd, rpc
 
@@ -230,12 +230,12 @@ _COMPILER: Final = ("torch._dynamo.config", "torch._inductor.config")
 
 
 def float32_precisions() -> dict[tuple[str, str], str]:
-    """Return the precision of float32 computation by backend and operation, where it can be set (torch >= 2.9)."""
+    """Return the precision of float32 computation, by backend and operation (torch >= 2.9)."""
     return {(backend, op): _precision("get")(backend, op) for backend, ops in _PRECISION_OF for op in ops}
 
 
 def set_float32_precisions(precisions: dict[tuple[str, str], str]) -> None:
-    """Set the precisions that differ; those that do not are left to their defaults."""
+    """Set only the precisions that differ; the others stay at their defaults."""
     for place, precision in precisions.items():
         if _precision("get")(*place) != precision:
             _precision("set")(*place, precision)
@@ -248,10 +248,10 @@ def _precision(verb: str) -> Callable[..., str]:
 
 
 def compiler_settings() -> dict[tuple[str, str], Any]:
-    """Return the settings of torch.compile that the program has changed, by module and name; plain values only."""
+    """Return the torch.compile settings that the program has changed, by module and name; plain values only."""
     changed = {}
     for name in _COMPILER:
-        config: Any = sys.modules.get(name)  # importing it takes a second, and what is not imported is not changed
+        config: Any = sys.modules.get(name)  # importing it takes a second, and if not imported, it is unchanged
         for key in _changed(config) if config is not None else ():
             if _is_plain(value := getattr(config, key)):
                 changed[name, key] = value
@@ -275,7 +275,7 @@ def _is_plain(value: object) -> bool:
 
 
 class _OrderStage:
-    """What torch's schedules ask a stage for, to say in which order its rank works."""
+    """The attributes of a stage that torch's schedules read to determine the order of a rank's work."""
 
     submod = None
     has_backward = True
@@ -290,7 +290,7 @@ class _OrderStage:
 def pipeline_order(
     schedule: str, num_ranks: int, stages_a_rank: int, num_micro_batches: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Return the order in which each rank computes under one of torch's schedules: kind, stage and micro-batch."""
+    """Return each rank's order of computation under one of torch's schedules: kind, stage and micro-batch."""
     with _names_of_torch:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -315,7 +315,7 @@ def _order_stage_loss(*_: Any) -> None:
 def with_transfers(
     orders: Iterable[Iterable[tuple[str, int, int]]], rank_of: Callable[[int], int], num_stages: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Return orders with the transfers between ranks, placed so that those of two ranks meet in one order."""
+    """Return the orders with transfers between ranks added, placed so that any two ranks transfer in the same order."""
     with _names_of_torch:
         from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
     actions = {
@@ -335,21 +335,21 @@ def backward_for_inputs(
     inputs: list[torch.Tensor],
     weights: Iterable[torch.nn.Parameter],
 ) -> Any:
-    """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to go on."""
+    """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to continue."""
     with _names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_input
     return stage_backward_input(outputs, gradients, inputs, iter(weights))[1]
 
 
 def backward_for_weights(weights: Iterable[torch.nn.Parameter], rest: Any) -> None:
-    """Add the gradients of weights that `backward_for_inputs` has left."""
+    """Add the gradients of weights that `backward_for_inputs` left out."""
     with _names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_weight
     stage_backward_weight(iter(weights), rest)
 
 
 def reduce_sharded_gradients(root: Any) -> None:
-    """Reduce the gradients that a root of ``fully_shard`` has collected over several backwards. Collective."""
+    """Reduce the gradients that a ``fully_shard`` root has accumulated over several backwards. Collective."""
     from torch.distributed.fsdp import fully_shard
 
     root.set_is_last_backward(True)
@@ -359,7 +359,7 @@ def reduce_sharded_gradients(root: Any) -> None:
         state = fully_shard.state(root)  # type: ignore[attr-defined]
         context = state._state_ctx  # noqa: SLF001
         if getattr(context, "manual_backward_finalization_active", False) is None:
-            # torch 2.15 sets it in the hooks of a backward, of which there were none if parameters were gathered before
+            # torch 2.15 sets it in backward hooks, none of which ran if parameters were gathered before
             context.manual_backward_finalization_active = context.manual_backward_finalization
         for each in context.all_states:
             for group in _param_groups(each):

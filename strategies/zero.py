@@ -18,10 +18,10 @@ from .state.optimizer_state import Sharded, parameter_names
 
 
 class ZeroStrategy(ReplicaStrategy):
-    """Train as `DDPStrategy` does, with the optimizers' state spread over the ranks: each keeps about 1/world_size.
+    """Train as `DDPStrategy` does, with optimizer state sharded over the ranks: each keeps about 1/world_size of it.
 
-    It works with any optimizer that updates each parameter by itself. Every rank updates the parameters whose state it
-    keeps and sends them to the others. Checkpoints are those of every other strategy; each rank writes what it keeps.
+    It works with any optimizer that updates each parameter independently. Every rank updates the parameters whose state
+    it keeps and sends them to the others. Checkpoints are the same as any other strategy's; each rank writes its shard.
 
     Args:
         ddp: how gradients are synchronized.
@@ -46,7 +46,7 @@ class ZeroStrategy(ReplicaStrategy):
         share = MemoryShare(optimizer=lambda parameter: float(parameter in most))
         updated = exchanged(sum(parameter.nbytes for parameter in profile.state), num_ranks)
         sent = self._gradient_traffic(profile) + updated
-        # new parameters are copied to be sent
+        # updated parameters are copied into a buffer to be sent
         return self._estimate_replica(profile, share, sent, between_steps=sum(p.nbytes for p in profile.state))
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -55,12 +55,12 @@ class ZeroStrategy(ReplicaStrategy):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of the parameters that this rank owns, by name, and the groups of all."""
+        """Return the state of the parameters that this rank owns, by name, and the param groups of all parameters."""
         state = super().optimizer_state(optimizer)
         return {**state, "state": Sharded(state["state"])} if optimizer in self._sharded else state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what this rank owns from the state of all ranks, of any strategy."""
+        """Load the entries that this rank owns from the full state, saved by any strategy."""
         if optimizer in self._sharded:
             own = self._own_names(optimizer)
             state = {**state, "state": {name: value for name, value in state["state"].items() if name in own}}
