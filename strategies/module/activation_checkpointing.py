@@ -1,4 +1,4 @@
-"""Activation checkpointing: submodules keep less for backward, which computes or fetches the rest again."""
+"""Activation checkpointing: submodules keep less for backward, which recomputes or fetches the rest."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ _KEPT_PREFIXES: Final = ("_c10d_functional", "_dtensor::", "flex_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """The submodules that keep only their inputs for backward, which runs their forward again; the numbers stay equal.
+    """Which submodules keep only their inputs for backward, which recomputes their forward; results do not change.
 
-    The second forward has the random numbers, autocast and buffers of the first. Parameters keep their names.
+    The second forward sees the random numbers, autocast and buffers of the first. Parameters keep their names.
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 
     Raises:
-        ConfigError: for a value that is not possible.
+        ConfigError: for an invalid value.
     """
 
     mode: Mode | None = "full"
-    """``"full"`` computes a whole submodule again; ``"selective"`` keeps the results of matrix products, convolutions,
-    attention and collectives, and computes the rest. None computes nothing again, for `offload` alone."""
+    """``"full"`` recomputes a whole submodule; ``"selective"`` keeps the results of matrix products, convolutions,
+    attention and collectives, and recomputes the rest. None recomputes nothing, for use with `offload` alone."""
     every: int = 1
-    """Only every n-th submodule, from the first one."""
+    """Checkpoint only every n-th submodule, starting with the first."""
     modules: type[nn.Module] | Sequence[type[nn.Module]] | Predicate | None = None
     """The classes of the submodules, or a function of a submodule's name and the submodule that selects them. By
-    default the repeated blocks: submodules of one class side by side in a ModuleList or a Sequential."""
+    default the repeated blocks: submodules of one class, side by side in a ModuleList or a Sequential."""
     offload: bool = False
-    """Move what a submodule keeps to the CPU, and back for backward. With ``"selective"``, a torch older than 2.14 may
-    move inputs only."""
+    """Move what a submodule keeps to the CPU, and back for backward. With ``"selective"``, torch versions older than
+    2.14 may move inputs only."""
 
     _MODES: ClassVar = ("full", "selective", None)
 
@@ -93,14 +93,14 @@ class ActivationCheckpointing:
         """Return the settings for a short form: a mode, or a number n for every n-th block.
 
         Raises:
-            ConfigError: for a value that is not possible.
+            ConfigError: for an invalid value.
         """
         if setting is None or isinstance(setting, ActivationCheckpointing):
             return setting
         return cls(every=setting) if isinstance(setting, int) else cls(mode=setting)
 
     def submodules(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the names and submodules of a module that these settings select.
+        """Return the submodules that these settings select in a module, with their names.
 
         Raises:
             ConfigError: if there are none.
@@ -136,7 +136,7 @@ class ActivationCheckpointing:
 
 @contextmanager
 def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> Iterator[None]:
-    """Checkpoint the activations of the submodules that a setting selects; afterwards the module is as it was.
+    """Checkpoint the activations of the submodules that a setting selects; on exit, restore the module.
 
     Raises:
         ConfigError: if there are none.
@@ -146,7 +146,7 @@ def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> 
     offload = ActivationOffload() if setting is not None and setting.offload else None
     for submodule in submodules:
         assert setting is not None
-        # in the instance: a wrapping module would change the names of parameters
+        # on the instance: a wrapper module would change parameter names
         vars(submodule)["forward"] = MethodType(_make_forward(submodule, setting, offload), submodule)
     try:
         yield
@@ -162,7 +162,7 @@ def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> 
 def _make_forward(
     submodule: nn.Module, setting: ActivationCheckpointing, offload: ActivationOffload | None
 ) -> Callable[..., Any]:
-    """Return a submodule's new method ``forward``; it can be bound to a replica of the submodule, too."""
+    """Return a new ``forward`` method for a submodule; it can also be bound to a replica of the submodule."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     own = vars(submodule).get("forward")
@@ -170,7 +170,7 @@ def _make_forward(
     is_selective = setting.mode == "selective"
     if is_selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        # lets hooks such as those of offloading see the kept tensors; a torch older than 2.14 may not have it
+        # lets hooks such as those of offloading see the kept tensors; torch versions older than 2.14 may not have it
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = True
     has_buffers = next(submodule.buffers(), None) is not None
@@ -184,9 +184,9 @@ def _make_forward(
         with nullcontext() if offload is None else offload.hooks():
             if not is_computed_again:
                 return plain(*args, **kwargs)
-            if kwargs:  # checkpoint has keyword arguments of its own
+            if kwargs:  # checkpoint() has keyword arguments of its own
                 plain = partial(plain, **kwargs)
-            if not torch.compiler.is_compiling():  # compiled code changes buffers once, and has no cache of casts
+            if not torch.compiler.is_compiling():  # compiled code updates buffers once, and has no autocast cache
                 plain = _in_function_modes(_in_default_dtype(plain))
                 plain = _without_cast_cache(plain) if is_selective else plain
                 plain = _WithBuffers(plain, self, changing) if has_buffers else plain
@@ -196,12 +196,12 @@ def _make_forward(
 
 
 def _is_layer(submodule: nn.Module) -> bool:
-    """Return whether a submodule is a single layer of torch, which keeps little more than its input anyway."""
+    """Return whether a submodule is a single torch layer, which keeps little more than its input anyway."""
     return type(submodule).__module__.startswith("torch.nn.") and next(submodule.children(), None) is None
 
 
 def _in_default_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let both calls have the default dtype of now: backward runs outside of a step, which may have set another."""
+    """Make both calls use the current default dtype: backward runs outside the step, which may have set its own."""
     dtype = torch.get_default_dtype()
 
     def call(*args: Any) -> Any:
@@ -218,7 +218,7 @@ def _in_default_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let both calls run in the TorchFunctionModes of now: in backward there are none."""
+    """Make both calls run in the current TorchFunctionModes: none are active during backward."""
     modes = function_modes()
 
     def call(*args: Any) -> Any:
@@ -233,7 +233,7 @@ def _in_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let autocast cast each weight in each call: selective checkpointing needs as many casts the second time."""
+    """Disable the autocast cache: selective checkpointing needs the same number of casts in both calls."""
 
     def call(*args: Any) -> Any:
         was_enabled = torch.is_autocast_cache_enabled()
@@ -259,7 +259,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an attention draws random numbers: if it were not run again, the next operator would draw them."""
+    """Return whether an attention draws random numbers: if it were kept, the next operator would draw them instead."""
     for index, argument in enumerate(operator._schema.arguments):  # noqa: SLF001
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
@@ -274,16 +274,16 @@ _Buffers = dict[str, Tensor | None]
 
 @dataclass
 class _Changing:
-    """The modules inside a submodule that have been seen to change buffers in its forward."""
+    """The modules inside a submodule that were seen to change buffers during its forward."""
 
     indices: set[int] | None = None
-    """Their places in ``submodule.modules()``; None before the first forward."""
+    """Their indices in ``submodule.modules()``; None before the first forward."""
 
 
 class _WithBuffers:
-    """A submodule's forward that is called twice: the second call starts with the buffers of the first and keeps none.
+    """A forward that is called twice; the second call starts with the first's buffers and discards its changes.
 
-    Without it the running statistics of a batch norm would be updated twice.
+    Otherwise the running statistics of a batch norm would be updated twice.
     """
 
     def __init__(self, forward: Callable[..., Any], submodule: nn.Module, changing: _Changing) -> None:
@@ -299,7 +299,7 @@ class _WithBuffers:
         versions = {index: _versions(buffers) for index, buffers in held.items()}
         copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
         output = self._forward(*args)
-        # batch norm's kernels change its statistics without a new version, but its module changes a counter with one
+        # batch norm's kernels do not increase the version of its statistics, but its module increases its counter's
         now = {index: _versions(owner._buffers) for index, owner in self._owners.items()}  # noqa: SLF001
         changed = {index for index in now if now[index] != versions[index]}
         self._changing.indices = changed | (known or set())
@@ -324,6 +324,6 @@ def _copied(buffers: _Buffers) -> _Buffers:
 
 
 def _versions(buffers: _Buffers) -> list[tuple[int, int]]:
-    """Return the identity of each tensor and its version, which an in-place change outside inference mode increases."""
+    """Return each tensor's identity, and its version, which in-place changes outside inference mode increase."""
     tensors = (tensor for tensor in buffers.values() if tensor is not None)
     return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]  # noqa: SLF001

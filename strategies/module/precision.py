@@ -28,7 +28,7 @@ _MEANT: Final = {
     **dict.fromkeys(("fp64", "float64", "double", "torch.float64"), "64-true"),
     "transformer-engine-float16": "16-mixed",
 }
-"""Names that others have for a precision, or for the nearest one."""
+"""Other names for a precision, or for the closest one."""
 
 
 class Precision:
@@ -63,7 +63,7 @@ class Precision:
         return nullcontext()
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert floating-point parameters and buffers in place, if this precision asks for another dtype."""
+        """Convert floating-point parameters and buffers in place, if this precision requires another dtype."""
         if self.param_dtype is not None:
             module.to(dtype=self.param_dtype)
 
@@ -75,7 +75,7 @@ class Precision:
         return map_tensors(lambda tensor: _as_floating(tensor, dtype), batch)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return the gradient scaler, disabled where this precision needs none."""
+        """Return the gradient scaler, disabled if this precision does not need one."""
         return torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ def _as_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _DefaultDtype:
-    """Sets the default dtype while a step runs, and restores the old one; it can be entered many times."""
+    """Sets the default dtype while a step runs, then restores the old one; it can be entered many times."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

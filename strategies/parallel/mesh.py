@@ -1,4 +1,4 @@
-"""Device mesh: the degrees of parallelism, and the ranks laid out by them."""
+"""Device mesh: the degrees of parallelism, and how they lay out the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 
 Replicas = int | Literal["nodes"]
-"""The number of replicas; ``"nodes"`` means one for each node, and two on a single node."""
+"""The number of replicas; ``"nodes"`` means one per node, or two on a single node."""
 Degree = int | Literal["auto", "nodes"]
 """A degree of parallelism; ``"auto"`` is what the others leave of world_size, ``"nodes"`` the number of nodes."""
 
@@ -20,9 +20,9 @@ Degree = int | Literal["auto", "nodes"]
 class Degrees:
     """The degrees of parallelism, from the outermost axis of the mesh to the innermost; their product is world_size.
 
-    Neighbouring ranks, which are on one node, lie along the last axis, which communicates most. Each field is
-    an axis: the mesh, `world_size`, the ranks along an axis and the text follow the fields. Experts would use the ranks
-    of dp_shard.
+    The last axis communicates most, so neighboring ranks, which share a node, lie along it. Each field is an axis: the
+    mesh, `world_size`, the ranks along an axis and the string form follow from the fields. Expert parallelism, which is
+    not implemented, would use the ranks of dp_shard.
     """
 
     pp: int = 1
@@ -33,7 +33,7 @@ class Degrees:
 
     @classmethod
     def of(cls, world_size: int, num_nodes: int, replicate: Replicas) -> Degrees:
-        """Return the degrees of `world_size` processes, which hold `replicate` replicas and shard each.
+        """Return the degrees of `world_size` processes that hold `replicate` replicas, each of them sharded.
 
         Raises:
             ConfigError: for a number of replicas that does not divide `world_size`.
@@ -49,7 +49,7 @@ class Degrees:
 
     @classmethod
     def fit(cls, world_size: int, num_nodes: int, given: Mapping[str, Degree]) -> Degrees:
-        """Return the degrees of `world_size` processes, at most one of which is ``"auto"``.
+        """Return the degrees of `world_size` processes, given degrees of which at most one is ``"auto"``.
 
         Raises:
             ConfigError: for degrees whose product is not `world_size`.
@@ -78,7 +78,7 @@ class Degrees:
         return {axis: size for axis, size in self._sizes.items() if size > 1}
 
     def along(self, rank: int, axes: Collection[str]) -> list[int]:
-        """Return the ranks that differ from `rank` at most along these axes, in ascending order."""
+        """Return the ranks that differ from `rank` only along these axes, itself included, in ascending order."""
         own = self._coordinate(rank)
         spans = [range(size) if axis in axes else [own[axis]] for axis, size in self._sizes.items()]
         return [self._rank(place) for place in product(*spans)]
@@ -111,10 +111,10 @@ _ALWAYS = ("dp_replicate", "dp_shard")
 
 
 def check_degrees(given: Mapping[str, Degree]) -> None:
-    """Check degrees as far as it can be done without the number of processes.
+    """Check degrees as far as possible without knowing the number of processes.
 
     Raises:
-        ConfigError: for a degree that is not a positive number or one of the words, or for two that are ``"auto"``.
+        ConfigError: for a degree that is not a positive int, ``"auto"`` or ``"nodes"``, or for a second ``"auto"``.
     """
     for axis, degree in given.items():
         is_number = isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
@@ -130,9 +130,10 @@ def check_degrees(given: Mapping[str, Degree]) -> None:
 def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = ()) -> Any:
     """Return the DeviceMesh of all ranks. Collective: every rank calls it.
 
-    It has the axis ``dp_shard``, in which cp is folded: parameters are sharded over both; and of the other axes those
-    above 1 and those in `axes`. Below stages the axes have names of their own: torch takes two meshes for one that have
-    the same ranks and names, whatever they are a part of, and the ranks of a stage hold what no others do.
+    The axis ``dp_shard`` is always there and includes cp, since parameters are sharded over both; any other axis is
+    there if it is above 1 or in `axes`. With pipeline stages, the axes other than pp get names of their own: torch
+    treats two meshes with the same ranks and names as one, whatever they are part of, but each stage holds parameters
+    that no other has.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -149,5 +150,5 @@ def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = ())
 
 
 def in_stage(axis: str) -> str:
-    """Return the name that an axis has in a mesh with stages."""
+    """Return the name of an axis in a mesh with pipeline stages."""
     return f"{axis}_in_stage"

@@ -29,27 +29,27 @@ class DDPOptions:
     static_graph: bool = False
     """Promise that every step uses the same parameters; then unused ones cost nothing."""
     gradient_as_bucket_view: bool = True
-    """Let gradients be views of the buckets that are sent, which saves a copy of them all."""
+    """Let gradients be views of the communication buckets, which saves a copy of them all."""
     bucket_cap_mb: float | None = None
     """The size of a bucket; by default torch's 25 MB."""
     comm_hook: Compression | CommHook | None = None
     """How gradients are compressed: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` (rank 4, after 1000 steps), or the state
-    and the function of a DDP communication hook. Changes the numbers by what it leaves out."""
+    and function of a DDP communication hook. Compression is lossy: it changes the numbers."""
     sync_batchnorm: bool = False
-    """Compute the statistics of batch norms over all ranks (GPUs only, as in torch)."""
+    """Compute batch norm statistics over all ranks (GPUs only, as in torch)."""
     broadcast_buffers: bool = True
-    """Give all ranks rank 0's buffers before each step."""
+    """Copy rank 0's buffers to all ranks before each step."""
 
     @property
     def compressed_fraction(self) -> float:
-        """The fraction of float32 gradients that is sent; for a hook of the user's, and PowerSGD, all of them."""
+        """The fraction of float32 gradients that is sent; 1 is assumed for PowerSGD and for the user's own hook."""
         return 0.5 if self.comm_hook in ("fp16", "bf16") else 1.0
 
     def validate(self, device_type: str) -> None:
         """Check the options before any process is started.
 
         Raises:
-            ConfigError: for options that torch does not know, does not have on such devices, or cannot combine.
+            ConfigError: for options that torch does not know, does not support on these devices, or cannot combine.
         """
         check_compression(self.comm_hook)
         if self.sync_batchnorm and device_type != "cuda":
@@ -67,8 +67,8 @@ class DDPOptions:
 class Replica:
     """This rank's replica of a module.
 
-    Its training step runs in ``DistributedDataParallel``. In manual optimization gradients are averaged at the end of
-    each backward instead. In one process nothing is wrapped. Collective: every rank makes one.
+    Its training step runs in ``DistributedDataParallel``. In manual optimization, gradients are averaged at the end of
+    each backward instead. In a single process, nothing is wrapped. Collective: every rank makes one.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Replica:
         is_manual: bool,
         ignored: Collection[str] = (),
     ) -> None:
-        """Make all replicas equal to rank 0's; `collectives` is None in one process.
+        """Make all replicas equal to rank 0's; `collectives` is None in a single process.
 
-        The parameters whose names are in `ignored` are left alone.
+        DDP leaves the parameters named in `ignored` alone.
 
         Raises:
             ConfigError: for options that do not work in manual optimization.
@@ -143,7 +143,7 @@ class Replica:
                 layer.weight.register_hook(_with_values_of_its_own)
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
-        """Return a function that calls the module's step, with as few calls in between as possible."""
+        """Return a function that calls the module's step with as little overhead as possible."""
         if self._wrapper is None or step_name not in SYNCHRONIZED:
             return getattr(self._module, step_name)  # type: ignore[no-any-return]
         if not self._caller.returns_tensors:
@@ -151,30 +151,30 @@ class Replica:
         return lambda *args: self._caller.rebuild(self._wrapper(step_name, *args))
 
     def set_grad_sync(self, enabled: bool) -> None:
-        """Say whether the next backward averages gradients: that of a step's last micro-batch does."""
+        """Set whether the next backward averages gradients; only a step's last micro-batch needs to."""
         self._syncs = enabled
         if self._wrapper is not None:
-            # DDP learns a static graph in the first backward, which therefore has to synchronize; averaging again what
-            # has been averaged changes nothing
+            # DDP learns a static graph in the first backward, which therefore has to synchronize; averaging the same
+            # gradients a second time changes nothing
             learns = self._options.static_graph and self._is_first_backward
             is_due = (enabled and self.averages_gradients) or learns
             if self._wrapper.require_backward_grad_sync != is_due:  # setting an attribute of a module is slow
                 self._wrapper.require_backward_grad_sync = is_due
 
     def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        """Return a loss of 0 whose backward takes part in a step of the other ranks."""
+        """Return a loss of 0 whose backward joins the other ranks' step."""
         if self._wrapper is None:
             return spare() * 0
         trained = list(self._averaged.values())
-        # the parameters of the step before: a gradient of 0 for a parameter that is not used would still decay it
+        # those that the previous step used: with a gradient of 0, weight decay would change an unused parameter
         used = [parameter for parameter in trained if parameter.grad is not None]
         return zero_loss_of(self._wrapper, self._caller, used or trained)
 
     def end_backward(self) -> None:
-        """Average gradients that DDP has not averaged during the backward; else check that the first one was complete.
+        """Average gradients unless DDP did so during backward; then check that the first backward reached them all.
 
         Raises:
-            ModuleError: naming parameters without a gradient, for which DDP would wait in the next step.
+            ModuleError: naming the parameters without a gradient, for which DDP would wait in the next step.
         """
         if self._averages_after_backward:
             if self.averages_gradients:
@@ -185,13 +185,13 @@ class Replica:
         if self._is_rehearsed and self._syncs:
             synchronizes = True
             self._sum_in_place()
-        # beside other modules it may have taken no part in this backward
+        # with several modules, this one may not have been part of the backward
         if self._is_first_backward and synchronizes and any(p.grad is not None for p in self._module.parameters()):
             self._is_first_backward = False
             self._check_all_used()
 
     def _sum_in_place(self) -> None:
-        """Send in a rehearsal what DDP's buckets would, without a copy of them."""
+        """In a rehearsal, send what DDP would, without its buckets."""
         import torch.distributed as dist
 
         assert self._collectives is not None
@@ -211,19 +211,19 @@ class Replica:
             )
 
     def sync_replicas(self) -> None:
-        """Give all replicas rank 0's buffers. Collective: every rank calls it."""
+        """Copy rank 0's buffers to all replicas. Collective: every rank calls it."""
         if self._collectives is not None and self._options.broadcast_buffers:
             copy_from_first(self._module.buffers(), self._collectives)
 
 
 @unserializable_hook  # type: ignore[untyped-decorator]
 def _with_values_of_its_own(gradient: Tensor) -> Tensor:
-    """Copy a sparse gradient: its values may be the gradient of others, and DDP (torch 2.14) divides them in place."""
+    """Copy a sparse gradient: its values may be shared with others, and DDP (torch 2.14) divides them in place."""
     return gradient.clone() if gradient.is_sparse else gradient
 
 
 def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
-    """Give tensors the values that they have on rank 0. Collective: every rank calls it."""
+    """Copy the values that these tensors have on rank 0 to all ranks. Collective: every rank calls it."""
     own = list(tensors)
     with torch.no_grad():
         for tensor, first in zip(own, collectives.broadcast([tensor.detach() for tensor in own]), strict=True):
@@ -231,10 +231,10 @@ def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], collectives: Collectives) -> None:
-    """Replace each gradient by its mean over ranks, one collective a dtype. Collective: every rank calls it.
+    """Replace each gradient by its mean over ranks, with one collective per dtype. Collective: every rank calls it.
 
-    A parameter without a gradient on some ranks counts as 0 there; without one on any, it keeps none. Several backwards
-    in a row add up as they should: what has been averaged already is equal on all ranks and stays so.
+    A missing gradient counts as 0 if another rank has one; if none has, it stays None. Several backwards in a row add
+    up correctly: gradients that are averaged already are equal on all ranks, and averaging does not change them.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -245,7 +245,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], collectives: Collectiv
 
 
 def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
-    """Average gradients of one dtype; behind them travels which parameters have one."""
+    """Average gradients of one dtype; flags that say which parameters have one are appended to the same tensor."""
     like = parameters[0]
     if not like.is_cpu:
         _average_on_device(parameters, collectives)
@@ -263,7 +263,7 @@ def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
 
 
 def _average_on_device(parameters: list[nn.Parameter], collectives: Collectives) -> None:
-    """Average gradients on a device; gloo says which parameters have one, so that nothing waits for the device."""
+    """Average gradients on a device; gloo exchanges which parameters have one, so that nothing waits for the device."""
     counts = collectives.all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)).tolist()
     used = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
     for parameter in used:
