@@ -1,4 +1,4 @@
-"""Buckets that join the tensors of nested structures, so that few collectives serve many tensors."""
+"""Buckets that join the tensors of nested structures, so that many tensors need few collectives."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Bucket:
     flat: Tensor
 
     def split(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index and the columns of each tensor; `flat` has one or more rows of all of them."""
+        """Yield the index and the columns of each tensor; `flat` has one or more rows, each with all tensors."""
         rows = flat.reshape(-1, sum(self.widths))
         for index, columns in zip(self.indices, rows.split(self.widths, dim=1), strict=True):
-            # of its own memory: saving a view would save the whole bucket
+            # cloned, because saving a view would save the whole bucket
             yield index, columns.clone() if len(self.indices) > 1 else columns
 
 
@@ -38,10 +38,10 @@ def join(tensors: Sequence[Tensor], num_rows: int = 1, *, by_gradient: bool = Fa
     """Copy tensors into buckets: small ones of the same dtype and device type together, each large one alone.
 
     Args:
-        tensors: of any shapes.
+        tensors: tensors of any shapes.
         num_rows: the number of equal slices into which every tensor is cut; a bucket has the first slice of each
             tensor, then the second of each, and so on.
-        by_gradient: whether to keep tensors that require a gradient apart. Only where all ranks agree on which do.
+        by_gradient: whether to separate tensors that require a gradient; only valid if all ranks agree on which do.
     """
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -67,13 +67,13 @@ def map_joined(
 
 
 class Reducible:
-    """Tensors and numbers of a structure, sorted by name, since ranks may have a dictionary's keys in another order.
+    """Tensors and numbers of a structure, sorted by name, since the order of dictionary keys may differ between ranks.
 
-    Numbers become tensors of 64 bits; other leaves stay where they are.
+    Numbers become 64-bit tensors; other leaves are left in place.
 
     Args:
         data: the structure.
-        op: the reduction, if it is for one.
+        op: the reduction, if there is one.
 
     Raises:
         ConfigError: for the mean of an integer tensor, and for an integer of more than 64 bits.
@@ -88,7 +88,7 @@ class Reducible:
         self.tensors = [_to_tensor(name or "data", leaf, op) for name, leaf in self._leaves.items()]
 
     def replaced(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Any:
-        """Return the structure with other tensors, each of the given shape; a reduced number is a number again."""
+        """Return the structure with new tensors, each in the given shape; a reduced number becomes a number again."""
         new: dict[str, Any] = {}
         for (name, leaf), result, shape in zip(self._leaves.items(), results, shapes, strict=True):
             tensor = result.reshape(tuple(shape))

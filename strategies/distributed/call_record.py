@@ -1,4 +1,4 @@
-"""Record of a rank's last collectives in a file, which tells after its end where the ranks went different ways."""
+"""Record of a rank's last collectives in a file, which shows after its end where the ranks diverged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ECHELON: Final = "Echelon itself"
 _SEPARATOR: Final = "\t"
 
 _NUM_KEPT: Final = 64
-_WIDTH: Final = 256  # bytes for a call, of which long paths lose their beginning
+_WIDTH: Final = 256  # bytes per call; long paths lose their beginning
 _NUMBER: Final = 8  # bytes
 _SIZE: Final = _NUMBER + _NUM_KEPT * _WIDTH
 
 
 class CallRecord:
-    """The last calls of one process in memory that is a file: a call costs 3 us, and outlives even an abort."""
+    """The last calls of one process, in a memory-mapped file: a call costs 3 us, and survives even an abort."""
 
     def __init__(self, file: Path) -> None:
         with file.open("ab") as opened:
@@ -37,12 +37,12 @@ class CallRecord:
 
     @classmethod
     def of_this_process(cls) -> Self | None:
-        """Return the record of a worker that Echelon has started; None in any other process."""
+        """Return the record of a worker that Echelon started; None in any other process."""
         file = calls_file()
         return None if file is None else cls(file)
 
     def note(self, name: str) -> None:
-        """Note that this rank calls a collective."""
+        """Record that this rank calls a collective."""
         where = _caller()
         room = _WIDTH - len(name) - len(_SEPARATOR)
         begin = _NUMBER + self._count % _NUM_KEPT * _WIDTH
@@ -56,8 +56,8 @@ class CallRecord:
 
 
 def _caller() -> str:
-    """Return file and line of the user's call; Echelon's own calls have none."""
-    frame = sys._getframe(2)  # noqa: SLF001 - inspect's costs more
+    """Return the file and line of the user's call; for Echelon's own calls, a fixed text."""
+    frame = sys._getframe(2)  # noqa: SLF001 - inspect's equivalent is slower
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
         if frame.f_code.co_name == "run_worker":
             return _ECHELON
@@ -66,7 +66,7 @@ def _caller() -> str:
 
 
 def _read(file: Path) -> tuple[int, dict[int, list[str]]]:
-    """Return how many calls a process has made, and the last of them by their numbers, as name and place."""
+    """Return how many calls a process has made, and the last of them by number, each as name and place."""
     content = file.read_bytes() if file.exists() else bytes(_SIZE)
     count = int.from_bytes(content[:_NUMBER], "little")
     calls = {}
@@ -77,10 +77,10 @@ def _read(file: Path) -> tuple[int, dict[int, list[str]]]:
 
 
 def describe_difference(files: Mapping[int, Path]) -> str | None:
-    """Say where the calls of ranks began to differ, given the file of each; None if they do not, or no longer show it.
+    """Describe where the calls of ranks began to differ, given each one's file; None if the records do not show that.
 
-    Ranks may well call the same collective from different lines, but not one Echelon and the other the user. Lines
-    count only if the calls differ later on.
+    Ranks may call the same collective from different lines of the user's code, but not one from Echelon and one from
+    the user's code. Different lines count only if the calls differ later on.
     """
     counts, calls = {}, {}
     for rank, file in files.items():
@@ -111,11 +111,11 @@ def _row(calls: Mapping[int, list[str]], number: int) -> Iterable[str]:
 
 
 class StuckRanks:
-    """Says once, after a while without new calls, which ranks have gone different ways: they may wait for ever.
+    """Reports once, after a while without new calls, which ranks have diverged, as they may wait forever.
 
     Args:
         files: the record of each rank.
-        patience: seconds.
+        patience: seconds without a new call.
     """
 
     def __init__(self, files: Mapping[int, Path], patience: float = 60.0) -> None:
@@ -125,7 +125,7 @@ class StuckRanks:
         self._has_said = False
 
     def look(self) -> str | None:
-        """Return what to tell the user, if it is time to."""
+        """Return the message for the user, if it is time for one."""
         if self._has_said:
             return None
         counts = [_read(file)[0] for file in self._files.values()]

@@ -28,17 +28,17 @@ _CHECK_TIMEOUT: Final = timedelta(minutes=2)
 class Collectives:
     """torch's collectives for nested structures: mappings, lists, tuples and dataclasses of tensors and numbers.
 
-    Inputs are never changed, and results have memory of their own. Small tensors of the same dtype are sent together.
-    Tensors on the CPU are sent by gloo, whatever the backend is. Sum and mean of `all_reduce` and `reduce_scatter`,
-    `all_gather` and `broadcast` have a gradient; their backward is collective, too: every rank runs it.
+    Inputs are never modified, and results do not share memory with them. Small tensors of the same dtype are sent
+    together. CPU tensors are sent over gloo, whatever the backend is. `all_reduce` and `reduce_scatter` with sum or
+    mean, `all_gather` and `broadcast` are differentiable; their backward is collective, too: every rank must run it.
 
     Args:
-        group: the joined processes; None for a single process, on which all collectives are the identity.
+        group: the process group; None for a single process, in which all collectives are the identity.
         device: where received tensors are put, unless the sender's were on the CPU.
     """
 
     is_rehearsed: ClassVar[bool] = False
-    """Whether the other ranks are not there, as in `echelon rehearse`: what values decide is left out then."""
+    """Whether the other ranks do not exist, as in `echelon rehearse`; whatever depends on values is then skipped."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._checks: CollectiveChecks | None = None
@@ -57,14 +57,14 @@ class Collectives:
             self._checks = CollectiveChecks(group.store, group.ranks[self.rank], group.ranks, timeout)
 
     def over(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives of some of these ranks, which count from 0 there. Collective.
+        """Return the collectives of a subset of these ranks, which are numbered from 0 there. Collective.
 
         Args:
-            ranks: this rank and others; each of them passes the same. All ranks are these collectives themselves, and
-                a rank alone has the identity.
+            ranks: this rank and others; each of them passes the same ones. For all ranks, the result is this object;
+                for a single rank, all collectives are the identity.
 
         Raises:
-            ConfigError: on every rank, if one does not pass itself, or two that share a rank do not pass the same.
+            ConfigError: on every rank, if one does not include itself, or if two subsets overlap without being equal.
         """
         if self._group is None:
             return self
@@ -82,12 +82,12 @@ class Collectives:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """These ranks, by their numbers among all."""
+        """The global ranks of these collectives."""
         return (0,) if self._group is None else self._group.ranks
 
     @property
     def device_group(self) -> Any:
-        """Torch's process group of these ranks, for libraries that take one; None means that of all ranks."""
+        """Torch's process group of these ranks, for libraries that take one; None means the default group."""
         return None if self._group is None else self._group.device_group
 
     # --- every rank passes the same structure -------------------------------------------------------------------------
@@ -95,8 +95,8 @@ class Collectives:
     def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
         """Reduce every tensor and number over all ranks. Collective.
 
-        Numbers are returned as numbers: integers are exact up to 64 bits, all others and every mean are float64. Sum
-        and mean have a gradient. Dictionaries may have their keys in any order; leaves of other types are kept.
+        Numbers are returned as numbers: integers are exact up to 64 bits, other numbers and every mean are float64.
+        Sum and mean are differentiable. Dictionaries may have their keys in any order; other leaves are returned as is.
 
         Raises:
             ConfigError: for another `op`, or for the mean of an integer tensor.
@@ -110,7 +110,7 @@ class Collectives:
         return own.replaced(reduced, [tensor.shape for tensor in own.tensors])
 
     def begin_all_reduce(self, numbers: Sequence[float], op: ReduceOp) -> Callable[[], list[float]]:
-        """Begin to reduce numbers over all ranks; what is returned waits for the result. Collective, in this order."""
+        """Start to reduce numbers over all ranks; the returned function waits for the result. Collective."""
         if not self._has_group:
             return lambda: list(numbers)
         self._announce(f"all_reduce({op})", list(numbers))
@@ -119,7 +119,7 @@ class Collectives:
     def all_gather(self, data: Any) -> Any:
         """Stack every tensor over the ranks, along a new first dimension of size world_size. Collective.
 
-        A number becomes a tensor of that length. It has a gradient. A single process returns `data` unchanged.
+        A number becomes a tensor of that length. Differentiable. A single process returns `data` unchanged.
         """
         if not self._has_group:
             return data
@@ -131,7 +131,7 @@ class Collectives:
     def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
         """Reduce every tensor over all ranks and return this rank's slice of the first dimension. Collective.
 
-        Sum and mean have a gradient.
+        Sum and mean are differentiable.
 
         Raises:
             ConfigError: for another `op`, or for a leaf whose first dimension is not divisible by world_size.
@@ -162,7 +162,7 @@ class Collectives:
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data, of any kind, on every rank; others may pass None. Collective.
 
-        Tensors arrive on the receiver's device, those from the CPU on the CPU. It has a gradient.
+        Tensors arrive on the receiver's device; CPU tensors stay on the CPU. Differentiable.
 
         Raises:
             RunError: on every rank, if `src` cannot pickle its data.
@@ -200,10 +200,10 @@ class Collectives:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Meet after a block in which each rank works by itself, such as with its disk. Collective.
+        """Synchronize after a block in which each rank works independently, for example on its disk. Collective.
 
         Raises:
-            EchelonError: on every rank, if it was raised in the block on one of them.
+            EchelonError: on every rank, if the block raised one on any rank.
         """
         own: EchelonError | None = None
         try:
@@ -220,10 +220,10 @@ class Collectives:
     def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
         """Return, on each rank, its element of the list that rank `src` passes; others may pass None. Collective.
 
-        The elements may be of any kind and differ in structure. It has no gradient.
+        The elements may be of any kind and differ in structure. Not differentiable.
 
         Raises:
-            ConfigError: on `src`, if `data` does not have one element for each rank; `RunError` on the others.
+            ConfigError: on `src`, if `data` does not have one element per rank; a `RunError` on the others.
             RunError: on every rank, if an element cannot be pickled.
         """
         self._check_rank("src", src)
@@ -257,9 +257,9 @@ class Collectives:
             transfer.wait()
 
     def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
-        """Return, on rank `dst`, the list of all ranks' data, in order; None elsewhere. Collective.
+        """Return, on rank `dst`, the list of all ranks' data, in rank order; None on the others. Collective.
 
-        The data may be of any kind and differ in structure. It has no gradient; `all_gather` has one.
+        The data may be of any kind and differ in structure. Not differentiable, unlike `all_gather`.
         """
         self._check_rank("dst", dst)
         if not self._has_group:
@@ -273,7 +273,7 @@ class Collectives:
         return [data if rank == dst else self._mailbox.receive(rank) for rank in range(self.world_size)]
 
     def all_gather_object(self, data: Any) -> list[Any]:
-        """Return the list of all ranks' data, of any kind, in order. Collective.
+        """Return the list of all ranks' data, of any kind, in rank order. Collective.
 
         Raises:
             RunError: on every rank, if one cannot pickle its data.
@@ -302,18 +302,18 @@ class Collectives:
     # --- two ranks ---------------------------------------------------------------------------------------------------
 
     def send(self, data: Any, dst: int) -> None:
-        """Send data of any kind to rank `dst`, and wait until it is sent. It has no gradient."""
+        """Send data of any kind to rank `dst`, and wait until it is sent. Not differentiable."""
         self.isend(data, dst).wait()
 
     def recv(self, src: int) -> Any:
-        """Wait for the data that rank `src` sends next, and return it."""
+        """Wait for the data that rank `src` sends next to this rank, and return it."""
         posted = self._announce_transfer("recv", None, src, self.rank)
         if posted is not None:
             posted.check()
         return self._mailbox.receive(src)
 
     def isend(self, data: Any, dst: int) -> PendingTransfer:
-        """Begin to send data of any kind to rank `dst`; it may be changed at once. ``wait()`` ends the transfer."""
+        """Start to send data of any kind to rank `dst`; it may be modified at once. ``wait()`` ends the transfer."""
         posted = self._announce_transfer("send", data, self.rank, dst)
         parcel = Parcel.pack(data, self.rank)
         transfer = self._mailbox.send(parcel, dst)
@@ -321,7 +321,7 @@ class Collectives:
         return _checked(posted, transfer)
 
     def irecv(self, src: int) -> PendingTransfer:
-        """Begin to receive what rank `src` sends next; ``wait()`` returns it."""
+        """Start to receive what rank `src` sends next; ``wait()`` returns it."""
         posted = self._announce_transfer("recv", None, src, self.rank)
         return _checked(posted, self._mailbox.begin_receive(src))
 
@@ -368,7 +368,7 @@ class Collectives:
 
 
 class _CheckedTransfer:
-    """Transfer that is compared with the call of the other rank before it is waited for."""
+    """A transfer whose call is compared with the other rank's before it is waited for."""
 
     def __init__(self, posted: PostedCall, transfer: PendingTransfer) -> None:
         self._posted: PostedCall | None = posted

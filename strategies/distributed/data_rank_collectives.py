@@ -1,4 +1,4 @@
-"""Collectives of the data ranks as methods of a strategy, for the user's module and callbacks."""
+"""Collectives of the data ranks, as methods of a strategy, for the user's module and callbacks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ P = ParamSpec("P")
 
 
 class HasDataRanks(Protocol):
-    """What these methods need of a strategy."""
+    """The attributes of a strategy that these methods use."""
 
     collectives: Collectives
     data_collectives: Collectives
 
     @property
     def data_rank(self) -> int:
-        """Which slice of every global batch this process reads."""
+        """The index of the slice of every global batch that this process reads."""
 
 
 def of_data_ranks(
@@ -41,8 +41,8 @@ def of_data_ranks(
 @wraps(Collectives.broadcast)
 def broadcast(self: HasDataRanks, data: Any, src: int = 0) -> Any:
     """Return the data of the data rank `src` on every rank. Collective: every rank calls it."""
-    # What only the first rank has reaches all, and not only those that hold the same part of the module; gradients,
-    # which all ranks of a replica have, flow back between those.
+    # Data without a gradient, which may exist on one rank only, goes to all ranks, not just to those that hold the same
+    # part of the module. Data with a gradient exists on every rank of a replica, so it stays among the data ranks.
     if self.data_collectives is self.collectives:
         return self.collectives.broadcast(data, src)
     has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in iterate_tensors(data))

@@ -27,32 +27,32 @@ Aspect = Literal["name", "shapes", "where"]
 
 @dataclass(frozen=True)
 class Call:
-    """Description of one rank's call of a collective, which the other ranks compare with theirs."""
+    """Description of one rank's call of a collective, for comparison with the other ranks' calls."""
 
     name: str
-    """The operation with the arguments that must be the same on all ranks, such as ``broadcast(src=0)``."""
+    """The operation, with the arguments that must be the same on all ranks, such as ``broadcast(src=0)``."""
     shapes: str
-    """The structure, with the type and the shape of every leaf."""
+    """The structure, with the type and shape of every leaf."""
     where: str
     compared: Sequence[Aspect]
     """The fields that must be the same on all ranks."""
 
 
 def call_here(name: str, data: Any, compared: Sequence[Aspect]) -> Call:
-    """Return a description of this rank's call; its line is compared only if it is in the user's code."""
+    """Return a description of this rank's call; the line is compared only if it is in the user's code."""
     where, is_users = _caller()
     return Call(name, shapes_of(data), where, [aspect for aspect in compared if aspect != "where" or is_users])
 
 
 class CollectiveChecks:
-    """Compares calls across ranks before they run, through the store: the process group itself would hang.
+    """Compares calls across ranks before they run, through the store, since the process group itself would hang.
 
-    Every rank posts its call, waits for those of the others, and votes; the first vote counts for all, so that no rank
-    enters a collective that another has given up. The last rank that has read the messages removes them.
+    Every rank posts its call, waits for the others' calls, and votes; the first vote counts for all, so that no rank
+    enters a collective that another has given up on. The last rank to read the messages removes them.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        run = Noticeboard(store, "calls").count(f"runs/{rank}")  # an earlier run that failed has left its messages
+        run = Noticeboard(store, "calls").count(f"runs/{rank}")  # an earlier run that failed may have left messages
         self._board = Noticeboard(store, f"calls/{run}")
         self._rank = rank
         self._all_ranks = ranks
@@ -60,10 +60,10 @@ class CollectiveChecks:
         self._num_posted: Counter[str] = Counter()
 
     def check(self, call: Call) -> None:
-        """Return when every rank has made the same call.
+        """Wait until every rank has made the same call.
 
         Raises:
-            CollectiveError: on every rank that came, if one made another call or did not come in time.
+            CollectiveError: on every rank that made a call, if one made a different call, or none in time.
         """
         self.post(call, "all", self._all_ranks).check()
 
@@ -72,7 +72,7 @@ class CollectiveChecks:
 
         Args:
             call: the call that this rank is about to make.
-            channel: name of the sequence of calls between `ranks`; the n-th call on one rank meets the n-th on others.
+            channel: name of the sequence of calls between `ranks`; a rank's n-th call is compared with others' n-th.
             ranks: the ranks that take part.
         """
         self._num_posted[channel] += 1
@@ -119,7 +119,7 @@ class CollectiveChecks:
 
 @dataclass(frozen=True)
 class PostedCall:
-    """Call that was posted for the other ranks and is not compared yet."""
+    """Call that was posted for the other ranks and has not been compared yet."""
 
     checks: CollectiveChecks
     base: str
@@ -146,7 +146,7 @@ def _cells(call: Call) -> list[str]:
 
 
 def describe_table(rows: list[list[str]]) -> str:
-    """Return rows, the first with the names of the columns, as text."""
+    """Return a table as text; the first row has the column names."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -167,7 +167,7 @@ def _describe(leaf: Any) -> str:
 
 
 def _caller() -> tuple[str, bool]:
-    """Return file and line of the call into strategies/, and whether they are in the user's code."""
+    """Return the file and line of the call into strategies/, and whether they are in the user's code."""
     frame = inspect.currentframe()
     assert frame is not None  # CPython has frames
     while frame.f_back is not None and _is_below(frame.f_code.co_filename, _STRATEGIES, _TORCH):

@@ -1,4 +1,4 @@
-"""Functions that walk nested structures of tensors, such as batches and outputs."""
+"""Functions that traverse nested structures of tensors, such as batches and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _same(leaf: Any) -> Any:
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable[[Any], Any] = _same) -> Any:
     """Return `data` with ``function(tensor)`` for every tensor and ``other(leaf)`` for every other leaf.
 
-    Walks mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.
+    Traverses mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.
     """
     if isinstance(data, Tensor):
         return function(data)
@@ -35,7 +35,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable
 
 
 def rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the type of `original` with `items`; a dict if its constructor takes no mapping."""
+    """Return a mapping of the type of `original` with `items`, or a dict if its constructor does not take a mapping."""
     if type(original) is dict:
         return items
     try:
@@ -60,7 +60,7 @@ def iterate_tensors(data: Any) -> Iterator[Tensor]:
 
 
 def named_leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf, tensor or not, with a name such as ``['loss'][0]``; in the order of `map_tensors`."""
+    """Yield every leaf, tensor or not, with a name such as ``['loss'][0]``, in the order of `map_tensors`."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from named_leaves(value, f"{name}[{key!r}]")
@@ -76,15 +76,15 @@ def named_leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def with_leaves(data: Any, leaves: Iterable[Any]) -> Any:
-    """Return `data` with its leaves, in the order of `named_leaves`, replaced by these."""
+    """Return `data` with its leaves replaced by these, in the order of `named_leaves`."""
     new = iter(leaves)
     return map_tensors(lambda _: next(new), data, lambda _: next(new))
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move a nested structure to `device`; from pinned memory without blocking.
+    """Move a nested structure to `device`, without blocking if its memory is pinned.
 
-    A leaf that is not a tensor but has a ``.to(device)``, such as a PyG batch, is moved by it.
+    A leaf that is not a tensor but has a ``to(device)`` method, such as a PyG batch, is moved with it.
     """
 
     def move_other(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Messages that processes leave for each other in a store of torch.distributed."""
+"""Messages that processes leave for each other in a torch.distributed store."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Messages: TypeAlias = dict[str, Any]
 
 
 class Noticeboard:
-    """JSON messages under keys, which every process that reaches the same store can read.
+    """JSON messages under keys that every process with access to the same store can read.
 
-    It is for what collectives cannot do: talk from any thread, before a process group exists, after it has broken, or
-    when only some ranks take part. Tensors go through `Collectives`. Nothing here is collective, and a store that is
-    gone raises torch's `DistError`, which is a `RuntimeError`.
+    Use it where collectives cannot be used: from any thread, before a process group exists, after it has broken, or
+    when only some ranks take part. Tensors go through `Collectives`. No method is collective. If the store is gone,
+    methods raise torch's `DistError`, which is a `RuntimeError`.
 
     Args:
-        store: a store that all who take part reach; it may be used for other things.
-        prefix: keeps the keys of one board apart from those of others in the same store.
+        store: a store that all participants can reach; it may be shared with other users.
+        prefix: separates the keys of this board from others in the same store.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -34,11 +34,11 @@ class Noticeboard:
         self._store: Any = PrefixStore(prefix, store)
 
     def post(self, key: str, message: Any = None) -> None:
-        """Leave a message, in place of an earlier one under the same key."""
+        """Leave a message, replacing an earlier one under the same key."""
         self._store.set(key, _encoded(message))
 
     def post_first(self, key: str, message: Any) -> Any:
-        """Leave a message unless there is one under the key, and return the one that is there then."""
+        """Leave a message unless the key has one already, and return the one under the key."""
         return _decoded(self._store.compare_set(key, "", _encoded(message)))
 
     def has(self, key: str) -> bool:
@@ -46,7 +46,7 @@ class Noticeboard:
         return bool(self._store.check([key]))
 
     def read(self, key: str) -> Any:
-        """Return the message under the key; None without one."""
+        """Return the message under the key, or None if there is none."""
         return _decoded(self._store.get(key)) if self.has(key) else None
 
     def wait_for(
@@ -55,14 +55,13 @@ class Noticeboard:
         """Wait until there is a message under each key, and return those that came in time, in the order of `keys`.
 
         Args:
-            keys: what to wait for.
-            timeout: seconds after which to wait no longer.
-            until: asked after every look at the store, with the messages so far; True ends the wait, and so does an
-                error.
+            keys: the keys to wait for.
+            timeout: the longest time to wait, in seconds.
+            until: called with the messages so far after every look at the store; True, or an error, ends the wait.
         """
         end, pause, messages = time.monotonic() + timeout, _SHORTEST_PAUSE, Messages()
         while True:
-            # not store.wait(), which hears no signal and writes warnings when its time is up
+            # not store.wait(), which cannot be interrupted by signals and logs warnings when it times out
             for key in keys:
                 if key not in messages and self.has(key):
                     messages[key] = self.read(key)
@@ -73,11 +72,11 @@ class Noticeboard:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def count(self, key: str) -> int:
-        """Count this call, and return how many there have been with the key, by all processes. Not a key of `post`."""
+        """Count this call, and return the number of calls with the key by all processes. Not for keys of `post`."""
         return int(self._store.add(key, 1))
 
     def remove_once_read(self, num_readers: int, *keys: str) -> None:
-        """Remove the messages under these keys with the call of the last of `num_readers` processes."""
+        """Remove the messages under these keys when the last of `num_readers` processes calls this."""
         counter = f"{keys[0]}/readers"
         if self.count(counter) == num_readers:
             for key in (*keys, counter):
@@ -85,7 +84,7 @@ class Noticeboard:
 
 
 def _encoded(message: Any) -> bytes:
-    return zlib.compress(json.dumps(message).encode(), 1)  # the tensors of a checkpoint have entries of 8 MB
+    return zlib.compress(json.dumps(message).encode(), 1)  # the tensor entries of a checkpoint can take 8 MB
 
 
 def _decoded(content: bytes) -> Any:

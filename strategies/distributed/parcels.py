@@ -1,4 +1,4 @@
-"""Parcels that send nested structures of any kind: their tensors, and everything else as bytes."""
+"""Parcels in which nested structures of any kind are sent: tensors as tensors, everything else as bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .tensor_collectives import as_bytes
 
 
 class TensorSlot:
-    """Place of a tensor in a structure; not a dataclass, because those are walked."""
+    """Placeholder of a tensor in a structure; not a dataclass, because those are traversed."""
 
     def __init__(self, tensor: Tensor, *, requires_grad: bool, holds_content: bool) -> None:
         self.shape, self.dtype, self.is_cpu = tensor.shape, tensor.dtype, tensor.device.type == "cpu"
         self.requires_grad = requires_grad
-        # torch's own pickling cannot write float8 (2.14), and would put a tensor on the GPU of the sender
+        # torch's own pickling does not support float8 (2.14), and would restore a tensor on the sender's GPU
         self._content = as_bytes(tensor.detach().cpu().reshape(-1)).numpy().tobytes() if holds_content else b""
 
     def empty(self, device: torch.device) -> Tensor:
@@ -49,8 +49,8 @@ class _SendError:
 class Parcel:
     """Nested structure in two parts: a pickled skeleton with slots, and the tensors of these slots.
 
-    A structure that cannot be pickled is an error on every rank: the bytes hold the error then, so that no rank waits
-    in vain.
+    A structure that cannot be pickled is an error on every rank: the bytes then hold the error, so that no rank waits
+    forever.
     """
 
     payload: bytes
@@ -60,13 +60,13 @@ class Parcel:
 
     @classmethod
     def pack(cls, data: Any, rank: int, *, keeps_gradients: bool = False, is_whole: bool = False) -> Self:
-        """Return a structure ready to be sent by `rank`; with `is_whole`, its tensors are among the bytes."""
+        """Return a structure ready to be sent by `rank`; with `is_whole`, the bytes include its tensors."""
         tensors: list[Tensor] = []
         keeps_gradients = keeps_gradients and torch.is_grad_enabled()
 
         def take(tensor: Tensor) -> Any:
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-                return tensor  # sparse tensors and subclasses are pickled, too
+                return tensor  # sparse tensors and subclasses are pickled with the rest
             tensors.append(tensor if keeps_gradients else tensor.detach())
             return TensorSlot(tensor, requires_grad=keeps_gradients and tensor.requires_grad, holds_content=is_whole)
 
@@ -83,11 +83,11 @@ class Parcel:
 
     @classmethod
     def refuse(cls, error: Exception) -> Self:
-        """Return a parcel that raises an error where it is unpacked."""
+        """Return a parcel that raises an error when it is unpacked."""
         return cls(pickling.pack(_SendError(str(error))), error=error)
 
     def raise_if_refused(self) -> None:
-        """Raise the error that kept the structure from being packed; to be called once the bytes are sent."""
+        """Raise the error that prevented packing, if any; call this once the bytes are sent."""
         if self.error is not None:
             raise self.error
 

@@ -19,7 +19,7 @@ from torch.storage import TypedStorage
 from ..errors import ConfigError
 from ..torch_internals import memory_on_cpu
 
-_MAX_DEPTH = 8  # levels of attributes and items that are searched for an object that cannot be pickled
+_MAX_DEPTH = 8  # levels of attributes and items to search for an object that cannot be pickled
 
 
 def pack(
@@ -28,7 +28,7 @@ def pack(
     parts: Mapping[str, object] | None = None,
     modules: set[str] | None = None,
 ) -> bytes:
-    """Return as bytes what `pack_into` writes."""
+    """Return the bytes that `pack_into` would write."""
     buffer = io.BytesIO()
     pack_into(buffer, value, name, parts, modules)
     return buffer.getvalue()
@@ -41,26 +41,26 @@ def pack_into(
     parts: Mapping[str, object] | None = None,
     modules: set[str] | None = None,
 ) -> None:
-    """Write a value to a file, with everything that it refers to and that is defined in ``__main__``.
+    """Write a value to a file, with everything it refers to that is defined in ``__main__``.
 
     Its tensors are not copied in memory.
 
     Args:
-        file: opened to be written.
+        file: a file opened for writing.
         value: the value to pickle.
         name: its name in errors.
-        parts: objects that it holds, by name; errors name the attribute that cannot be pickled by them.
+        parts: objects that it holds, by name; an error about an attribute of one starts from that name.
         modules: receives the names of the modules that have to be imported to unpickle it.
 
     Raises:
         ConfigError: if it cannot be pickled.
-        MemoryError: where there is not enough.
+        MemoryError: if there is not enough memory.
     """
     try:
         with _by_value(_home(value)):
             _pack_into(file, value, set() if modules is None else modules)
     except MemoryError:
-        raise  # whatever is pickled; and a search for a culprit would take more
+        raise  # not the fault of one value, and a search for a culprit would take even more memory
     except Exception as error:
         path, culprit = find_culprit({**(parts or {}), name: value}) or (name, value)
         raise ConfigError(
@@ -75,12 +75,12 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, TypedStorage | torch.UntypedStorage):
-                # or each process that unpacks it would open the sender's device
+                # otherwise each process that unpacks it would open the sender's device
                 memory = memory_on_cpu(obj)
                 if memory.device.type == "cpu" and memory.nbytes():
-                    # torch would make a copy, which the pickler keeps; one of uint16 or float8 it could not read
+                    # torch would make a copy, which the pickler keeps, and could not read back uint16 or float8
                     data: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
-                    dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # which the tensor knows
+                    dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # the tensor knows its own
                     return _filled_storage, (pickle.PickleBuffer(data), dtype)
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
@@ -92,13 +92,13 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
 
 
 def _filled_storage(data: bytearray, dtype: torch.dtype) -> TypedStorage:
-    """Return a storage with memory of its own, which can be resized as any other."""
+    """Return a storage with memory of its own, which can be resized like any other."""
     memory = torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
     return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
 def installed(modules: Iterable[str]) -> list[str]:
-    """Return the modules of installed packages among `modules` and among what the other ones have imported."""
+    """Return the modules of installed packages among `modules`, and among those that the others import."""
     users = [name for name in modules if not _is_installed(name)]
     values = [value for name in users for value in vars(sys.modules.get(name, object)).values()]
     imported = {
@@ -145,17 +145,17 @@ def _is_importable(name: str) -> bool:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` was given; a class that this process defines itself is not replaced by a copy."""
+    """Return the value that was given to `pack`; classes that this process has defined are not replaced by copies."""
     return unpack_from(io.BytesIO(data))
 
 
 def unpack_from(file: Any) -> Any:
-    """Return the value that `pack_into` has written to a file, which may also be mapped into memory."""
+    """Return the value that `pack_into` wrote to a file, which may be memory-mapped."""
     return _LocalClassUnpickler(file).load()
 
 
 class _LocalClassUnpickler(pickle.Unpickler):
-    """Unpickler that keeps the classes of this process; cloudpickle would replace their methods by copies."""
+    """Unpickler that keeps the classes of this process; cloudpickle would replace their methods with copies."""
 
     def find_class(self, module: str, name: str) -> Any:
         value = super().find_class(module, name)
@@ -163,13 +163,13 @@ class _LocalClassUnpickler(pickle.Unpickler):
 
 
 def _set_class_state(original: Callable[[type, Any], type], cls: type, state: tuple[dict[str, Any], Any]) -> type:
-    # a class that was just unpickled has no methods yet; a named tuple has some from its creation
+    # a class that was just unpickled has no methods yet, except a named tuple, which is created with some
     is_local = not hasattr(cls, "_fields") and any(isinstance(vars(cls).get(name), FunctionType) for name in state[0])
     return cls if is_local else original(cls, state)
 
 
 def find_culprit(roots: Mapping[str, object]) -> tuple[str, object] | None:
-    """Return the path and the value of the innermost object that cannot be pickled; None if all can."""
+    """Return the path and value of the innermost object that cannot be pickled; None if all can."""
     seen: set[int] = set()
     culprits = (_search(name, value, _MAX_DEPTH, seen) for name, value in roots.items())
     return next(filter(None, culprits), None)
@@ -195,7 +195,7 @@ def _is_picklable(value: object) -> bool:
 
 
 def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects that `value` holds, each with the path by which the user would reach it."""
+    """Yield the objects that `value` holds, each with the path at which the user would find it."""
     if isinstance(value, Mapping):
         yield from ((f"{path}[{key!r}]", child) for key, child in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -207,7 +207,7 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}.keywords[{key!r}]", child) for key, child in value.keywords.items())
         yield f"{path}.func", value.func
     elif isinstance(value, FunctionType):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+        with contextlib.suppress(ValueError):  # a variable has no value yet
             variables = inspect.getclosurevars(value)
             yield from {**variables.globals, **variables.nonlocals}.items()
     elif not isinstance(value, ModuleType):
@@ -216,7 +216,7 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _attributes(path: str, value: object) -> Iterator[tuple[str, object]]:
     for name, child in getattr(value, "__dict__", {}).items():
-        # nn.Module keeps these apart and shows them as attributes of its own
+        # nn.Module keeps these in dictionaries and exposes them as attributes
         if name in ("_modules", "_parameters", "_buffers"):
             yield from ((f"{path}.{key}", inner) for key, inner in child.items())
         else:

@@ -14,24 +14,24 @@ from .buckets import join, map_joined
 from .parcels import Parcel, fill, slots, unpack
 from .tensor_collectives import as_bytes
 
-# torch's tags distinguish the transfers between two ranks; those of the user's own sends begin at 0
+# torch's tags distinguish the transfers between two ranks; the user's own sends have tags from 0 on
 _FIRST_TAG: Final = 1 << 20
 _NUM_TAGS: Final = 1 << 20
 _HOST: Final = torch.device("cpu")
 
 
 class PendingTransfer(Protocol):
-    """Transfer that `isend` or `irecv` has begun."""
+    """Transfer that `isend` or `irecv` has started."""
 
     def wait(self) -> Any:
-        """Wait for the end of the transfer, and return the received data."""
+        """Wait until the transfer has finished, and return the received data."""
 
 
 class Mailbox:
     """Sends and receives structures: first the number of bytes, then the bytes, then the tensors.
 
-    Tensors on a GPU pass through the memory of the host. By NCCL two ranks that each send first, and then receive,
-    would wait for each other for ever as soon as the tensors are larger than its buffers.
+    GPU tensors pass through host memory: with NCCL, two ranks that each send first and then receive would deadlock as
+    soon as the tensors are larger than its buffers.
     """
 
     def __init__(self, cpu_group: Any, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Mailbox:
         self._num_received: Counter[int] = Counter()
 
     def send(self, parcel: Parcel, dst: int) -> PendingTransfer:
-        """Begin to send a parcel to rank `dst`."""
+        """Start to send a parcel to rank `dst`."""
         import torch.distributed as dist
 
         tag = _tag(self._num_sent, dst)
@@ -56,7 +56,7 @@ class Mailbox:
         return self._receive(src, _tag(self._num_received, src))
 
     def begin_receive(self, src: int) -> PendingTransfer:
-        """Begin to receive, in a thread: the number of bytes has to arrive before the next receive can be posted."""
+        """Start to receive, in a thread: the number of bytes must arrive before the next receive can be posted."""
         tag = _tag(self._num_received, src)
         return _Receiving(lambda: self._receive(src, tag))
 
@@ -110,7 +110,7 @@ class _Receiving:
             self._has_ended.set()
 
     def wait(self) -> Any:
-        # not Thread.join(): when a handler of a signal raises there, CPython 3.11 takes the thread for ended
+        # not Thread.join(): if a signal handler raises inside it, CPython 3.11 considers the thread finished
         self._has_ended.wait()
         if self._error is not None:
             raise self._error

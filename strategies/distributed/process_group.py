@@ -1,4 +1,4 @@
-"""Process group of a run: its settings, its store, and the meeting of its processes."""
+"""Process group of a run: its settings, its store, and how its processes meet."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..errors import ConfigError, ProcessError, did_you_mean
 from ..torch_internals import default_store
 
 START_TIMEOUT: Final = timedelta(minutes=5)
-"""How long processes wait for each other at the start, by default."""
-# torch's default for gloo; a checkpoint, a download or a first compilation may keep a rank busy for long
+"""The default time for which processes wait for each other at the start."""
+# torch's default for gloo; a checkpoint, a download or a first compilation can keep a rank busy for a long time
 _TIMEOUT: Final = timedelta(minutes=30)
 
 _PARTS: Final[dict[tuple[Any, ...], tuple[Any, Any]]] = {}
-"""torch's groups of some ranks, on the CPU and on the device; later runs of this process use them again."""
+"""torch's CPU and device groups for subsets of ranks; later runs in this process reuse them."""
 
-_FAREWELL: Final = 60.0  # seconds for which rank 0, at its end, keeps the store for slower ranks
+_FAREWELL: Final = 60.0  # seconds for which rank 0, at exit, keeps the store alive for slower ranks
 _FAREWELL_OF_FAILED: Final = 5.0  # the same, after a failure
 _LOOK: Final = 0.02
 
@@ -41,18 +41,18 @@ class ProcessSettings(TypedDict, total=False):
     process_group_backend: str | None
     """``"nccl"``, ``"gloo"`` or ``"mpi"``; by default nccl on CUDA and gloo on CPU, as torch's documentation says."""
     timeout: timedelta
-    """How long a collective waits for a rank that is alive; a rank that died is noticed at once."""
+    """How long a collective waits for a rank that is alive; a rank that dies is noticed at once."""
     start_timeout: timedelta
     """How long the processes wait for each other at the start."""
     check_collectives: bool
-    """Compare every collective of `Strategy` across ranks before it runs: slow, but an error instead of a hang."""
+    """Compare every collective of `Strategy` across ranks before it runs: slow, but a mismatch raises, not hangs."""
 
 
 def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bool) -> None:
-    """Check the settings before any process starts; the backend only if one is needed.
+    """Check the settings before any process starts; the backend is checked only if one is needed.
 
     Raises:
-        ConfigError: for an unknown setting, or a backend that this build of torch, or the device, cannot use.
+        ConfigError: for an unknown setting, or a backend that this build of torch or the device does not support.
     """
     known = ProcessSettings.__annotations__
     for name in settings:
@@ -88,10 +88,10 @@ def _backend(settings: ProcessSettings, device_type: str) -> str:
 
 
 def backend_options(backend: str, device: torch.device) -> dict[str, Any]:
-    """Return what ``init_process_group`` is told of a backend.
+    """Return the arguments of ``init_process_group`` for a backend.
 
-    NCCL has gloo beside it for tensors on the CPU, of which there are some where parameters are offloaded; and it is
-    told its device, from which it would guess otherwise by the first tensor, with a context on cuda:0 for the others.
+    NCCL is combined with gloo for CPU tensors, which exist where parameters are offloaded. It is also given its device:
+    otherwise it would guess from the first tensor, and create contexts on cuda:0 for the other ranks.
     """
     if backend == "nccl":
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
@@ -99,10 +99,10 @@ def backend_options(backend: str, device: torch.device) -> dict[str, Any]:
 
 
 class ProcessGroup:
-    """torch's process group with gloo for tensors on the CPU beside it; it exists until the process ends.
+    """torch's process group, with a gloo group beside it for CPU tensors; it lives until the process ends.
 
     Args:
-        environment: rank and addresses of this process.
+        environment: the rank and the addresses of this process.
         device: the device of its tensors.
         settings: see `ProcessSettings`.
     """
@@ -116,19 +116,19 @@ class ProcessGroup:
         self.local_rank, self.local_world_size = environment.local_rank, environment.local_world_size
         self.node_rank = environment.node_rank
         self.ranks: Sequence[int] = range(self.world_size)
-        """Its ranks, by their numbers among all."""
+        """The global ranks of its members."""
         self.device_group: Any = None
-        """torch's group for tensors on the device; None for that of all ranks."""
+        """torch's group for tensors on the device; None for the default group of all ranks."""
         self.has_failed = False
-        """Whether a run has failed on this rank: others may be dead."""
+        """Whether a run has failed on this rank, so that others may be dead."""
 
     def join(self) -> None:
-        """Meet the other processes. Collective: every rank calls it.
+        """Join the other processes. Collective: every rank calls it.
 
-        An existing group is used: that of an earlier run, of Ray, or of the user.
+        An existing group is reused, whether it is from an earlier run, from Ray or from the user.
 
         Raises:
-            ProcessError: naming the ranks that did not come within the start timeout.
+            ProcessError: naming the ranks that did not join within the start timeout.
         """
         from torch import distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
@@ -139,17 +139,17 @@ class ProcessGroup:
             self._meet()
         self.store: Any = PrefixStore("echelon", default_store())
         is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
-        # for CPU tensors and objects, and for all that must not make the GPU wait
+        # for CPU tensors and objects, and for everything that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self._timeout)
 
     def among(self, partition: Sequence[Sequence[int]]) -> Self:
-        """Return the group of that part of a partition to which this rank belongs. Collective: every rank calls it."""
+        """Return the group for the part of a partition that contains this rank. Collective: every rank calls it."""
         from torch import distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 
         part = copy.copy(self)
         has_one_backend = self.cpu_group is (self.device_group or dist.group.WORLD)
-        for members in partition:  # torch wants every rank to make every group, in the same order
+        for members in partition:  # torch requires every rank to make every group, in the same order
             key = dist.group.WORLD, has_one_backend, self._timeout, *members
             if key not in _PARTS:
                 backend = "fake" if self.is_rehearsed else "gloo"
@@ -164,7 +164,7 @@ class ProcessGroup:
 
     @property
     def is_rehearsed(self) -> bool:
-        """Whether the other processes are not there, and torch's fake group stands for them."""
+        """Whether the other processes do not exist, and torch's fake group stands in for them."""
         from torch import distributed as dist
 
         return dist.is_initialized() and dist.get_backend() == "fake"
@@ -213,7 +213,7 @@ class ProcessGroup:
         atexit.register(_leave)
 
     def _say_farewell(self, store: Any) -> None:
-        """Tell rank 0 that this rank asks the store nothing more; rank 0, which may host it, waits for that."""
+        """Tell rank 0 that this rank no longer needs the store; if rank 0 hosts it, rank 0 waits for the others."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             num_left = store.add("echelon/left", 1)
             end = time.monotonic() + (_FAREWELL_OF_FAILED if self.has_failed else _FAREWELL)
@@ -234,7 +234,7 @@ class ProcessGroup:
         try:
             if environment.launcher == "torchrun" and agent_hosts_store():
                 return next(rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
-            if self._hosts_store:  # torch's own would listen on all interfaces
+            if self._hosts_store:  # torch's own store would listen on all interfaces
                 return host_store(address, port or 0, limit)
             return connect_store(address, port or 0, limit)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError

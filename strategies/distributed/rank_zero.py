@@ -26,9 +26,9 @@ def rank_zero_only(*, default: D) -> Callable[[Callable[P, T]], Callable[P, T | 
 
 
 def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any = None) -> Any:
-    """Decorate a function that only rank 0 runs; it returns `default` on the others. No rank waits for another.
+    """Decorate a function so that only rank 0 runs it; it returns `default` on the others. No rank waits for another.
 
-    It works before the processes have joined a group, too: the launcher's variables give the rank then.
+    It also works before a process group exists: the rank then comes from the launcher's environment variables.
     """
     if function is None:
         return functools.partial(rank_zero_only, default=default)
@@ -42,10 +42,10 @@ def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any =
 
 @contextmanager
 def rank_zero_first(*, local: bool = False) -> Iterator[None]:
-    """Run the block on rank 0 first, such as a download, and on the others when rank 0 is done. Collective.
+    """Run a block, such as a download, on rank 0 first, and on the others once rank 0 is done. Collective.
 
     Args:
-        local: whether the first rank of each node goes first, for files that every node needs on its own disk.
+        local: let the first rank of each node go first, for files that every node needs on its own disk.
 
     Raises:
         ProcessError: on the others, if the block failed on the first rank, which raises the original error.
@@ -91,7 +91,7 @@ def _first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
 
 @contextmanager
 def _after_first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
-    # through the store: a collective would end at its timeout
+    # through the store: a collective would time out
     error = board.wait_for([outcome])[outcome]
     board.remove_once_read(size, outcome)
     if error is not None:

@@ -1,4 +1,4 @@
-"""RehearsedCollectives: those of a rank whose other ranks are not there, and are taken to pass what it passes."""
+"""RehearsedCollectives: the collectives of a rank without other ranks, which are assumed to pass the same data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class RehearsedCollectives(Collectives):
-    """Answer at once, as if every other rank passed what this one passes.
+    """Returns at once, as if every other rank passed the same data as this one.
 
-    Tensors go through torch's fake process group, so that whoever counts collectives sees those of a real run. Their
-    shapes are right, and their values are not.
+    Tensors go through torch's fake process group, so that tools which count collectives see those of a real run. Shapes
+    are right, values are not.
     """
 
     is_rehearsed: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class RehearsedCollectives(Collectives):
         assert self._group is not None
         if len(ranks) == self.world_size:
             return self
-        # only the part of this rank: the others' are groups that nobody here would use
+        # only this rank's part: the groups of the others would not be used here
         members = [self._group.ranks[rank] for rank in sorted(ranks)]
         return RehearsedCollectives(self._group.among([members]), self._device)
 
@@ -57,19 +57,19 @@ class RehearsedCollectives(Collectives):
         return [data] * self.world_size
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once."""
 
     def send(self, data: Any, dst: int) -> None:
         self._check_rank("dst", dst)
         self._sent[dst] = data
 
     def recv(self, src: int) -> Any:
-        """Return what this rank has sent there last; None before."""
+        """Return what this rank last sent to `src`; None if it has sent nothing."""
         self._check_rank("src", src)
         return self._sent.get(src)
 
 
 def collectives_of(group: ProcessGroup | None, device: torch.device) -> Collectives:
-    """Return the collectives of a group's ranks, or those of a rehearsal if its other ranks are not there."""
+    """Return the collectives of a group's ranks, or rehearsed ones if its other ranks do not exist."""
     kind = RehearsedCollectives if group is not None and group.is_rehearsed else Collectives
     return kind(group, device)

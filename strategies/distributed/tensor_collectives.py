@@ -1,4 +1,4 @@
-"""Collectives on one flat tensor, with their gradients."""
+"""Collectives on a single flat tensor, with their gradients."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ REDUCE_OPS: Final = ("sum", "mean", "min", "max")
 
 @dataclass(frozen=True)
 class Wire:
-    """torch's process group, and a function that is called before a backward runs a collective on it."""
+    """A torch process group, and a function that is called before a backward runs a collective on it."""
 
     process_group: Any
     world_size: int
     rank: int
     announce: Callable[[str, Tensor], None]
-    """Called by backward with the operation and the gradient; the caller announces the forward."""
+    """Called by backward with the operation and the gradient; callers announce the forward themselves."""
 
 
 # torch.distributed.nn.functional.all_gather gives wrong gradients on gloo (torch 2.14), and torch's functional
-# collectives have no gradient of broadcast. All of these operations are linear, so that their gradients are short.
+# collectives have no gradient for broadcast. All of these operations are linear, so their gradients are simple.
 
 
 def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
-    """Return the reduction of every rank's `flat`, which may be overwritten; sum and mean have a gradient."""
+    """Return the reduction of every rank's `flat`, which may be overwritten; sum and mean are differentiable."""
     import torch.distributed as dist
 
     if op in ("sum", "mean"):
@@ -42,7 +42,7 @@ def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
 
 
 def begin_all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Callable[[], list[float]]:
-    """Begin to reduce every rank's `flat`, and return what waits for the numbers."""
+    """Start to reduce every rank's `flat`, and return a function that waits for the result."""
     import torch.distributed as dist
 
     kinds = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -56,12 +56,12 @@ def begin_all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Callable[[], lis
 
 
 def all_gather(wire: Wire, flat: Tensor) -> Tensor:
-    """Return every rank's `flat`, one after another."""
+    """Return every rank's `flat`, concatenated."""
     return _Linear.apply(wire, flat, "all_gather") if _has_gradient(flat) else _all_gather(wire, flat)
 
 
 def reduce_scatter(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
-    """Return this rank's slice of the reduction of every rank's `flat`; sum and mean have a gradient."""
+    """Return this rank's slice of the reduction of every rank's `flat`; sum and mean are differentiable."""
     if op in ("min", "max"):
         return all_reduce(wire, flat, op).chunk(wire.world_size)[wire.rank].clone()
     own: Tensor = _Linear.apply(wire, flat, "reduce_scatter") if _has_gradient(flat) else _reduce_scatter(wire, flat)
@@ -69,7 +69,7 @@ def reduce_scatter(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
 
 
 def all_to_all(wire: Wire, flat: Tensor) -> Tensor:
-    """Return this rank's slice of every rank's `flat`, one after another; all are as long, and cut in equal slices."""
+    """Return this rank's slice of every rank's `flat`, concatenated; all have the same length, cut in equal slices."""
     return _Linear.apply(wire, flat, "all_to_all") if _has_gradient(flat) else _all_to_all(wire, flat)
 
 
@@ -84,7 +84,7 @@ def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return a view as bytes, to move tensors of dtypes that gloo does not support, such as int16 and float8."""
+    """Return a view as bytes, to transfer dtypes that gloo does not support, such as int16 and float8."""
     return flat.detach().view(torch.uint8)
 
 
@@ -129,7 +129,7 @@ def _all_to_all(wire: Wire, flat: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Collective of the table below, whose backward is its transpose."""
+    """A collective from the table below; its backward is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, wire: Wire, flat: Tensor, name: _Name) -> Tensor:
@@ -159,7 +159,7 @@ _TRANSPOSES: Final[dict[_Name, _Name]] = {
 
 
 class _Broadcast(torch.autograd.Function):
-    """Broadcast, whose backward sums the gradients of all ranks on rank `src`."""
+    """Broadcast; its backward sums the gradients of all ranks on rank `src`."""
 
     @staticmethod
     def forward(ctx: Any, wire: Wire, flat: Tensor, src: int) -> Tensor:
