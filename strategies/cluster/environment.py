@@ -1,4 +1,4 @@
-"""Environment of a process: its place among the processes of the run, and environment variables."""
+"""Environment of a process: its place among the processes of the run, and its environment variables."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..errors import ConfigError
 LOOPBACK: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 29500  # torchrun's
 NODE_FOLDER: Final = "echelonNODE_FOLDER"
-"""Variable that gives a worker of an elastic run the folder of its agent, which outlives the worker."""
+"""The variable with which a worker of an elastic run finds its agent's folder, which outlives the worker."""
 CALLS_FILE: Final = "echelonCALLS_FILE"
-"""Variable that gives a worker that Echelon has started the file in which it records its collectives."""
+"""The variable with which a worker started by Echelon finds the file in which it records its collectives."""
 
 ENVIRON: Final[Mapping[str, str]] = os.environ
-"""Variables of this process. Only launch/worker.py reads them elsewhere: it takes over those of the caller."""
+"""The variables of this process. The only other reader is launch/worker.py, which takes over the caller's."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Place of this process among all processes of the run, read from its launcher's variables.
+    """Place of this process among all processes of the run, according to its launcher's variables.
 
-    `detect_environment` finds it.
+    `detect_environment` returns it.
     """
 
     launcher: str
-    """The program that started the processes, as messages name it; "none" if Echelon starts them."""
+    """The program that started the processes, for messages; "none" if Echelon starts them."""
     rank: int
     local_rank: int
     node_rank: int
@@ -39,17 +39,17 @@ class Environment:
     num_nodes: int
     main_address: str
     main_port: int | None
-    """The port of the store that rank 0 hosts; None for any, if nobody has to know it beforehand."""
+    """The port of the store that rank 0 hosts; None for any port, if no one needs to know it beforehand."""
     missing: tuple[str, ...] = ()
-    """Variables that are not set, but that nodes need which are started one by one."""
+    """Variables that are not set, but are required if the nodes are started one by one."""
 
     @property
     def is_external(self) -> bool:
-        """Whether a launcher started the processes, so that Echelon must start none."""
+        """Whether a launcher started the processes, so that Echelon must not."""
         return self.launcher != "none"
 
     def describe(self) -> str:
-        """Return one line about the processes, for the start of a run."""
+        """Return a line about the processes, to print when a run starts."""
         text = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         if self.num_nodes > 1:
             is_even = self.local_world_size * self.num_nodes == self.world_size
@@ -59,12 +59,12 @@ class Environment:
 
 
 def node_folder(environ: Mapping[str, str] = ENVIRON) -> Path | None:
-    """Return the folder of the elastic agent that started this worker; None if none did."""
+    """Return the folder of the elastic agent that started this worker, or None without an agent."""
     return Path(environ[NODE_FOLDER]) if NODE_FOLDER in environ else None
 
 
 def calls_file(environ: Mapping[str, str] = ENVIRON) -> Path | None:
-    """Return the file in which this worker of Echelon's records its collectives; None in other processes."""
+    """Return the file in which a worker started by Echelon records its collectives; None in other processes."""
     return Path(environ[CALLS_FILE]) if CALLS_FILE in environ else None
 
 
@@ -72,8 +72,8 @@ def reconcile(environment: Environment, num_devices: int | None, num_nodes: int 
     """Return the environment of a run with the requested numbers; None leaves a number to the environment.
 
     Raises:
-        ConfigError: if other processes exist than those requested, or if nodes that are started one by one do not
-            know their rank and where to meet.
+        ConfigError: if the launcher's numbers differ from those requested, or if nodes that are started one by one do
+            not know their rank or the main address.
     """
     if environment.is_external:
         _compare(environment, num_devices, num_nodes)
@@ -111,7 +111,7 @@ def set_defaults(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def overridden(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, also those that the user has set."""
+    """Set environment variables inside the block, including those that the user has set."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

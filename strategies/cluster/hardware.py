@@ -16,13 +16,13 @@ _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of one node, by index, and the number of nodes; resolved and checked by `of`."""
+    """The devices of a node, by index, and the number of nodes; `of` resolves and checks them."""
 
     device_type: str
     devices: tuple[int, ...]
     num_nodes: int = 1
     environment: Environment = field(default_factory=lambda: detect_environment({}))
-    """The processes that exist, or that are to be started."""
+    """The processes that exist, or that will be started."""
 
     def for_processes(self, environment: Environment) -> Hardware:
         """Return this hardware with one device for each process of `environment` on this node.
@@ -33,7 +33,7 @@ class Hardware:
         count, devices = environment.local_world_size, self.devices
         if self.device_type == "cpu":
             devices = tuple(range(count))
-        elif len(devices) == 1:  # the launcher lets each process see its own device only
+        elif len(devices) == 1:  # the launcher lets each process see only its own device
             devices *= count
         elif len(devices) < count:
             raise ConfigError(
@@ -43,7 +43,7 @@ class Hardware:
         return replace(self, devices=devices[:count], num_nodes=environment.num_nodes, environment=environment)
 
     def device(self, local_rank: int) -> torch.device:
-        """Return the device of the process with rank `local_rank` on its node."""
+        """Return the device of the process with this local rank."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, self.devices[local_rank])

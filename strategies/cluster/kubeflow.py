@@ -1,4 +1,4 @@
-"""Variables of the one process in each pod of a PyTorchJob of Kubeflow."""
+"""Variables of the single process in each pod of a Kubeflow PyTorchJob."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .variables import has_all, number
 
 
 def read_kubeflow(environ: Mapping[str, str]) -> Environment | None:
-    """Return the environment of the process of a pod; None for others."""
+    """Return the environment of a pod's process; None for other processes."""
     if not has_all(environ, "KUBERNETES_PORT", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         return None
     rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")

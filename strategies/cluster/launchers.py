@@ -14,8 +14,8 @@ from .slurm import read_slurm
 from .torchrun import read_torchrun
 from .variables import first_number, has_all, number
 
-# The innermost launcher first: a process that mpirun started on a SLURM cluster has the variables of both, and SLURM's
-# describe mpirun's daemons; a worker of Ray inherits those of the job that started Ray.
+# Innermost launcher first: a process that mpirun started on a SLURM cluster has the variables of both, and SLURM's
+# describe mpirun's daemons; a Ray worker inherits those of the job that started Ray.
 LAUNCHERS: Final[tuple[Callable[[Mapping[str, str]], Environment | None], ...]] = (
     read_ray,
     read_torchrun,
@@ -26,7 +26,7 @@ LAUNCHERS: Final[tuple[Callable[[Mapping[str, str]], Environment | None], ...]] 
 
 
 def detect_environment(environ: Mapping[str, str] = ENVIRON) -> Environment:
-    """Return the environment that the variables of a launcher describe.
+    """Return the environment that the launcher's variables describe.
 
     Raises:
         ConfigError: for variables that contradict each other, are not numbers, or are incomplete.
@@ -54,7 +54,7 @@ def _check_ranks(environment: Environment) -> None:
 
 
 def _read_manual(environ: Mapping[str, str]) -> Environment:
-    """Return the environment of a process that no launcher started; its node may be one of several."""
+    """Return the environment of a process without a launcher; its node may be one of several."""
     if has_all(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") and number(environ, "WORLD_SIZE") > 1:
         raise ConfigError(
             f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but LOCAL_RANK or "

@@ -10,12 +10,12 @@ from .environment import DEFAULT_PORT, LOOPBACK, Environment
 from .variables import first_number, has_all, job_port, number
 
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-# srun sets the first two as well, for programs that were built with MPICH
+# srun sets the first two as well, for programs built with MPICH
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def read_mpi(environ: Mapping[str, str]) -> Environment | None:
-    """Return the environment of a process that mpirun started; None for others.
+    """Return the environment of a process that mpirun started; None for other processes.
 
     Raises:
         ConfigError: if nodes have different numbers of processes, or do not know where rank 0 is.
@@ -50,5 +50,5 @@ def read_mpi(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")  # MPICH gives jobs no id
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")  # MPICH does not provide a job id
     return job_port(zlib.crc32(job.encode())) if job else DEFAULT_PORT

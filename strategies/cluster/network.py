@@ -1,4 +1,4 @@
-"""Networks of this machine, and the one that its processes use to reach those of other nodes."""
+"""Network interfaces of this machine, and the one through which its processes reach other nodes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _GET_ADDRESS: Final = 0x8915  # Linux's SIOCGIFADDR
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return variables with which the processes of one machine listen on loopback only."""
+    """Return variables that make the processes of one machine listen on loopback only."""
     names = {name for _, name in socket.if_nameindex()}
     return dict.fromkeys(_INTERFACES, "lo0" if "lo0" in names else "lo")  # macOS and Linux
 
 
 def variables_towards(host: str) -> dict[str, str]:
-    """Return variables with which gloo and tensorpipe listen on the network that leads to `host`; none if they do.
+    """Return variables that make gloo and tensorpipe listen on the network that leads to `host`, if they would not.
 
-    By default they listen at the address of this machine's name. On Debian, and in many containers, that is loopback.
+    By default they listen on the address of this machine's name. On Debian, and in many containers, that is loopback.
     """
     try:
         is_reachable = not socket.gethostbyname(socket.gethostname()).startswith("127.")
@@ -53,7 +53,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _route(host: str) -> tuple[str, str]:
-    """Return the addresses at both ends of the route to a host; no packet is sent."""
+    """Return the addresses at both ends of the route to a host, without sending a packet."""
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -61,14 +61,14 @@ def _route(host: str) -> tuple[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address, on Linux; None elsewhere and for others."""
+    """Return the name of the interface with this IPv4 address, on Linux; None elsewhere, and for loopback."""
     if sys.platform != "linux" or address == LOOPBACK:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
+            except OSError:  # the interface has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

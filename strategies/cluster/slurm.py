@@ -1,4 +1,4 @@
-"""Variables of a task that srun of SLURM started."""
+"""Variables of a task that SLURM's srun started."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..errors import ConfigError
 from .environment import LOOPBACK, Environment
 from .variables import first_number, has_all, job_port, number
 
-# SLURM gives numbers from here on to steps that the user did not start with srun: batch script, interactive shell
+# SLURM uses numbers from here on for steps that the user did not start with srun: batch script, interactive shell
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 def read_slurm(environ: Mapping[str, str]) -> Environment | None:
-    """Return the environment of a task of srun; None for others.
+    """Return the environment of a task of srun; None for other processes.
 
     Raises:
         ConfigError: for variables that contradict each other.
@@ -46,7 +46,7 @@ def read_slurm(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a task of srun, rather than a shell of salloc, sbatch or ``srun --pty bash``."""
+    """Return whether this is a task of srun, and not a shell of salloc, sbatch or ``srun --pty bash``."""
     if not has_all(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID"):
         return False  # salloc and sbatch start no step
     if number(environ, "SLURM_STEP_ID") >= _FIRST_RESERVED_STEP:
@@ -76,5 +76,5 @@ def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name of SLURM's short form of a list of nodes: "n003" of "n[003-006,009],login1"."""
+    """Return the first name in SLURM's compact form of a node list: "n003" for "n[003-006,009],login1"."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]

@@ -1,4 +1,4 @@
-"""TCP stores that listen on one address, and connections to them that end; torch's do neither."""
+"""TCP stores that listen on one address only, and connections to them that time out; torch's do neither."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
     """Return a `TCPStore` that this process hosts; its ``port`` is the actual one if 0 was requested.
 
     Args:
-        address: the address on which it listens.
+        address: the address to listen on.
         port: the port; 0 for any free one.
-        limit: how long its calls wait; torch's default if None.
+        limit: the timeout of its calls; torch's default if None.
 
     Raises:
-        OSError: if the port is taken, or the address is not of this machine.
+        OSError: if the port is taken, or the address does not belong to this machine.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
@@ -36,9 +36,9 @@ def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on an IP address only, and for a name other than localhost on all interfaces.
+    """Return a socket that listens on an IP address only, or on all interfaces for a name other than localhost.
 
-    A machine's name often leads to loopback on that machine, and to another address from elsewhere.
+    A machine's name often resolves to loopback on the machine itself, and to another address elsewhere.
     """
     address = LOOPBACK if address == "localhost" else address
     try:
@@ -53,11 +53,11 @@ def listen(address: str, port: int) -> socket.socket:
 def connect_store(address: str, port: int, limit: timedelta) -> Any:
     """Return a client of the store at an address.
 
-    torch waits for ever for the first answer of a server that accepts a connection and says nothing (torch 2.14).
-    So its connection is ended from another thread, and each that follows: torch may try again (2.11).
+    torch waits forever for the first answer of a server that accepts a connection and stays silent (torch 2.14).
+    Therefore another thread shuts its connection down, and any that follows, since torch may retry (2.11).
 
     Raises:
-        RuntimeError: if there is no store within `limit`; torch's errors are of this class.
+        RuntimeError: if there is no store within `limit`; torch's errors are subclasses of it.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
@@ -71,7 +71,7 @@ def connect_store(address: str, port: int, limit: timedelta) -> Any:
             wait = 0.1
             for connection in connections_to(port):
                 if os.fstat(connection.fileno()).st_ino not in before:
-                    with contextlib.suppress(OSError):  # it has ended by itself
+                    with contextlib.suppress(OSError):  # it is closed already
                         connection.shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=end, daemon=True).start()
@@ -82,7 +82,7 @@ def connect_store(address: str, port: int, limit: timedelta) -> Any:
 
 
 def connections_to(port: int) -> Iterator[socket.socket]:
-    """Yield this process's connections to a port of any machine, on Linux; each as a duplicate that is closed again."""
+    """Yield this process's connections to a port of any machine, on Linux; each as a duplicate that is then closed."""
     descriptors = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     for name in map(int, descriptors):
         with contextlib.suppress(OSError):  # the descriptor of the listing is closed already

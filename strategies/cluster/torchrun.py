@@ -1,4 +1,4 @@
-"""Variables of torchrun, which `echelon launch` and the workers of `fit` have, too; or of a user who sets them all."""
+"""Variables of torchrun, which `echelon launch` and the workers of `fit` also have, or which a user sets."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from .variables import first_number, has_all, number
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Environment | None:
-    """Return the environment of a process that torchrun started; None for others."""
+    """Return the environment of a process that torchrun started; None for other processes."""
     if "TORCHELASTIC_RUN_ID" in environ or has_torch_variables(environ):
         return read_torch_variables(environ, "torchrun")
     return None
 
 
 def has_torch_variables(environ: Mapping[str, str]) -> bool:
-    """Return whether all variables are set that torch documents for a process of a run."""
+    """Return whether all variables that torch documents for the processes of a run are set."""
     return has_all(environ, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def agent_hosts_store(environ: Mapping[str, str] = ENVIRON) -> bool:
-    """Return whether the agent that started this process hosts the store of the run; otherwise rank 0 does."""
+    """Return whether the agent that started this process hosts the store; otherwise rank 0 does."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -32,7 +32,7 @@ def read_torch_variables(environ: Mapping[str, str], launcher: str) -> Environme
     node_rank = first_number(environ, "GROUP_RANK", "NODE_RANK")
     if node_rank is None:
         node_rank = rank // local_world_size
-    # Ray sets none of these; if its nodes have different numbers of workers, this is a lower bound
+    # Ray does not set these; if its nodes have different numbers of workers, this is a lower bound
     num_nodes = first_number(environ, "GROUP_WORLD_SIZE") or max(node_rank + 1, -(-world_size // local_world_size))
     return Environment(
         launcher=launcher,

@@ -1,4 +1,4 @@
-"""Functions that read numbers from the variables of a launcher."""
+"""Functions that read numbers from a launcher's variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import ConfigError
 
 
 def has_all(environ: Mapping[str, str], *names: str) -> bool:
-    """Return whether all of these variables are set, and not empty."""
+    """Return whether all of these variables are set and not empty."""
     return all(environ.get(name) for name in names)
 
 
@@ -31,5 +31,5 @@ def first_number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def job_port(job: int) -> int:
-    """Return a port that all processes of a job derive from its id, below those that kernels give to connections."""
+    """Return a port that all processes of a job derive from its id, below the kernel's range of ephemeral ports."""
     return 15000 + job % 10000
