@@ -1,4 +1,4 @@
-"""ActivationOffload: moves what backward needs to the CPU and back, on streams beside the one that computes."""
+"""ActivationOffload: moves saved activations to the CPU and back, on streams beside the compute stream."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-# Some milliseconds of a bus: what leaves and what comes back may take as much of the device's memory, or one tensor.
+# Bytes that may be in flight in each direction, or a single tensor: a few milliseconds of bus traffic.
 _IN_FLIGHT: Final = 256 << 20
 _LOOK_BACK: Final = 32
-"""The tensors before one that is fetched among which those are that backward needs next."""
+"""How many tensors saved before a fetched one to consider for prefetching, as backward needs them next."""
 
 
 class ActivationOffload:
-    """Hooks of saved tensors that keep these on the CPU, in pinned memory where they come from a GPU.
+    """Saved-tensor hooks that keep tensors on the CPU, in pinned memory if they come from a GPU.
 
-    A GPU copies beside its computation. Forward waits only where more than 256 MB are on their way to the CPU. Backward
-    takes what has not left yet as it is, and with each tensor it begins to fetch those that forward kept before it.
-    What autograd keeps does not change before backward, so that it may be copied later.
+    Copies overlap with computation. Forward waits only when more than 256 MB are on their way to the CPU. Backward
+    uses a tensor that has not left yet directly, and with each tensor it starts to fetch those that were saved before
+    it. Tensors that autograd saves do not change before backward, so copying them later is safe.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, Lane] = {}
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context in which what is kept goes to the CPU."""
+        """Return the context in which saved tensors are moved to the CPU."""
         return torch.autograd.graph.saved_tensors_hooks(self._keep, _fetch)
 
     def close(self) -> None:
-        """Let go of what is on its way; what was kept can still be fetched."""
+        """Release the tensors in flight; saved ones can still be fetched."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
 
     def _keep(self, tensor: Tensor) -> _Kept:
         whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
-        if isinstance(whole, nn.Parameter):  # its memory is not freed anyway
+        if isinstance(whole, nn.Parameter):  # its memory would not be freed anyway
             return tensor.device, tensor
         if not tensor.is_cuda or tensor.is_sparse or type(tensor) is not Tensor:
             return tensor.device, tensor.cpu()
@@ -51,7 +51,7 @@ class ActivationOffload:
 
 
 class Lane:
-    """The streams of one device to the CPU and back, and what is on its way there."""
+    """The streams of one device to the CPU and back, and the tensors in flight on them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,12 +62,12 @@ class Lane:
         self._ahead: WeakSet[Away] = WeakSet()
 
     def keep(self, tensor: Tensor) -> Away:
-        """Begin to copy a tensor to the CPU, after what the current stream has been given to do."""
+        """Start to copy a tensor to the CPU, after the work already queued on the current stream."""
         computing = torch.cuda.current_stream(self._device)
         size = tensor.numel() * tensor.element_size()
         while self._leaving and size + sum(away.num_bytes for away in self._leaving) > _IN_FLIGHT:
             away = self._leaving.popleft()
-            away.computing.wait_event(away.has_left)  # what it computes next may use the memory again
+            away.computing.wait_event(away.has_left)  # its next computation may reuse the memory
             away.original = None
         host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
         self._out.wait_stream(computing)
@@ -79,12 +79,12 @@ class Lane:
         return away
 
     def fetch(self, away: Away) -> Tensor:
-        """Return a tensor on the device, for the current stream, and begin to fetch those kept before it."""
+        """Return a tensor on the device, for the current stream, and start to fetch those saved before it."""
         computing = torch.cuda.current_stream(self._device)
         if away.original is not None:
             tensor, away.original = away.original, None
             self._leaving.remove(away)
-            tensor.record_stream(self._out)  # rather than wait for a copy that nobody may need
+            tensor.record_stream(self._out)  # rather than wait for a copy that may not be needed
         else:
             if away.ahead is None:
                 self._begin(away, computing)
@@ -96,7 +96,7 @@ class Lane:
         return tensor
 
     def close(self) -> None:
-        """Let go of the tensors that are on their way to the CPU, and arrive there all the same."""
+        """Release the tensors on their way to the CPU; their copies still complete."""
         for away in self._leaving:
             assert away.original is not None
             away.original.record_stream(self._out)
@@ -104,7 +104,7 @@ class Lane:
         self._leaving.clear()
 
     def drop(self, tensor: Tensor) -> None:
-        """Note that a tensor on its way back is not needed: its memory is used again once the copy has ended."""
+        """Discard a tensor on its way back; its memory is reused once the copy has finished."""
         tensor.record_stream(self._back)
 
     def _fetch_before(self, number: int, computing: Any) -> None:
@@ -119,8 +119,8 @@ class Lane:
             self._begin(away, computing)
 
     def _begin(self, away: Away, computing: Any) -> None:
-        """Begin to copy a tensor back to the device."""
-        # memory of the computing stream, which has to do before what it used that for
+        """Start to copy a tensor back to the device."""
+        # allocated on the computing stream, whose earlier work may still use that memory
         tensor = torch.empty(away.host.size(), dtype=away.host.dtype, device=self._device)
         self._back.wait_stream(computing)
         self._back.wait_event(away.has_left)
@@ -132,11 +132,11 @@ class Lane:
 
 @dataclass(eq=False)
 class Away:
-    """A tensor of a device on the CPU, or on its way there or back."""
+    """A device's tensor that is on the CPU, or on its way there or back."""
 
     lane: Lane
     number: int
-    """The order in which tensors were kept."""
+    """The position in the order in which tensors were saved."""
     host: Tensor
     num_bytes: int
     computing: Any
@@ -146,7 +146,7 @@ class Away:
     original: Tensor | None
     """The tensor itself, until `computing` has been told to wait for `has_left`."""
     ahead: tuple[Tensor, Any] | None = None
-    """The copy on the device, fetched before it was asked for, and the event after which it is whole."""
+    """The prefetched copy on the device, and the event after which it is complete."""
 
     def __del__(self) -> None:
         if self.ahead is not None:

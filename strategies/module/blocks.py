@@ -1,4 +1,4 @@
-"""Repeated blocks: the submodules in which large models are sharded and their activations recomputed."""
+"""Repeated blocks: the submodules by which large models are sharded and their activations recomputed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final
 from torch import nn
 
 Predicate = Callable[[str, nn.Module], bool]
-"""Whether a submodule is selected, by its name and itself."""
+"""A function of a submodule's name and the submodule that returns whether it is selected."""
 
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward of their own."""
 
 
 def repeated_blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the names and submodules of which a ModuleList or a Sequential holds two or more of one class.
+    """Return the submodules, with their names, of which a ModuleList or Sequential holds two or more of one class.
 
     They have parameters and a forward, and none is inside another.
     """

@@ -1,4 +1,4 @@
-"""Compile the calls of a module in place, on each version of torch."""
+"""Compilation of a module's calls in place, on every supported version of torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 def compile_calls(module: nn.Module, compiler: Callable[..., Any]) -> None:
-    """Compile the calls of a module, whose names stay, as ``module.compile()`` does; `compiler` takes a function.
+    """Compile a module's calls, keeping its names, as ``module.compile()`` does; `compiler` takes a function.
 
-    torch 2.11 compiles nothing where ``forward`` is torch's own, as that of ``nn.TransformerEncoderLayer``, unless
-    another function calls it; so there is one.
+    torch 2.11 does not compile a ``forward`` of torch's own, such as that of ``nn.TransformerEncoderLayer``, unless
+    another function calls it; hence `_call`.
     """
     module._compiled_call_impl = compiler(MethodType(_call, module))  # noqa: SLF001
 

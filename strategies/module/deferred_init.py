@@ -1,4 +1,4 @@
-"""Deferred initialization: a module is built without memory, and initialized later, one tensor at a time."""
+"""Deferred initialization: a module is built without allocating memory, and initialized later, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _META: Final = torch.device("meta")
 _DEFERRED: Final = frozenset(
     (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm)
 )
-"""Functions whose tensors are on the meta device even where the CPU is asked for: it may be that of a parameter."""
+"""Functions whose tensors are on the meta device even if the CPU is requested: it may be a parameter's ``device``."""
 _FROM_DATA: Final = (torch.tensor, torch.as_tensor)
 _OVERWRITING: Final = {
     f"aten::{name}"
@@ -30,15 +30,15 @@ _OVERWRITING: Final = {
 }
 
 Places = Mapping[int, Sequence[str]]
-"""The names of tensors, by their storage."""
+"""The names of tensors, by the identity of their storage."""
 
 
 class DeferredInit:
-    """A record of how the tensors of a module are initialized, to be replayed when the module has been sharded.
+    """A record of how a module's tensors are initialized, to be replayed once the module is sharded.
 
     Inside `recording`, new tensors are on the meta device, and the operations on them are recorded. `replay` performs
     the operations, with the random numbers that would have been drawn; a whole tensor exists only until the last
-    operation on it. A module can thus be larger than the memory, if none of its tensors is. The idea is torchdistx's.
+    operation on it. A module can thus be larger than memory, as long as each tensor fits. The idea is torchdistx's.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class DeferredInit:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Build modules inside without memory, and record the operations.
+        """Build modules inside the block without allocating memory, and record the operations.
 
         Raises:
             ModuleError: for operations that cannot be replayed, such as reading values.
@@ -73,7 +73,7 @@ class DeferredInit:
             )
 
     def places(self, module: nn.Module) -> Places:
-        """Return the tensors of a module that `replay` can initialize; to be called before the module is converted."""
+        """Return the tensors of a module that `replay` can initialize; call it before the module is converted."""
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._outlines = {name: _Outline.of(tensor) for name, tensor in named if tensor.device.type == "meta"}
         recorded = {memory for operation in self._operations for memory in operation.touched()}
@@ -84,10 +84,10 @@ class DeferredInit:
         return names
 
     def replay(self, places: Places, take: Callable[[str, Tensor], None]) -> None:
-        """Compute the tensors on the CPU, and call `take` with each of its names as soon as a tensor is complete.
+        """Compute the tensors on the CPU, and call `take` with each name of a tensor as soon as it is complete.
 
-        The random generator ends in the state that building the module leaves in one process, unless it has been used
-        since recording.
+        The random generator ends in the state in which building the module in one process would leave it, unless it has
+        been used since recording.
         """
         needed = _needed(self._operations, set(places))
         last = {memory: at for at in sorted(needed) for memory in self._operations[at].touched()}
@@ -108,10 +108,10 @@ class DeferredInit:
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Makes tensors from data on the CPU first, since the meta device would drop the data, and hides that device.
+    """Hides the meta device, and makes tensors from data on the CPU first, since the meta device would drop the data.
 
-    Functions of torch.nn.init do nothing where ``tensor.is_meta`` (torch 2.14), and models of transformers are not
-    initialized where the device of a new tensor is the meta device (transformers 5).
+    Functions of torch.nn.init do nothing if ``tensor.is_meta`` (torch 2.14), and models of transformers are not
+    initialized if a new tensor is on the meta device (transformers 5).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,7 +134,7 @@ class _AsIfReal(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every operation on tensors on the meta device."""
+    """Records every operation on meta tensors."""
 
     def __init__(self, operations: list[_Operation]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):
 def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
     """Record a call of ``nn.init.trunc_normal_`` as one operation.
 
-    It draws again the numbers that lie outside the bounds (torch 2.14), and so reads values.
+    It redraws numbers outside the bounds (torch 2.14), for which it reads values.
     """
     original = nn.init._no_grad_trunc_normal_
 
@@ -173,10 +173,10 @@ def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Outline:
-    """The layout of a tensor on the meta device at one moment: operations such as ``t_`` change it in place."""
+    """The layout of a meta tensor at one moment, since operations such as ``t_`` change it in place."""
 
     storage: torch.UntypedStorage
-    """An empty storage; tensors that would share memory share it."""
+    """A storage without memory; tensors that would share memory share it."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -184,7 +184,7 @@ class _Outline:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Outline:
-        """Return the outline of a tensor on the meta device."""
+        """Return the outline of a meta tensor."""
         offset = int(tensor.storage_offset())
         return cls(tensor.untyped_storage(), tensor.dtype, tensor.shape, tensor.stride(), offset)
 
@@ -199,7 +199,7 @@ class _Outline:
         return self.shape.numel() * self.dtype.itemsize == self.storage.nbytes()
 
     def real(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Return the tensor on the CPU, in the storage that replaces its own; a missing one is allocated."""
+        """Return the tensor on the CPU, in the storage that replaces its own, which is allocated if missing."""
         if self.memory not in storages:
             storages[self.memory] = torch.UntypedStorage(self.storage.nbytes())
         empty = torch.empty(0, dtype=self.dtype)
@@ -221,7 +221,7 @@ class _Operation(NamedTuple):
 
     @property
     def _is_operator(self) -> bool:
-        """Whether it is one operator of torch; otherwise it is a function that initializes its first argument."""
+        """Whether it is a single torch operator; otherwise it is a function that initializes its first argument."""
         return isinstance(self.function, OpOverload)
 
     def touched(self) -> set[int]:
@@ -248,7 +248,7 @@ class _Operation(NamedTuple):
         return _memories((self.args, self.kwargs))
 
     def perform(self, real: dict[int, torch.UntypedStorage]) -> None:
-        """Call the function on the CPU, in the storages that replace the recorded ones; missing ones are allocated."""
+        """Call the function on the CPU, on the storages that replace the recorded ones; missing ones are allocated."""
 
         def replace(value: Any) -> Any:
             if isinstance(value, _Outline):
@@ -263,7 +263,7 @@ class _Operation(NamedTuple):
 
 
 def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
-    """Return the operations that determine the wanted storages; values that are overwritten later do not count."""
+    """Return the operations that determine the wanted storages, without those whose results are overwritten later."""
     needed, alive = set(), set(wanted)
     for at in range(len(operations) - 1, -1, -1):
         changed = operations[at].changed()
@@ -274,19 +274,19 @@ def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
 
 
 def _outlined(values: Any) -> Any:
-    """Return nested arguments with outlines in place of tensors on the meta device."""
+    """Return nested arguments with outlines in place of meta tensors."""
     return tree_map(
         lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
     )
 
 
 def _deferred_device(value: Any) -> Any:
-    """Return the meta device in place of the CPU; every other value as it is."""
+    """Return the meta device in place of the CPU, and any other value unchanged."""
     return _META if isinstance(value, torch.device | str) and value in (_CPU, "cpu") else value
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device, also where that is hidden."""
+    """Return whether a tensor is on the meta device, even where that is hidden."""
     with torch._C.DisableTorchFunction():  # noqa: SLF001
         return tensor.is_meta
 

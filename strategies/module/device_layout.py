@@ -1,4 +1,4 @@
-"""Device layout: which part of a module lies on which device."""
+"""Device layout: which part of a module is on which device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..errors import ConfigError, did_you_mean
 from .blocks import repeated_blocks
 
 _BYTES_PER_BYTE: Final = 4
-"""Of memory that a parameter takes in training: its own, its gradient's, and those of Adam's two averages."""
+"""Bytes of training memory per byte of parameter: the parameter, its gradient, and Adam's two averages."""
 
 
 def parts_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the repeated blocks, and beside them the largest submodules that contain none, in the module's order."""
+    """Yield the repeated blocks and the largest submodules that do not contain any, in the module's order."""
     blocks = dict(repeated_blocks(module))
     for name, child in module.named_children():
         if name in blocks or not any(block.startswith(f"{name}.") for block in blocks):
@@ -27,12 +27,12 @@ def parts_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def deal_parts(module: nn.Module, devices: Sequence[torch.device], room: Sequence[float]) -> dict[str, torch.device]:
-    """Return the device of each part: neighbours lie together, so that few tensors move between devices.
+    """Return the device of each part: consecutive parts stay together, so that few tensors move between devices.
 
     Args:
-        module: its parts are those of `parts_of`; those that share a parameter lie on one device.
-        devices: in the order in which they are filled.
-        room: the bytes of parameters that each of them takes; the last one takes what is left.
+        module: its parts are those of `parts_of`; parts that share a parameter are placed on one device.
+        devices: the devices, in the order in which they are filled.
+        room: the bytes of parameters that each device takes; the last one takes the rest.
     """
     layout: dict[str, torch.device] = {}
     owners: dict[nn.Parameter, torch.device] = {}
@@ -50,22 +50,22 @@ def deal_parts(module: nn.Module, devices: Sequence[torch.device], room: Sequenc
 
 
 def room_on(devices: Sequence[torch.device], module: nn.Module) -> list[float]:
-    """Return the bytes of parameters that each device is to take: equal shares of GPUs, and the CPU what is left."""
+    """Return the bytes of parameters for each device: equal shares for several GPUs, and the rest for the CPU."""
     gpus = [device for device in devices if device.type != "cpu"]
     total = sum(parameter.nbytes for parameter in module.parameters())
     if len(gpus) == len(devices) or not gpus:
         largest = max((sum(p.nbytes for p in part.parameters()) for _, part in parts_of(module)), default=0)
-        # a part lies where at least half of it has room
+        # a part is placed on a device with room for at least half of it
         return [total / len(devices) + largest / 2] * len(devices)
     free = [torch.cuda.mem_get_info(device)[0] * 0.9 / _BYTES_PER_BYTE for device in gpus]
     return [*free, *[float(total)] * (len(devices) - len(gpus))]
 
 
 def check_device_map(device_map: Mapping[str, Any]) -> dict[str, torch.device]:
-    """Return a map from names of submodules to devices, with every device that it names checked.
+    """Check every device in a map from submodule names to devices, and return the map with torch devices.
 
     Raises:
-        ConfigError: for what names no device of this machine.
+        ConfigError: for a value that is not a device of this machine.
     """
     checked: dict[str, torch.device] = {}
     for name, value in device_map.items():
@@ -85,11 +85,11 @@ def check_device_map(device_map: Mapping[str, Any]) -> dict[str, torch.device]:
 
 
 def match_device_map(module: nn.Module, device_map: Mapping[str, torch.device]) -> dict[str, torch.device]:
-    """Return the device of each submodule that the map names; ``""`` stands for all that no other name contains.
+    """Return the device of each submodule that the map names; ``""`` covers everything that no other name does.
 
     Raises:
-        ConfigError: for a name that the module does not have, tensors that no name contains, and parameters that lie
-            in two parts on two devices.
+        ConfigError: for a name that the module does not have, tensors that no name covers, and parameters shared by
+            two parts on different devices.
     """
     known = {name for name, _ in module.named_modules()}
     for name in device_map:
@@ -113,7 +113,7 @@ def match_device_map(module: nn.Module, device_map: Mapping[str, torch.device]) 
 
 
 def device_of(name: str, layout: Mapping[str, torch.device]) -> torch.device | None:
-    """Return the device of a tensor by its name: that of the innermost submodule which the layout names."""
+    """Return the device of a tensor by its name: that of the innermost submodule that the layout names."""
     parts = name.split(".")[:-1]
     for length in range(len(parts), -1, -1):
         device = layout.get(".".join(parts[:length]))

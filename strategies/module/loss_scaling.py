@@ -1,4 +1,4 @@
-"""LossScaling: torch's GradScaler, asked for as few numbers of the device as can be."""
+"""LossScaling: torch's GradScaler, with as few reads from the device as possible."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch.optim import Optimizer
 
 
 class LossScaling:
-    """Scales losses where a precision needs it, and says whether an update was left out because gradients overflowed.
+    """Scales losses if the precision requires it, and tells whether an update was skipped because gradients overflowed.
 
-    torch waits for the device once a step, to decide whether to call an optimizer, whose hook then tells. A fused
-    optimizer is always called and decides on the device; only then the scale is read, which falls after an overflow.
+    torch waits for the device once per step, to decide whether to call the optimizer; a hook then shows whether it did.
+    A fused optimizer is always called and decides on the device; only for these is the scale read, which drops after an
+    overflow.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -19,24 +20,24 @@ class LossScaling:
         self._unscaled: set[Optimizer] = set()
         self._has_skipped = self._has_fused = False
         self._scale: float | None = None
-        """As it was read last, for fused optimizers."""
+        """The scale as last read, for fused optimizers."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss."""
         return self.scaler.scale(loss)
 
     def has_unscaled(self, optimizer: Optimizer) -> bool:
-        """Return whether the scaling of an optimizer's gradients is undone already."""
+        """Return whether an optimizer's gradients have been unscaled already."""
         return optimizer in self._unscaled
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the scaling of an optimizer's gradients; a second call before its step does nothing."""
+        """Unscale an optimizer's gradients; a second call before its step does nothing."""
         if optimizer not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer, unless its gradients overflowed."""
+        """Step the optimizer unless its gradients overflowed."""
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             self._has_fused = True
             if self._scale is None:
@@ -52,7 +53,7 @@ class LossScaling:
         self._has_skipped |= not calls
 
     def end_step(self) -> bool:
-        """Adapt the scale after all optimizers have stepped; return False if an update was left out."""
+        """Update the scale after all optimizers have stepped; return False if an update was skipped."""
         self.scaler.update()
         self._unscaled.clear()
         has_updated, self._has_skipped = not self._has_skipped, False

@@ -1,4 +1,4 @@
-"""Memory estimate: the bytes of parameters, gradients and optimizer state that a rank holds and should hold."""
+"""Memory estimate: the bytes of parameters, gradients and optimizer state that a rank holds, and should hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(parameter: Tensor) -> float:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """The fraction of what a parameter needs that a strategy keeps on each rank, as functions of the parameter."""
+    """The fraction of each parameter's memory that a strategy keeps on each rank, as functions of the parameter."""
 
     parameters: Share = whole
     gradients: Share = whole
@@ -41,7 +41,7 @@ class Memory:
 
 
 def held_memory(module: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
-    """Return the memory that this rank holds now."""
+    """Return the memory that this rank currently holds."""
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     return Memory(
         parameters=_held(parameters),
@@ -72,7 +72,7 @@ def _expected_state(optimizer: Optimizer, share: Share) -> float:
     expected = shared_bytes(trained, share)
     if expected == shared_bytes(trained, whole):
         return held
-    # this rank has the state of some parameters or shards only; the state of the others is as large per byte
+    # this rank has only some of the state; assume the same ratio of state to parameter bytes for the rest
     return held / (_held(states) or 1) * expected
 
 
@@ -82,17 +82,17 @@ def _held(tensors: Iterable[Tensor]) -> int:
 
 def _size(tensor: Tensor) -> int:
     if tensor.is_sparse:
-        return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - those of what is not coalesced, too
+        return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - also if not coalesced
     if tensor.is_meta or tensor.layout is not torch.strided:
         return tensor.nbytes
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # what is expanded has fewer elements than it shows
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor stores fewer elements
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the memory of the tensors that forward keeps for backward, without parameters, in the thread that enters.
+    """Counts the memory of the tensors that forward saves for backward, except parameters, in the current thread.
 
-    Tensors that activation checkpointing drops do not count. With a torch older than 2.14, those that it keeps
-    selectively may not count either.
+    Tensors that activation checkpointing drops do not count. With torch versions older than 2.14, those that selective
+    checkpointing keeps may not count either.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def num_bytes(self) -> int:
-        """The size of all kept storages, each counted once."""
+        """The total size of the saved storages, each counted once."""
         return sum(self._sizes.values())
 
     def _note(self, tensor: Tensor) -> Tensor:

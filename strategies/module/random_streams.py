@@ -1,4 +1,4 @@
-"""RandomStreams: the random numbers of this process and its devices, kept as they are to go back to."""
+"""RandomStreams: the random generator states of this process and its devices, saved to be restored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 
 class RandomStreams:
-    """The states of the generators of Python, NumPy (if something imported it), torch on the CPU and CUDA devices.
+    """The generator states of Python, NumPy (if imported), torch on the CPU, and CUDA devices.
 
-    Takes about 85 us, 70 of them for NumPy's generator: reading its state faster would lose a cached normal.
+    Takes about 85 us, 70 of them for NumPy's generator: faster ways to read its state would lose a cached normal.
 
     Args:
-        devices: of these the CUDA devices are kept, too.
+        devices: the devices; the states of the CUDA devices among them are saved, too.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -26,7 +26,7 @@ class RandomStreams:
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def rewind(self) -> None:
-        """Go back to the states as they were."""
+        """Restore the saved states."""
         random.setstate(self._python)
         torch.default_generator.set_state(self._cpu)
         for generator, state in self._on_devices:
@@ -36,7 +36,7 @@ class RandomStreams:
 
 
 def device_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """Return the generators of the CUDA devices among these; their states lie on the host, so nothing waits."""
+    """Return the generators of the CUDA devices among these; their states are on the host, so nothing waits."""
     indices = [device.index or 0 for device in devices if device.type == "cuda"]
     if indices:
         torch.cuda.init()

@@ -1,4 +1,4 @@
-"""Rehearsal: parts of a module, or its whole step, run as ever and leave nothing behind."""
+"""Rehearsal: a module, or parts of it, run as usual and leave no trace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from .random_streams import RandomStreams
 
 
 class Untouched:
-    """Keeps a module as it is on entry, and puts it into eval mode inside.
+    """Puts a module into eval mode inside the block, and restores it on exit.
 
-    Modes, buffers, what the submodules keep in attributes (tensors, numbers, lists, dictionaries) and random streams
-    are on exit as they were.
+    This covers modes, buffers, attributes of submodules (tensors, numbers, lists, dictionaries) and random streams.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,7 +26,7 @@ class Untouched:
         self._attributes: Mapping[nn.Module, Any] = {m: (dict(vars(m)), dict(m._buffers)) for m in modules}  # noqa: SLF001
         kept = [value for attributes, _ in self._attributes.values() for value in attributes.values()]
         self._tensors = [(t, t.detach().clone()) for t in (*self._module.buffers(), *filter(_is_state, kept))]
-        # those of torch's own modules hold its parameters and hooks, and belong to what runs
+        # not nn.Module's own: its dictionaries of hooks are OrderedDicts, and `own` has the others
         plain = [value for value in kept if type(value) in (list, dict, set)]
         own = {id(part) for m in modules for part in (m._parameters, m._buffers, m._modules)}  # noqa: SLF001
         self._containers = [(value, value.copy()) for value in plain if id(value) not in own]
@@ -51,13 +50,13 @@ class Untouched:
         self.rewind()
 
     def rewind(self) -> None:
-        """Take the random streams back to where they were on entry."""
+        """Restore the random streams to their state on entry."""
         self._streams.rewind()
 
 
 @contextmanager
 def rehearsing(module: nn.Module) -> Iterator[None]:
-    """Run steps of a module without gradients, log nothing, and undo what they change as `Untouched` does."""
+    """Run steps of a module without gradients or logging, and undo their changes as `Untouched` does."""
     with Untouched(module), torch.no_grad():
         vars(module)["log"] = _ignore
         yield
@@ -68,5 +67,5 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether an attribute is a tensor that steps may change in place, such as the state of a metric."""
+    """Return whether an attribute is a tensor that steps may modify in place, such as a metric's state."""
     return isinstance(value, Tensor) and not value.requires_grad
