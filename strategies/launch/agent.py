@@ -28,23 +28,23 @@ from .worker import WorkerTask, run_worker
 
 _log = logging.getLogger(__name__)
 
-_REPORT_TIMEOUT = 2.0  # seconds in which the fork server reports the exit code of a worker that is gone
+_REPORT_TIMEOUT = 2.0  # seconds for the fork server to report the exit code of a worker that is gone
 _UNKNOWN = 255  # the exit code that multiprocessing gives to a process whose fork server is gone
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for workers whose peer failed
-_REMINDER = 10.0  # seconds after which it is said which workers have not exited
-_LONGEST_EXIT = 600.0  # seconds after SIGKILL in which a driver may still give back a worker's memory
+_REMINDER = 10.0  # seconds between two warnings about workers that have not exited
+_LONGEST_EXIT = 600.0  # seconds after SIGKILL during which a driver may still be freeing a worker's memory
 
 
 class Agent(LocalElasticAgent):
-    """Starts workers from the fork server, watches and ends them; a subclass decides what follows when one exits.
+    """Starts workers from the fork server, watches and ends them; subclasses decide what happens when one exits.
 
     Results and failures are files in the task's folder; elastic's queues and error files are not used.
 
     Args:
         task: what each worker does.
         num_processes: the number of workers on this node.
-        rendezvous: has the agents of all nodes meet before workers start.
-        max_restarts: how often elastic may start the workers again.
+        rendezvous: brings the agents of all nodes together before workers start.
+        max_restarts: how often elastic may restart the workers.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Agent(LocalElasticAgent):
             args=(task,),
             rdzv_handler=rendezvous,
             max_restarts=max_restarts,
-            monitor_interval=0.001,  # _monitor_workers() waits by itself
+            monitor_interval=0.001,  # _monitor_workers() does its own waiting
         )
         super().__init__(spec, _InheritedStreams(), start_method="forkserver")
         self.task, self.folder, self._modules, self._uses_cuda = task, task.folder, task.modules, task.uses_cuda
         self.ranks: list[int] = []
         self.failed: list[WorkerExit] = []
-        """The workers of this node that failed; not those that were stopped because another had."""
+        """The workers of this node that failed, without those that were stopped because another one failed."""
         self.failure_elsewhere: str | None = None
-        """The failure of a worker of another node, if that ended the run."""
+        """The failure of a worker on another node, if that ended the run."""
         self.report: str | None = None
         """A note on the run as a whole, for the error that ended it."""
         self.has_started = threading.Event()
@@ -75,21 +75,21 @@ class Agent(LocalElasticAgent):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the wait for other nodes; from any thread."""
+        """End the wait for other nodes; may be called from any thread."""
 
     def release(self) -> None:
-        """Close the store, whose port is free for the next run, and the pipes and semaphores of the workers.
+        """Close the store, to free its port for the next run, and the workers' pipes and semaphores.
 
-        They would stay open for as long as a caller keeps the error of a run, whose frames hold this agent.
+        Otherwise they would stay open as long as a caller keeps the run's error, whose frames hold this agent.
         """
         self._store = self._worker_group.store = self._pcontext = None
         for process in self._processes:
             if process.exitcode is not None:
-                process.join()  # else multiprocessing keeps it among its children
+                process.join()  # otherwise multiprocessing keeps it among its children
         self._processes.clear()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all running workers, and end the wait for other nodes; from any thread."""
+        """Send a signal to all running workers, and end the wait for other nodes; may be called from any thread."""
         self._signal = number
         self.cancel()
         self._signal_workers(number)
@@ -101,7 +101,7 @@ class Agent(LocalElasticAgent):
 
     @property
     def running(self) -> list[int]:
-        """The ranks of this node that have not ended."""
+        """The ranks on this node that have not ended."""
         return list(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -124,7 +124,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _wait_for_an_end(self, seconds: float) -> None:
-        """Return when a worker has exited, at the latest after `seconds`."""
+        """Wait until a worker exits, but at most `seconds`."""
         sentinels = [process.sentinel for process in self._processes if process.exitcode is None]
         multiprocessing.connection.wait(sentinels, timeout=seconds)
 
@@ -149,8 +149,8 @@ class Agent(LocalElasticAgent):
     def _stop(self, grace: float = _GRACE) -> None:
         """End all workers, by SIGKILL after `grace` seconds, and wait until they are gone.
 
-        The memory of a GPU is free once the process that had it has exited, not before: workers that followed too soon
-        would meet a full one.
+        A GPU's memory is only free once the process that used it has exited: workers that started too soon would find
+        it full.
         """
         self._signal_workers(signal.SIGTERM)
         self._wait(grace)
@@ -170,7 +170,7 @@ class Agent(LocalElasticAgent):
 
 
 class _InheritedStreams(LogsSpecs):
-    """Log settings with which workers write where the caller writes."""
+    """Log settings that let workers write to the caller's streams."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         nowhere = dict.fromkeys(envs, "")
@@ -186,7 +186,7 @@ class _InheritedStreams(LogsSpecs):
 def _exit_code(process: Any) -> int | None:
     """Return the exit code of a worker; None while it runs.
 
-    The fork server reports it through a pipe. Where it cannot, because it was stopped, or killed while another process
+    The fork server reports it through a pipe. If it cannot, because it was stopped, or killed while another process
     holds the pipe open, waiting for a worker that is gone would never end.
     """
     if process.exitcode is None and look_at(process.pid).state == "ended":
@@ -199,7 +199,7 @@ def _exit_code(process: Any) -> int | None:
 
 @contextlib.contextmanager
 def _without_signal_warning() -> Iterator[None]:
-    """Silence elastic's warning that it handles no signals in a thread: the launcher handles them."""
+    """Silence elastic's warning that it does not handle signals in a thread; the launcher does."""
 
     def is_useful(record: logging.LogRecord) -> bool:
         return "child thread" not in record.getMessage()

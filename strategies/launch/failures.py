@@ -1,4 +1,4 @@
-"""Failures of workers: the cause among several, and the error that is raised in the caller."""
+"""Failures of workers: finding the cause among several, and the error to raise in the caller."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .rank_traceback import Frame, frames_for_users, rebuild
 
 _log = logging.getLogger(__name__)
 
-# Errors about a lost peer: consequences of another failure, raised by the processes that still live.
+# Errors about a lost peer: consequences of another failure, raised by the surviving processes.
 _LOST_PEER: Final = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 INTERRUPTED: Final = 128 + signal.SIGTERM
-"""Exit code of a run that was asked to end, and ended in order."""
+"""Exit code of a run that was asked to end, and ended cleanly."""
 
 
 class RankTraceback(Exception):  # noqa: N818 - not an error of its own but the place of one
-    """What led to an exception in a worker, as text: the ``__cause__`` of that exception in the caller."""
+    """The exceptions that led to one in a worker, as text: the ``__cause__`` of that exception in the caller."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -41,11 +41,11 @@ class Failure:
     """The exception, pickled; None if it cannot be pickled."""
     text: str
     traceback: str
-    """All of it, for those who mend Echelon."""
+    """The whole traceback, for developers of Echelon."""
     frames: list[Frame]
-    """Those that its author sees."""
+    """The frames to show to the user."""
     origin: str
-    """The tracebacks of the exceptions that led to it; empty where there were none."""
+    """The tracebacks of the exceptions that led to it; empty if there were none."""
     time: float
     blames_a_peer: bool
     is_exit: bool
@@ -82,7 +82,7 @@ def _origin(error: BaseException) -> str:
 
 
 def blames_a_peer(error: BaseException) -> bool:
-    """Return whether an exception, or one that it was raised from, is about another process that is gone."""
+    """Return whether an exception, or one that it was raised from, is about another process being gone."""
     chain = [error]
     while (link := chain[-1].__cause__) is not None and link not in chain:
         chain.append(link)
@@ -94,7 +94,7 @@ def _is_of_server(error: BaseException) -> bool:
 
 
 def _is_about_a_peer(error: BaseException) -> bool:
-    if _is_of_server(error):  # nobody else will tell of it
+    if _is_of_server(error):  # no other rank will report it
         return False
     if isinstance(error, dist.DistError | ConnectionError | ProcessError):
         return True
@@ -127,17 +127,17 @@ class WorkerExit:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether this worker ended its run in order because a rank received a signal."""
+        """Whether this worker ended its run cleanly because a rank received a signal."""
         return self.failure is not None and self.failure.exit_code == INTERRUPTED
 
     @property
     def blames_a_peer(self) -> bool:
-        """Whether this exit is the consequence of another, judging by the exception that was raised."""
+        """Whether this exit is the consequence of another, judging by its exception."""
         return self.failure is not None and self.failure.blames_a_peer
 
     @property
     def may_be_of_calls_that_differ(self) -> bool:
-        """Whether this is how a rank ends that calls another collective than its peers: gloo aborts, or times out."""
+        """Whether a collective that differs from the peers' may be the cause: gloo then aborts, or times out."""
         if self.failure is None:
             return self.exit_code == -signal.SIGABRT
         if self.failure.is_of_server:
@@ -153,7 +153,7 @@ class WorkerExit:
         return (3 if self.failure.blames_a_peer else 1 if self.failure.is_exit else 0), self.failure.time
 
     def describe(self) -> str:
-        """Return which rank exited, and how."""
+        """Return a text that says which rank exited, and how."""
         rank = f"Rank {self.rank} of {self.world_size} (process {self.pid})"
         if self.failure is not None:
             return f"{rank} failed with {self.failure.text}"
@@ -168,7 +168,7 @@ class WorkerExit:
     def to_error(self) -> BaseException:
         """Return the error to raise in the caller: the worker's own exception, if it could be pickled.
 
-        Its traceback ends with the frames of the user's program in the worker; the whole one is logged at level DEBUG.
+        Its traceback ends with the frames of the user's program in the worker; the full one is logged at level DEBUG.
         """
         failure = self.failure
         if failure is None:
@@ -195,6 +195,6 @@ def _unpickled(failure: Failure) -> BaseException | None:
         return None
     try:
         error: BaseException = unpack(failure.error)
-    except Exception:  # noqa: BLE001 - a class that only the worker can import
+    except Exception:  # noqa: BLE001 - its class may be importable only in the worker
         return None
     return error

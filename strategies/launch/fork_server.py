@@ -1,4 +1,4 @@
-"""Fork server of multiprocessing from which workers start: what it has imported, they have at once."""
+"""Multiprocessing's fork server, from which workers start with its modules already imported."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ PRELOADED = (
 )
 
 _ONE_THREAD: Final = threading.RLock()
-"""For what is changed for a moment: another thread would take that for what was there before."""
+"""Guards temporary changes to global state, which another thread could otherwise take for the original."""
 
 _log = logging.getLogger(__name__)
 
 
 def preload(modules: Iterable[str], *, uses_cuda: bool = False) -> None:
-    """Start the fork server, unless it runs, and have it import the modules that each worker needs.
+    """Start the fork server, unless it is running, and have it import the modules that each worker needs.
 
-    With `uses_cuda`, a module that asks for CUDA devices when it is imported, after which no worker could use one,
-    makes it start again without any of them.
+    With `uses_cuda`, if a module initializes CUDA when it is imported, so that no worker could use it, the fork server
+    is restarted without any of these modules.
     """
     server: Any = forkserver._forkserver  # noqa: SLF001 - there is no getter
-    # __main__, a default, is the user's program, which would run once more
+    # __main__, a default, is the user's program, which would run a second time
     users = [name for name in server._preload_modules if name not in (*PRELOADED, "__main__")]  # noqa: SLF001
     own = [name for name in dict.fromkeys(modules) if name not in (*PRELOADED, *users)]
     if not _start_fork_server(server, users, own, uses_cuda=uses_cuda) or not (uses_cuda and own):
@@ -56,11 +56,11 @@ def preload(modules: Iterable[str], *, uses_cuda: bool = False) -> None:
 
 
 def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *, uses_cuda: bool) -> bool:
-    """Return whether the fork server was not running yet."""
+    """Start the fork server, and return whether it was not running yet."""
     pid = server._forkserver_pid  # noqa: SLF001
     _forget_in_forks()
     multiprocessing.set_forkserver_preload([*PRELOADED, *users])
-    resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
+    resource_tracker.ensure_running()  # otherwise the fork server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
     try:
         with keeping_start_method(), preloading(["cuda" if uses_cuda else "", *own]):  # one thread at a time
@@ -72,9 +72,9 @@ def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *,
 
 @functools.cache
 def _forget_in_forks() -> None:
-    """Have forked processes start a fork server of their own. Once, as Python never forgets.
+    """Make forked processes start their own fork server. Cached, since fork hooks cannot be unregistered.
 
-    CPython (3.11 to 3.13) would ask there whether the one that they know still runs, which only its parent may:
+    CPython (3.11 to 3.13) would check there whether the inherited one still runs, which only its parent may do:
     "ChildProcessError: No child processes".
     """
     server: Any = forkserver._forkserver  # noqa: SLF001
@@ -98,16 +98,16 @@ def _in_a_child(function: Callable[[list[str]], None], names: list[str]) -> int:
 
 
 def _number_of_culprit(names: list[str]) -> None:
-    """Exit with the place of the module that made CUDA unusable, from 1; with 0 if none did."""
+    """Exit with the number of the module that made CUDA unusable, counted from 1, or with 0 if none did."""
     os._exit(names.index(CULPRITS[0]) + 1 if CULPRITS else 0)
 
 
 @contextlib.contextmanager
 def keeping_start_method() -> Iterator[None]:
-    """Leave the program free to choose how its processes start.
+    """Leave the program free to choose its start method.
 
-    CPython asks for the start method as it starts a fork server or a child of one, and takes a default that it finds
-    for chosen: ``set_start_method`` would raise "context has already been set" from then on.
+    CPython reads the start method when it starts a fork server or a child of one, and then considers the default
+    chosen: ``set_start_method`` would raise "context has already been set" from then on.
     """
     with _ONE_THREAD:
         is_open = multiprocessing.get_start_method(allow_none=True) is None
@@ -120,7 +120,7 @@ def keeping_start_method() -> Iterator[None]:
 
 @contextlib.contextmanager
 def blank_main() -> Iterator[None]:
-    """Hide the user's program from multiprocessing, which would make each child run it again to import it."""
+    """Hide the user's program from multiprocessing, which would make each child run it again as an import."""
     with _ONE_THREAD:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")

@@ -1,7 +1,7 @@
-"""Module that only the fork server imports: it imports what workers need, and sets their signals.
+"""Module for the fork server only: it imports what workers need, and unblocks their signals.
 
-``timeout``, ``scancel`` or a terminal signal every process of a run. The fork server would end, and nobody could report
-the exit codes of workers; so it is started with these signals blocked. Its children inherit that and unblock them here.
+``timeout``, ``scancel`` or a terminal signal every process of a run. This would end the fork server, and the exit codes
+of workers would be lost; so it is started with these signals blocked. Its children inherit that and unblock them here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _makes_cuda_unusable() -> bool:
 def _import_all(names: str) -> None:
     needs_cuda, *modules = names.split(",")
     for name in modules:
-        with contextlib.suppress(ImportError):  # the worker that needs it says so
+        with contextlib.suppress(ImportError):  # the worker that needs it reports this
             importlib.import_module(name)
             if needs_cuda and not CULPRITS and _makes_cuda_unusable():
                 CULPRITS.append(name)

@@ -1,4 +1,4 @@
-"""Launch of worker processes as a function call: results and errors come back to the caller."""
+"""Launch of worker processes as a function call, whose results and errors come back to the caller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STACKS_TIMEOUT: Final = 2.0  # seconds in which workers write their stacks
 
 
 def static_agents(num_processes: int, environment: Environment, start_timeout: timedelta) -> MakeAgent:
-    """Return a factory of agents for `num_processes` on each of the nodes of `environment`."""
+    """Return a factory of agents for `num_processes` on each node of `environment`."""
 
     def make(task: WorkerTask) -> Agent:
         from .static_agent import StaticAgent
@@ -52,25 +52,26 @@ def launch(
     parts: Mapping[str, object] | None = None,
     on_result: Callable[[T], None] | None = None,
 ) -> T:
-    """Run `function` in new processes of this node and return the result of the first of them.
+    """Run `function` in new processes on this node and return the result of the first of them.
 
-    A signal to the caller (SIGINT, SIGTERM, SIGUSR1) reaches the workers as SIGTERM, so that they can end in order; a
+    A signal to the caller (SIGINT, SIGTERM, SIGUSR1) reaches the workers as SIGTERM, so that they can exit cleanly; a
     second one kills them.
 
     Args:
-        function: the function to run; it, all that it refers to, and its result are sent by value.
+        function: the function to run; it, everything it refers to, and its result are sent by value.
         make_agent: makes the agent that starts and watches the workers.
         is_local: whether all processes of the run are on this machine.
         uses_cuda: whether `function` uses CUDA devices.
-        parts: objects that `function` holds, by name; errors name the attribute that cannot be pickled by them.
+        parts: objects that `function` holds, by name; an error about an attribute of one starts from that name.
         on_result: called with the result, before it is returned or the caller's signal is raised.
 
     Raises:
         ConfigError: if `function` or its result cannot be pickled, or if this process may not have children.
-        ProcessError: if a process was killed or left early, or a node did not come.
+        ProcessError: if a process was killed or exited early, or a node did not join.
         KeyboardInterrupt: if the caller received SIGINT, once the workers have ended.
-        SystemExit: with 143, likewise, after SIGTERM or SIGUSR1.
-        BaseException: what `function` raised in a worker, with its rank as a note and its traceback as the cause.
+        SystemExit: with code 143 if it received SIGTERM or SIGUSR1, once the workers have ended.
+        BaseException: whatever `function` raised in a worker, with the frames of the user's program in its traceback,
+            and its rank as a note.
     """
     _check_process()
     signals = _SignalForwarding()
@@ -86,11 +87,11 @@ def launch(
 
 
 def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float, uses_cuda: bool = False) -> list[T]:
-    """Run `function` in new processes of this machine, for at most `timeout` seconds, and return all their results.
+    """Run `function` in new processes on this machine, for at most `timeout` seconds, and return all their results.
 
     Raises:
-        ProcessError: as `launch`; also for ranks that had not finished in time, with the stack of each.
-        BaseException: as `launch`.
+        ProcessError: as `launch` does; also for ranks that did not finish in time, with the stack of each.
+        BaseException: as `launch` does.
     """
     _check_process()
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
@@ -123,10 +124,10 @@ def _task(
     keeps_all_results: bool = False,
     uses_cuda: bool = False,
 ) -> Iterator[WorkerTask]:
-    """Make what workers get: a folder for their results, and the function in a file that has no name.
+    """Make the workers' task: a folder for their results, and the function in an unnamed file.
 
     Both may hold a module and a data set. The kernel removes the file when the last process closes it, however that
-    ends. The caller's environment, in which there may be passwords, goes through a pipe.
+    process ends. The caller's environment, which may contain passwords, goes through a pipe.
     """
     modules: set[str] = set()
     with NodeFolder.create(Path(tempfile.gettempdir())) as folder, tempfile.TemporaryFile() as file:
@@ -152,8 +153,8 @@ def _result(task: WorkerTask, rank: int) -> Any:
 class _SignalForwarding:
     """Forwards the caller's signals to the workers, once there is an agent.
 
-    A thread of its own does so: the handler of a signal may itself be interrupted by the next one, anywhere, and would
-    wait for ever for a lock that it already holds. `SimpleQueue.put` is made for such handlers.
+    A separate thread does this: a signal handler may itself be interrupted by the next signal, at any point, and would
+    wait forever for a lock that it already holds. `SimpleQueue.put` is reentrant, and so safe in handlers.
     """
 
     def __init__(self) -> None:
@@ -166,13 +167,13 @@ class _SignalForwarding:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the caller's signals inside the block, in the main thread."""
+        """Handle the caller's signals inside the block, in the main thread."""
         with handling(self._handle):
             yield
 
     @contextlib.contextmanager
     def forwarding(self, agent: Agent) -> Iterator[None]:
-        """Forward signals inside the block, those included that have come before."""
+        """Forward signals inside the block, including those received before it."""
 
         def forward() -> None:
             while (number := self._to_send.get()) is not None:
@@ -184,7 +185,7 @@ class _SignalForwarding:
             yield
         finally:
             self._to_send.put(None)
-            thread.join()  # until it has returned, it holds the agent
+            thread.join()  # it holds the agent until it has returned
 
     def raise_if_received(self) -> None:
         if self.received == signal.SIGINT:
@@ -209,13 +210,13 @@ def _run(task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, ti
             agent.has_started.set()
             ended.set()
 
-    # In the main thread elastic would install signal handlers, and leave them there.
+    # In the main thread, elastic would install signal handlers and leave them there.
     thread = threading.Thread(target=watch, name="echelon-agent", daemon=True)
     try:
         with signals.forwarding(agent):
             thread.start()
             agent.has_started.wait()  # the fork server has to import torch first
-            # not join(): when a handler of the user's raises there, CPython 3.11 takes the thread for ended
+            # not join(): if a user's signal handler raises inside it, CPython 3.11 considers the thread finished
             if not ended.wait(timeout):
                 raise _timeout_error(task, agent, timeout)
     finally:
@@ -232,7 +233,7 @@ def _run(task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, ti
 
 
 def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> ProcessError:
-    """Return the error with the stacks of the ranks that have not finished."""
+    """Return an error with the stacks of the ranks that have not finished."""
     ranks = agent.running
     agent.send(SHOW_STACKS)
     files = {rank: task.folder / f"{rank}.stacks" for rank in ranks}
@@ -247,7 +248,7 @@ def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> Pro
 
 
 def without_launch(error: BaseException) -> BaseException:
-    """Return an error that `launch` has raised without the frames of the launch; any other as it is."""
+    """Return an error raised by `launch` without the frames of the launch, and any other error unchanged."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code is not _raise_failure.__code__:
         entry = entry.tb_next
@@ -255,7 +256,7 @@ def without_launch(error: BaseException) -> BaseException:
 
 
 def _called_differently(difference: str, error: BaseException) -> CollectiveError:
-    """Return the error to raise instead of one of torch's that names neither the call nor the ranks."""
+    """Return the error to raise instead of a torch error that names neither the call nor the ranks."""
     raised = CollectiveError(difference)
     for note in (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())):
         raised.add_note(note)

@@ -1,4 +1,4 @@
-"""Folder of a run on one node, which ends with the process that owns it, however that ends."""
+"""Folder of a run on one node, which is removed after its owning process ends, however that happens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NodeFolder:
     """Folder that only this user can open, locked by its owner. Usable as a context manager.
 
     The kernel releases the lock when the owner dies, so that the next owner can tell which folders are abandoned.
-    Process ids would not do: containers that share the memory have their own.
+    Process ids would not work: containers that share the memory have their own.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -36,7 +36,7 @@ class NodeFolder:
 
     @classmethod
     def create(cls, parent: Path | None = None) -> Self:
-        """Make a folder, in shared memory if possible, and remove those of this user whose owners are dead.
+        """Create a folder, in shared memory if possible, and remove this user's folders whose owners are dead.
 
         Raises:
             ProcessError: if there is no room or no permission.
@@ -49,7 +49,7 @@ class NodeFolder:
             # Hidden until it is locked: the sweep of another owner would remove it.
             hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=parent))
             lock = _open(hidden)
-            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed either
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path = hidden.rename(parent / hidden.name[1:])
         except OSError as error:
@@ -71,7 +71,7 @@ class NodeFolder:
 
 
 def check_owner(folder: Path) -> None:
-    """Check that a folder belongs to this user and is closed to all others, since its content is trusted.
+    """Check that a folder belongs to this user and is closed to others, since its content is trusted.
 
     Raises:
         ProcessError: if it is not, or does not exist.
@@ -88,7 +88,7 @@ def check_owner(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes can still be written to a folder."""
+    """Return the number of bytes that can still be written to a folder."""
     status = os.statvfs(folder)
     if status.f_blocks == 0:  # a tmpfs without a limit
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -96,7 +96,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def allocate(file: Path, size: int) -> None:
-    """Make a file of `size` zero bytes, in place of an existing one, and reserve its memory.
+    """Create a file of `size` zero bytes, replacing any existing one, and reserve its memory.
 
     Without the reservation, a write to a mapping of the file kills the process (SIGBUS) when memory runs out.
 
@@ -147,7 +147,7 @@ def _open(folder: Path) -> int:
 def _sweep(parent: Path) -> None:
     """Remove the folders of this user that no process has locked."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone by now, of another user, or locked
+        with contextlib.suppress(OSError):  # gone by now, another user's, or locked
             lock = _open(folder)
             try:
                 if _is_private(os.fstat(lock)):

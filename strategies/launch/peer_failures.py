@@ -1,4 +1,4 @@
-"""Errors that name the rank at fault, for ranks that no common agent watches."""
+"""Errors that name the rank at fault, for ranks without a common agent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..distributed.process_group import ProcessGroup
 from ..errors import ProcessError
 from .failures import blames_a_peer
 
-_TIMEOUT: Final = 2.0  # seconds that the other ranks get to post their errors
+_TIMEOUT: Final = 2.0  # seconds for the other ranks to post their errors
 _LONGEST: Final = 300
 
 
 def blame_peer(group: ProcessGroup, error: BaseException) -> ProcessError | None:
-    """Post this rank's error for the other ranks; return one that names the rank at fault, if that is another one.
+    """Post this rank's error for the other ranks; if another rank is at fault, return an error that names it.
 
     A rank whose peer has died gets only gloo's "Connection closed by peer", which names an address. So each rank posts
-    its error before it ends and reads those of the others; a rank that posts nothing was killed.
+    its error before it ends, and reads those of the others; a rank that posts nothing was killed.
     """
     group.has_failed = True
     is_consequence = blames_a_peer(error)

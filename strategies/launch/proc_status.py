@@ -1,4 +1,4 @@
-"""Status of another process, as the kernel reports it; on systems other than Linux only whether it exists."""
+"""Status of another process, as the kernel reports it; on systems other than Linux, only whether it exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 _MIN_TIME: Final = 0.1  # seconds of processor time
-_MIN_LOAD: Final = 0.01  # of one processor; the threads of an idle worker that wake up now and then use less
+_MIN_LOAD: Final = 0.01  # of one processor; an idle worker, whose threads wake up now and then, uses less
 
 
 class Process(NamedTuple):
     """State of a process, and the processor time that it has used, in seconds."""
 
     state: Literal["runs", "stopped", "ended", "unknown"]
-    """"stopped" means by a signal, not by a debugger."""
+    """"stopped" means stopped by a signal, not by a debugger."""
     used: float = 0.0
 
 
@@ -50,7 +50,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Return the lines of /proc/PID/status by name; an empty dictionary for a process that is gone."""
+    """Return the fields of /proc/PID/status by name; an empty dictionary for a process that is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -59,7 +59,7 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 def started_at(pid: int) -> int:
-    """Return when a process was started, in ticks since the machine was; 0 for one that is gone, or not on Linux."""
+    """Return when a process started, in clock ticks since boot; 0 for one that is gone, or not on Linux."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -69,7 +69,7 @@ def started_at(pid: int) -> int:
 
 @functools.cache
 def host_id() -> str:
-    """Return a name of this boot of this machine and this container, in which a process id is unique."""
+    """Return a name for this boot of this machine and container, within which process ids are unique."""
     identity = socket.gethostname()
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -81,11 +81,11 @@ def host_id() -> str:
 
 
 class Activity:
-    """Time since which a process has been almost idle, judged by the processor time that it uses."""
+    """Tracks since when a process has been almost idle, judging by the processor time that it uses."""
 
     def __init__(self, now: float, used: float) -> None:
         self.newest = now
-        """The last time at which it was seen to work."""
+        """The last time at which the process was seen to work."""
         self._used = used
 
     def note(self, now: float, used: float) -> None:

@@ -1,4 +1,4 @@
-"""Traceback of an error in a worker: which of its frames users see, and how it gets into the caller."""
+"""Traceback of an error in a worker: the frames that users see, and how to rebuild it in the caller."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 _PACKAGE: Final = Path(__file__).parents[2]
 _OWN: Final = tuple(f"{_PACKAGE / name}/" for name in ("strategies", "callbacks", "trainer"))
 _LIBRARIES: Final = tuple(f"{Path(path)}/" for path in (Path(torch.__file__).parent, sysconfig.get_path("stdlib")))
-_INSTALLED: Final = ("site-packages/", "dist-packages/")  # which may lie below the standard library
+_INSTALLED: Final = ("site-packages/", "dist-packages/")  # these may be below the standard library
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Place of one call, as a traceback shows it."""
+    """Position of a call, as shown in a traceback."""
 
     file: str
     name: str
@@ -32,7 +32,7 @@ class Frame:
 
     @classmethod
     def of(cls, summary: traceback.FrameSummary) -> Self:
-        """Return the place in a summary of torch's or Python's; what it does not know is -1."""
+        """Return the position in a frame summary; unknown columns are -1."""
         line = summary.lineno or 1
         if summary.colno is None or summary.end_colno is None:
             return cls(summary.filename, summary.name, line, line, -1, -1)
@@ -41,12 +41,12 @@ class Frame:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is in Echelon."""
+        """Whether it is in Echelon's code."""
         return self.file.startswith(_OWN)
 
     @property
     def is_users(self) -> bool:
-        """Whether it is neither in Echelon nor in torch nor in Python itself."""
+        """Whether it is in none of Echelon, torch and Python itself."""
         is_torch_or_python = self.file.startswith(_LIBRARIES) and not self._is_installed
         return not (self.is_own or is_torch_or_python or self.file.startswith("<frozen"))
 
@@ -56,7 +56,7 @@ class Frame:
 
 
 def frames_for_users(error: BaseException) -> list[Frame]:
-    """Return the frames of an error from the first of the user's on; all of them where Echelon itself has raised it."""
+    """Return an error's frames starting with the user's first one; all of them if Echelon itself raised it."""
     frames = [Frame.of(summary) for summary in traceback.extract_tb(error.__traceback__)]
     if not frames or frames[-1].is_own:
         return frames
@@ -65,7 +65,7 @@ def frames_for_users(error: BaseException) -> list[Frame]:
 
 
 def rebuild(frames: Sequence[Frame]) -> TracebackType | None:
-    """Return a traceback that shows these frames; they have no variables, as those stayed in the worker."""
+    """Return a traceback that shows these frames, without their variables, which stayed in the worker."""
     rebuilt: TracebackType | None = None
     for frame in reversed(frames):
         own = _raised_at(frame)
@@ -74,7 +74,7 @@ def rebuild(frames: Sequence[Frame]) -> TracebackType | None:
 
 
 def _raised_at(frame: Frame) -> TracebackType:
-    """Raise an error at this place of this file, and return the traceback of that."""
+    """Raise an error at this position of this file, and return its traceback."""
     place = {
         "lineno": frame.line,
         "end_lineno": frame.end_line,

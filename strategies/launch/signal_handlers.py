@@ -1,4 +1,4 @@
-"""Signal handlers of a run, undone at its end and in every process that is forked meanwhile."""
+"""Signal handlers of a run, removed at its end and in every process that is forked meanwhile."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 RUN_SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""Signals by which users and schedulers end a run in order."""
+"""Signals with which users and schedulers ask a run to end cleanly."""
 
 ECHO: Final = 1.0
-"""Seconds within which the same signal counts as the one before."""
+"""Seconds within which a repeated signal is ignored."""
 
 
 @contextmanager
 def handling(handle: Callable[[int], None]) -> Iterator[None]:
-    """Handle the signals of a run in the main thread; in other threads, Python leaves them to their handlers.
+    """Handle the signals of a run inside the block; does nothing outside the main thread, as Python requires.
 
-    Ignored signals stay ignored: SIGINT under nohup, and in a worker, to which the caller passes on its signals. The
+    Ignored signals stay ignored: SIGINT under nohup, and in a worker, to which the caller forwards its signals. The
     same signal within `ECHO` is not handled again: ``timeout`` sends it to the program and then to its process group,
-    and schedulers that signal every process also signal the one that passes it on to these.
+    and schedulers that signal every process also signal the one that forwards it to the others.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,9 +52,9 @@ def handling(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 def ignore(number: int) -> None:
-    """Ignore a signal in this process and in its forks, but not in the programs that they start.
+    """Ignore a signal in this process and its forks, but not in the programs that they start.
 
-    With SIG_IGN these would ignore it, too, and many are ended by it: a profiler by SIGINT, say.
+    With SIG_IGN these would ignore it, too, although many rely on it to end, such as a profiler on SIGINT.
     """
     signal.signal(number, _do_nothing)
     signal.siginterrupt(number, False)
@@ -66,10 +66,10 @@ def _do_nothing(number: int, frame: object) -> None:
 
 @contextmanager
 def sheltering_forks() -> Iterator[None]:
-    """Keep Ctrl-C, which reaches all processes of a terminal, from those that are started inside the block.
+    """Shield processes that are started inside the block from Ctrl-C, which reaches all processes of a terminal.
 
-    The workers of a DataLoader need it: the run finishes its step when Ctrl-C comes. They inherit the blocked signal;
-    to this process it is delivered after the block.
+    DataLoader workers need this, since the run finishes its step after Ctrl-C. They inherit the blocked signal; this
+    process receives it after the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
@@ -79,7 +79,7 @@ def sheltering_forks() -> Iterator[None]:
 
 
 class _Handler:
-    """Handler of one signal, and the one that it replaces."""
+    """A handler of one signal, and the handler that it replaces."""
 
     def __init__(self, number: int, handle: Callable[[int], None]) -> None:
         self._number, self._handle, self._process = number, handle, os.getpid()
@@ -89,21 +89,21 @@ class _Handler:
     def __call__(self, number: int, frame: object) -> None:
         if os.getpid() == self._process:
             self._handle(number)
-        else:  # just forked, and not yet undone
+        else:  # just forked, and not removed yet
             self.undo()
             signal.raise_signal(number)
 
     def undo(self) -> None:
-        """Bring back the handler before this one; the default in place of one that was not set by Python."""
+        """Restore the previous handler, or the default if it was not set from Python."""
         signal.signal(self._number, self._before if self._before is not None else signal.SIG_DFL)
 
 
 @functools.cache
 def _undo_in_forks() -> None:
-    """Have forked processes undo the handlers: those of a Pool must end by SIGTERM. Once, as Python never forgets.
+    """Make forked processes remove the handlers: a Pool's must end on SIGTERM. Cached: fork hooks cannot be removed.
 
-    Around the fork the signals are blocked. One that comes to the new process at once, as that of Process.terminate()
-    may, then waits for the handlers that were there before; Python would forget it.
+    Signals are blocked around the fork. One that reaches the new process right away, such as that of
+    Process.terminate(), then waits until the previous handlers are back; otherwise Python would lose it.
     """
     masks = threading.local()
 

@@ -1,4 +1,4 @@
-"""Agent of a run whose nodes are known beforehand: one failure ends the run on every node."""
+"""Agent of a run with a fixed set of nodes: one failure ends the run on every node."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .worker import WorkerTask
 
 _log = logging.getLogger(__name__)
 
-_CONSEQUENCES = 0.25  # seconds after a failure in which it is seen whether a peer of the failed worker is dead
+_CONSEQUENCES = 0.25  # seconds to wait after a failure, to see whether a peer of the failed worker is dead
 _LINGER = 5.0  # seconds for which node 0 keeps the store, so that other nodes learn how the run ended
-_INTERVAL = 1.0  # seconds between two looks at other nodes; the exit of a worker of this node is seen at once
+_INTERVAL = 1.0  # seconds between two checks of other nodes; an exit on this node is noticed at once
 _FAILURE = "failure"
 
 
 class StaticAgent(Agent):
-    """Ends all workers as soon as one has failed, here or on another node."""
+    """Ends all workers as soon as one fails, on this node or another."""
 
     def __init__(self, task: WorkerTask, num_processes: int, nodes: Rendezvous) -> None:
         super().__init__(task, num_processes, nodes)
@@ -68,7 +68,7 @@ class StaticAgent(Agent):
         return Noticeboard(self.nodes.store, "agents")
 
     def _exchange_failures(self, cause: WorkerExit) -> None:
-        """Post the failure of this node for the others, unless it is the consequence of one that another has posted."""
+        """Post this node's failure for the others, unless it is the consequence of one that another node has posted."""
         if not self._others:
             return
         if cause.blames_a_peer:
@@ -77,13 +77,13 @@ class StaticAgent(Agent):
             self.failure_elsewhere = self._read_failure()
         if self.failure_elsewhere is not None:
             return
-        with contextlib.suppress(RuntimeError):  # node 0 is gone, and nobody can read it
+        with contextlib.suppress(RuntimeError):  # node 0 is gone, and no one can read it
             self._board.post(_FAILURE, cause.describe())
             if self.nodes.node_rank == 0:
                 self._board.wait_for([f"read/{node}" for node in self._others], _LINGER)
 
     def _read_failure(self) -> str | None:
-        """Return the failure that another node has posted, if any, and confirm that it was read."""
+        """Return the failure that another node has posted, if any, and acknowledge it."""
         if not self._others:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Rendezvous of a known number of nodes over a store that the first one hosts."""
+"""Rendezvous of a fixed number of nodes over a store that the first one hosts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..cluster.tcp_store import connect_store, host_store
 from ..distributed.noticeboard import Noticeboard
 from ..errors import ProcessError
 
-_ATTEMPT = 3.0  # seconds after which a waiting node connects again: it may have reached the store of an earlier run
+_ATTEMPT = 3.0  # seconds after which a waiting node reconnects: it may have reached the store of an earlier run
 _PAUSE = 0.05  # seconds between two attempts
 _PREFIX, _OVER = "echelon/nodes", "over"
 
 
 class Rendezvous(RendezvousHandler):
-    """Rendezvous of the agents of a run, whose workers then use the same store; on loopback if there is one node."""
+    """Rendezvous of a run's agents, whose workers then use the same store; on loopback if there is only one node."""
 
     def __init__(self, environment: Environment, limit: timedelta) -> None:
         self.node_rank, self.num_nodes = environment.node_rank, environment.num_nodes
@@ -36,18 +36,18 @@ class Rendezvous(RendezvousHandler):
         """Meet the other nodes.
 
         Raises:
-            ProcessError: naming the nodes that did not come in time, or the port that is taken.
+            ProcessError: naming the nodes that did not join in time, or the port that is taken.
         """
         self.store = self._host() if self.node_rank == 0 else self._join()
         info = RendezvousStoreInfo(self.address, self.port)
         return RendezvousInfo(self.store, self.node_rank, self.num_nodes, info)
 
     def close(self) -> None:
-        """Make nodes that come from now on, for the next run of the same program, wait for that run's store."""
+        """Make nodes that join from now on, for the next run of the same program, wait for that run's store."""
         _board(self.store).post(_OVER)
 
     def cancel(self) -> None:
-        """End the wait for other nodes; from any thread."""
+        """End the wait for other nodes; may be called from any thread."""
         self._is_cancelled = True
 
     def _host(self) -> Any:
@@ -64,7 +64,7 @@ class Rendezvous(RendezvousHandler):
 
     def _open(self) -> Any:
         try:
-            # any port on one machine: the port of the run before is still taken when workers start again
+            # on one machine, any port: the previous one is still taken when workers restart
             store = host_store(self.address, self.port if self.num_nodes > 1 else 0)
         except OSError as error:
             raise ProcessError(
@@ -93,7 +93,7 @@ class Rendezvous(RendezvousHandler):
         raise self._missing(missing or [0])
 
     def _is_confirmed(self, board: Noticeboard) -> bool:
-        """Return whether node 0 confirms an arrival; the store may be that of an earlier run of the same program."""
+        """Return whether node 0 confirms this arrival; the store may belong to an earlier run of the same program."""
         if board.has(_OVER):
             return False
         attempt = uuid.uuid4().hex
@@ -108,12 +108,12 @@ class Rendezvous(RendezvousHandler):
         )
 
     def get_backend(self) -> str:
-        """Return the name that stands in elastic's logs."""
+        """Return the name to show in elastic's logs."""
         return "echelon"
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers join the store made here; otherwise rank 0 would open a port on every interface."""
+        """Whether workers use this store; otherwise rank 0 would open a port on every interface."""
         return True
 
     def is_closed(self) -> bool:
@@ -121,18 +121,18 @@ class Rendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: no other node could come."""
+        """Do nothing: no other node could join."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: the number of nodes is fixed."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the same id for every run: each has a store of its own."""
+        """Return the same id for every run, as each run has its own store."""
         return "echelon"
 
     def shutdown(self) -> bool:
-        """Do nothing: the store ends with its last holder."""
+        """Do nothing: the store closes with its last reference."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""TorchSettings: how a program has set torch, for the processes that work for it."""
+"""TorchSettings: a program's settings of torch, for its worker processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ..torch_internals import compiler_settings, float32_precisions, set_float32_precisions
 
-# cudnn.benchmark and the like are plain attributes; the kernels of attention have a getter and a setter each
+# cudnn.benchmark and the like are plain attributes; attention kernels have a getter and a setter each
 _CUDNN: Final = ("enabled", "benchmark", "deterministic", "benchmark_limit")
 _MATMUL: Final = (
     "allow_fp16_reduced_precision_reduction",
@@ -29,11 +29,11 @@ _ATTENTION: Final = {
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """Settings of torch in the caller's process that its workers take over; what they have already is left alone."""
+    """The caller's settings of torch, which its workers take over; settings that are equal already are left alone."""
 
     default_dtype: torch.dtype
     matmul_precision: str | None
-    """None where the program has set it backend by backend: torch refuses to say it as one word then."""
+    """None if the program has set it per backend, in which case torch refuses to return a single value."""
     precisions: dict[tuple[str, str], str]
     is_deterministic: bool
     warns_only: bool
@@ -62,7 +62,7 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Set torch in this process in the same way."""
+        """Apply these settings to this process."""
         torch.set_default_dtype(self.default_dtype)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
         now = type(self).of_this_process()

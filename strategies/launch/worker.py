@@ -38,15 +38,15 @@ NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signa
 """Signals that a terminal or a scheduler may send to the whole process group of a run."""
 
 _PRELOAD: Final = "ECHELON_PRELOAD"
-"""Variable that says which modules the fork server imports, after whether its children need CUDA."""
+"""Variable that tells the fork server whether its children need CUDA, and which modules to import."""
 
 IMPORTED_FIRST: Final[list[str]] = []
-"""Modules that workers import before any of the user's: those that change what an import finds."""
+"""Modules that workers import before any of the user's, because they change what imports find."""
 
 CULPRITS: Final[list[str]] = []
-"""In the fork server and its children: the module after whose import no child could use CUDA; where CUDA is needed."""
+"""In the fork server and its children, if CUDA is needed: the module after whose import no child could use it."""
 
-# Variables that torch.distributed.elastic sets for each worker; a caller that is a worker itself has them, too.
+# Variables that torch.distributed.elastic sets for each worker; a caller that is itself a worker has them, too.
 _WORKER_VARIABLES: Final = re.compile(
     "((GROUP|ROLE|LOCAL)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     f"|TORCH_NCCL_ASYNC_ERROR_HANDLING|{NODE_FOLDER}|{CALLS_FILE}"
@@ -54,7 +54,7 @@ _WORKER_VARIABLES: Final = re.compile(
 
 
 class InheritedFile:
-    """Descriptor of the caller of which each worker gets a duplicate; the fork server's own may be out of date."""
+    """A file descriptor of the caller, duplicated for each worker; the fork server's own may be out of date."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -64,7 +64,7 @@ class InheritedFile:
 
     def unpack(self) -> Any:
         """Return the object that was pickled to this file, and close it."""
-        try:  # mapped, as workers share one position in the file
+        try:  # mapped, because the workers share the file position
             with mmap.mmap(self.number, 0, access=mmap.ACCESS_READ) as data:
                 return unpack_from(data)
         finally:
@@ -78,7 +78,7 @@ def _from_duplicate(duplicate: Any) -> InheritedFile:
 def _own_streams() -> dict[int, InheritedFile]:
     streams = {}
     for number in (1, 2):
-        with contextlib.suppress(OSError):  # closed, as a daemon's may be
+        with contextlib.suppress(OSError):  # closed, as in a daemon
             os.fstat(number)
             streams[number] = InheritedFile(number)
     return streams
@@ -89,21 +89,21 @@ class WorkerTask:
     """Task of the workers of a run."""
 
     folder: Path
-    """Where workers leave results and failures."""
+    """The folder in which workers leave results and failures."""
     function: InheritedFile
-    """What to run, pickled."""
+    """The function to run, pickled."""
     caller: bytes
     """The `CallerState`, pickled."""
     is_local: bool
     """Whether all processes are on this machine."""
     keeps_all_results: bool
-    """Whether to keep every worker's result, or only that of the node's first one."""
+    """Whether to keep every worker's result, and not only that of the node's first worker."""
     shows_stacks: bool = False
     modules: tuple[str, ...] = ()
     """Modules of installed packages that the function imports."""
     uses_cuda: bool = False
     node_folder: Path | None = None
-    """Folder that outlives the workers, if they are started again after a failure."""
+    """Folder that outlives the workers, if they are restarted after a failure."""
     streams: dict[int, InheritedFile] = field(default_factory=_own_streams)
     """Standard output and standard error of the caller."""
 
@@ -118,14 +118,14 @@ class CallerState:
 
     environ: dict[str, str]
     umask: int | None
-    """None where it cannot be read without changing it for a moment, in which other threads may make files."""
+    """None if it cannot be read without changing it for a moment, during which other threads might create files."""
     torch_settings: TorchSettings
     warning_filters: list[Any]
     start_method: str | None
-    """Start method of multiprocessing, for the workers of a DataLoader; None if the caller has chosen none."""
+    """Start method of multiprocessing, for DataLoader workers; None if the caller has not chosen one."""
     sharing_strategy: str
     seed: int
-    """That of torch's generators, for those of devices: they are not in use yet, so that only their seed counts."""
+    """torch's seed, for the generators of devices, which are not in use yet, so that only their seed matters."""
     imported_first: tuple[str, ...]
     python_random: Any
     numpy_random: Any
@@ -152,7 +152,7 @@ class CallerState:
         """Make this process like the caller's."""
         variables = loopback_variables() if is_local else {}
         variables |= {name: value for name, value in self.environ.items() if not _WORKER_VARIABLES.fullmatch(name)}
-        # A variable that the caller does not have was set when the fork server was started.
+        # Variables that the caller does not have date from the start of the fork server.
         for name in set(os.environ) - set(variables):
             if not _WORKER_VARIABLES.fullmatch(name):
                 del os.environ[name]
@@ -165,10 +165,10 @@ class CallerState:
             importlib.import_module(name)
         warnings.resetwarnings()  # it also clears the module's cache of filters
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
-        # Python >= 3.12 warns of what the next lines choose, each time that a loader starts its workers
+        # Python >= 3.12 warns about the start method chosen below, each time a loader starts its workers
         warnings.filterwarnings("ignore", r".*is multi-threaded, use of fork", DeprecationWarning)
         # This process has the fork server's start method, whose children cannot import classes of the user's program.
-        # Forked children have them; so fork is the default.
+        # Forked children have them already, so fork is the default.
         is_linux = sys.platform == "linux"
         multiprocessing.set_start_method(self.start_method or ("fork" if is_linux else None), force=True)
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
@@ -188,20 +188,20 @@ def _umask() -> int | None:
 
 @contextlib.contextmanager
 def preloading(words: Iterable[str]) -> Iterator[None]:
-    """Set the variables with which the fork server starts, and put them back."""
-    # is_available() then asks NVML where it can, which leaves CUDA usable after a fork
+    """Set the variables for starting the fork server inside the block, then restore them."""
+    # is_available() then asks NVML if possible, which leaves CUDA usable after a fork
     variables = {_PRELOAD: ",".join(words), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with overridden(variables):
         yield
 
 
 def take_preload() -> str:
-    """Return, in the fork server, what `preloading` was given."""
+    """Return, in the fork server, the words that were given to `preloading`."""
     return os.environ.pop(_PRELOAD, "")
 
 
 def run_worker(task: WorkerTask) -> None:
-    """Run the function of `task` in this process, and leave its result or its failure in the folder."""
+    """Run the task's function in this process, and leave its result or its failure in the folder."""
     end_with_the_caller()
     # A terminal's Ctrl-C reaches every process of the group; the caller decides what it means for the workers.
     ignore(signal.SIGINT)
@@ -223,16 +223,16 @@ def run_worker(task: WorkerTask) -> None:
         result = task.function.unpack()()
         is_kept = task.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
         _write(task.folder / f"{rank}.result", result if is_kept else None, "result")
-    except BaseException as error:  # noqa: BLE001 - a sys.exit() of the function would pass for success
+    except BaseException as error:  # noqa: BLE001 - a sys.exit() in the function would look like success
         _write(task.folder / f"{rank}.failure", Failure.of(error), "failure")
         _leave_at_once()
-    # Returning would make elastic wait until all workers have returned; it accepts an exit without a code.
-    # wandb replaces sys.exit by one with the code 0.
+    # Returning would make elastic wait until all workers have returned; an exit without a code does not.
+    # Not sys.exit(), which wandb replaces with one that passes code 0.
     raise SystemExit
 
 
 def _check_cuda() -> None:
-    """Raise `ProcessError` if this process cannot use CUDA, as its fork server had asked for devices."""
+    """Raise a `ProcessError` if this process cannot use CUDA, because its fork server initialized it."""
     if is_cuda_unusable():
         name = CULPRITS[0] if CULPRITS else "a module that the program named in set_forkserver_preload"
         raise ProcessError(
@@ -249,22 +249,22 @@ def _write(path: Path, value: Any, name: str) -> None:
 
 
 def _leave_at_once() -> None:
-    """Exit without unwinding: threads and process groups of a failed function may wait for peers for ever."""
+    """Exit without unwinding: threads and process groups of a failed function may wait for peers forever."""
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # where the caller's was closed
+        if stream is not None:  # None if the caller's was closed
             stream.flush()
     os._exit(1)
 
 
 def end_with_the_caller() -> None:
-    """Make the kernel kill this process as soon as the caller is gone, even if SIGKILL ended it."""
+    """Make the kernel kill this process as soon as the caller is gone, even after a SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     kill_with_parent(signal.SIGKILL)  # the fork server may be killed alone
     if hasattr(fcntl, "F_SETSIG"):  # Linux
-        # The fork server, the parent of this process, outlives the caller as long as it has a child. But only the
+        # The fork server, which is this process's parent, outlives the caller as long as it has children. But only the
         # caller holds the other end of this pipe open.
         pipe = parent.sentinel
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
@@ -275,7 +275,7 @@ def end_with_the_caller() -> None:
 
 
 def threads_per_process(num_processes: int) -> int:
-    """Return the number of threads for each of `num_processes` that share the cores which this one may use."""
+    """Return the number of threads for each of `num_processes` that share the cores available to this process."""
     if (setting := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(1, int(setting))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
