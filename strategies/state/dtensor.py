@@ -1,4 +1,4 @@
-"""Conversions between whole tensors and DTensors, and what a rank holds and writes of them."""
+"""Conversions between whole tensors and DTensors, and the shards that a rank holds and writes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .shards import Holders, cuts_of, pieces_of, shard_size
 
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor, of which this rank holds a shard."""
-    if type(value) in (Tensor, Parameter):  # nearly all are, and an isinstance with DTensor takes longer
+    if type(value) in (Tensor, Parameter):  # the usual case, and faster than isinstance with DTensor
         return False
-    module: Any = sys.modules.get("torch.distributed.tensor")  # without it no DTensor exists
+    module: Any = sys.modules.get("torch.distributed.tensor")  # if not imported, no DTensor exists
     return module is not None and isinstance(value, module.DTensor)
 
 
@@ -30,23 +30,23 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, all of it for a plain one; it shares the tensor's memory."""
+    """Return this rank's shard of a DTensor, or a plain tensor as is; the result shares its memory."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def values_here(tensor: Tensor) -> Tensor:
-    """Return the numbers that this rank holds of a tensor; of a sparse one, those of its rows."""
+    """Return the values of a tensor that this rank holds; for a sparse one, those of its rows."""
     tensor = local_shard(tensor)
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a tensor, with a gradient; a DTensor is gathered. Collective: the ranks of its mesh call it."""
+    """Return a DTensor gathered, differentiably, or a plain tensor as is. Collective: the ranks of its mesh call it."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def with_local_shard(like: Any, local: Tensor) -> Tensor:
-    """Return a tensor that is sharded as `like` is, of which this rank holds `local`."""
+    """Return a tensor that is sharded like `like`, of which `local` is this rank's shard."""
     if not is_dtensor(like):
         return local
     from torch.distributed.tensor import DTensor
@@ -57,9 +57,9 @@ def with_local_shard(like: Any, local: Tensor) -> Tensor:
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """Return this rank's shard of a whole tensor, sharded as `like` is; a value of another shape is returned as it is.
+    """Return a whole tensor sharded like `like`; a value of another shape is returned as is.
 
-    Only the shard is read, which matters where the whole tensor lies in a mapped file.
+    Only this rank's shard is read, which matters if the whole tensor is in a memory-mapped file.
     """
     if not is_dtensor(like) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
@@ -84,9 +84,9 @@ def _read_shard(value: Tensor, like: Any) -> Tensor:
 
 
 def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
-    """Return a state with whole tensors on the CPU; an empty one where it is not kept. Collective: every rank calls it.
+    """Return a state with whole tensors on the CPU, or an empty one if it is not kept. Collective: every rank calls it.
 
-    One tensor at a time is whole on the ranks that do not keep it.
+    Ranks that do not keep it hold only one whole tensor at a time.
     """
     whole: dict[str, Any] = {}
     for name, value in state.items():
@@ -98,7 +98,7 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
 
 
 def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return dense copies of tensors, whole, on the CPU, without those that are None. Collective: ranks of the mesh."""
+    """Return whole, dense copies of tensors on the CPU, without those that are None. Collective: ranks of the mesh."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -109,7 +109,7 @@ def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply tensors in place; a factor takes their dtype, so that torch does not read it from the device."""
+    """Multiply tensors in place; a factor is cast to their dtype, so that torch does not read it from the device."""
     if not isinstance(factor, Tensor):
         if tensors:
             torch._foreach_mul_(list(tensors), factor)
@@ -122,11 +122,11 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
 
 def whole_tensor(tensor: Any) -> Tensor:
-    """Return the whole of a DTensor, of a packed one as well. Collective: the ranks of its mesh call it."""
+    """Return a whole DTensor, which may be packed. Collective: the ranks of its mesh call it."""
     from torch.distributed.tensor import Shard
 
     mesh = tensor.device_mesh
-    # a tensor that is offloaded to the CPU goes to the device on which its mesh communicates
+    # a tensor that is offloaded to the CPU is moved to the device on which its mesh communicates
     local = local_shard(tensor).to(mesh.device_type)
     if mesh.ndim == 1:
         return _full(local, mesh, tensor.placements[0], tensor.shape)
@@ -143,7 +143,7 @@ def whole_tensor(tensor: Any) -> Tensor:
 
 
 def _full(local: Tensor, mesh: Any, placement: Any, shape: torch.Size) -> Tensor:
-    """Return the whole of a tensor that lies on a mesh of one axis. Collective: the ranks of the mesh call it."""
+    """Return a whole tensor that is sharded over a mesh of one axis. Collective: the ranks of the mesh call it."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -160,10 +160,10 @@ def clip_by_norm(
     holders: Holders,
     copies: Sequence[int] | None = None,
 ) -> Tensor:
-    """Scale gradients so that their norm is at most `limit`, whatever the meshes on which they lie; return the norm.
+    """Scale gradients so that their total norm is at most `limit`, whatever meshes they are on; return the norm.
 
-    A shard counts as 1 / (the number of ranks that hold it) on each of them; `copies` says of each gradient how many
-    stages of a pipeline have it. Collective: every rank calls it.
+    A shard counts as 1 / (number of ranks that hold it) on each of them; `copies` is the number of pipeline stages that
+    have each gradient. Collective: every rank calls it.
     """
     by_share: dict[float, list[Tensor]] = {}
     for gradient, number_of_copies in zip(gradients, copies or [1] * len(gradients), strict=True):
@@ -183,10 +183,10 @@ def clip_by_norm(
 
 
 def own_blocks(tensor: Any, path: str) -> list[Block]:
-    """Return the blocks of a DTensor that this rank holds: one, or several of a packed tensor.
+    """Return the blocks of a DTensor that this rank holds: one, or several if the tensor is packed.
 
     Raises:
-        CheckpointError: for one whose ranks hold summands instead of blocks; `path` names it.
+        CheckpointError: for a tensor whose ranks hold partial sums instead of blocks; `path` names it.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
@@ -201,9 +201,9 @@ def own_blocks(tensor: Any, path: str) -> list[Block]:
 
 
 def writes(tensor: Any, key: str, holders: Holders) -> bool:
-    """Return whether this rank is to write its shard of a DTensor: one rank does, of all that hold the same shard.
+    """Return whether this rank is the one that writes its shard of a DTensor, of all ranks that hold the same shard.
 
-    `key` deals the tensors to the replicas, so that all write about as much.
+    `key` determines which replica it is, so that all of them write about the same amount.
     """
     ranks = holders.of(tensor)
     if not ranks or ranks[zlib.crc32(key.encode()) % len(ranks)] != tensor.device_mesh.get_rank():

@@ -1,4 +1,4 @@
-"""FromEnvironment: a text that came from an environment variable, whose interpolation is stored in its place."""
+"""FromEnvironment: a string from an environment variable, whose interpolation is stored in its place."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from typing import Any, Final, Self
 
 _INTERPOLATION: Final = re.compile(r"(?<!\\)(\\\\)*\$\{")
-"""One that is not escaped by a backslash."""
+"""An interpolation that is not escaped by a backslash."""
 
 
 class FromEnvironment(str):
-    """A text with the interpolation (``${oc.env:TOKEN}``) that gave it; files of a run hold only the latter."""
+    """A string with the interpolation (``${oc.env:TOKEN}``) that it came from; a run's files hold only the latter."""
 
     __slots__ = ("interpolation",)
     interpolation: str
@@ -28,7 +28,7 @@ class FromEnvironment(str):
 
     @classmethod
     def mark(cls, value: Any, stored: Any) -> Any:
-        """Return a value of a config whose texts carry the interpolations that are `stored` in their place."""
+        """Return a config value whose strings carry the interpolations that are `stored` in their place."""
         if isinstance(value, dict):
             return {key: cls.mark(item, _at(stored, key)) for key, item in value.items()}
         if isinstance(value, list):
@@ -38,5 +38,5 @@ class FromEnvironment(str):
 
 
 def _at(stored: Any, key: Any) -> Any:
-    """Return what is stored for an item; for the items of a whole that came from the environment, that."""
+    """Return what is stored for an item; if its container came from one interpolation, that interpolation."""
     return stored if isinstance(stored, str) else stored[key]

@@ -1,4 +1,4 @@
-"""StoredTensor: a tensor in blocks of mapped files; each process reads only the blocks that it uses."""
+"""StoredTensor: a tensor in blocks of memory-mapped files; each process reads only the blocks that it uses."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from ..distributed.nested import map_tensors
 from ..errors import CheckpointError
 
 OUTLINE: Final = ".outline"
-"""Ends the name of a file of tensors of which only the header is here; their elements are on another node."""
+"""File name suffix for tensors of which only the header is stored here; their elements are on another node."""
 
 
 class Block(NamedTuple):
-    """A rectangular block of a tensor, and where it begins in the whole tensor."""
+    """A rectangular block of a tensor, and its offsets in the whole tensor."""
 
     tensor: Tensor
     offsets: Sequence[int]
-    """One a dimension."""
+    """One per dimension."""
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Block:
-        """Return the only block of a tensor that is not cut."""
+        """Return the only block of a tensor that is not split."""
         return cls(tensor, (0,) * tensor.dim())
 
 
 class StoredTensor(Tensor):
     """A tensor made of blocks that may be on disk; nothing is read before it is used.
 
-    `read_block`, ``clone()``, and ``copy_`` to another tensor read only what they copy. All other functions of torch
-    see a plain tensor on the CPU: the tensor is then read as a whole, once, and stays in memory with every change.
+    `read_block`, ``clone()``, and ``copy_`` to another tensor read only what they copy. All other torch functions see a
+    plain CPU tensor: the tensor is then read as a whole, once, and stays in memory with any changes made to it.
 
     Args:
-        blocks: cover the tensor without overlap or gap; they are never written to.
+        blocks: blocks that cover the tensor without overlaps or gaps; they are never written to.
     """
 
     def __new__(cls, blocks: Sequence[Block]) -> StoredTensor:
-        """Return a tensor without elements, which has the shape and the dtype."""
+        """Return a tensor with this shape and dtype, but without elements."""
         shape = [max(ends) for ends in zip(*(_ends(block) for block in blocks), strict=True)]
         outline = torch.empty(shape, dtype=blocks[0][0].dtype, device="meta")
         return torch.Tensor._make_subclass(cls, outline)  # noqa: SLF001 - as torch.nn.Parameter does
@@ -52,7 +52,7 @@ class StoredTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer queries without elements, copy blocks, and call every other function with the whole tensor."""
+        """Answer queries that need no elements, copy blocks, and call all other functions with the whole tensor."""
         first = args[0] if args else None
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents it for subclasses
@@ -88,7 +88,7 @@ class StoredTensor(Tensor):
                 target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
 
     def whole(self) -> Tensor:
-        """Return the plain tensor, the same in every call."""
+        """Return the plain tensor; every call returns the same one."""
         if self._whole is None:
             self._whole, self._blocks = self.clone(), ()
         return self._whole
@@ -97,7 +97,7 @@ class StoredTensor(Tensor):
 def read_block(
     tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
-    """Return a copy of a block of any tensor, on `device`; of a stored one, only that block is read."""
+    """Return a copy of a block of any tensor, on `device`; if it is a `StoredTensor`, only that block is read."""
     block = torch.empty(tuple(sizes), dtype=tensor.dtype, device=device or tensor.device)
     if isinstance(tensor, StoredTensor):
         tensor.copy_to(block, offsets)

@@ -22,7 +22,7 @@ _SCHEMA: Final = {"state": {TEXT: dict}, "param_groups": [{"params": [TEXT]}]}
 def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with each parameter's position replaced by its name in `module`.
 
-    A parameter that is not the module's is called ``unnamed.<position>``.
+    A parameter that does not belong to the module is called ``unnamed.<position>``.
     """
     state = optimizer.state_dict()
     names = parameter_names(optimizer, module)
@@ -35,10 +35,10 @@ def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name as ``optimizer.load_state_dict`` takes it; the inverse of `state_by_name`.
+    """Return a state by name in the form of ``optimizer.load_state_dict``; the inverse of `state_by_name`.
 
     Raises:
-        CheckpointError: if the state is of other parameters, of another number of groups, or of another optimizer.
+        CheckpointError: if the state is from other parameters, another number of groups, or another optimizer.
     """
     check(state, _SCHEMA, "The optimizer state")
     names = parameter_names(optimizer, module)
@@ -69,9 +69,9 @@ def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[st
 
 
 def _check_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse the state of another kind of optimizer, which would end in a KeyError at the next step."""
+    """Reject the state of another kind of optimizer, which would cause a KeyError in the next step."""
     for group, here in zip(saved, optimizer.param_groups, strict=True):
-        # settings that newer versions of torch have added are filled in as it loads; only both tell another kind
+        # loading fills in settings that newer versions of torch have added; only both together mean another kind
         lacking, unknown = sorted(optimizer.defaults.keys() - group.keys()), sorted(group.keys() - here.keys())
         if lacking and unknown:
             raise CheckpointError(
@@ -81,7 +81,7 @@ def _check_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _check_settings(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse settings that are no numbers where this optimizer has numbers."""
+    """Reject settings that are not numbers where this optimizer has numbers."""
     for index, (group, here) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         for name in group.keys() & here.keys() - {"params"}:
             _check_setting(group[name], here[name], f"{name} of group {index} in the optimizer state")
@@ -97,7 +97,7 @@ def _check_setting(saved: Any, here: Any, place: str) -> None:
 
 
 def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse entries of parameters that are not here, and of another type than those of the other parameters."""
+    """Reject entries of unknown parameters, and entries of another type than those of the other parameters."""
     kinds: dict[str, bool] = {}
     for parameter, entries in state.items():
         if parameter not in names:
@@ -115,16 +115,16 @@ def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names in `module` of an optimizer's parameters, in the order of the optimizer."""
+    """Return the names in `module` of an optimizer's parameters, in the optimizer's order."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return all that an optimizer is but its groups and state; `remake` makes another one of it.
+    """Return an optimizer's attributes, except its groups and state, from which `remake` makes another one.
 
-    The scheduler's wrapper of its step and its hooks are left out: they are for the user's object.
+    The scheduler's wrapper of its step and its hooks are left out, since they belong to the user's object.
     """
     left_out = ("step", "state", "param_groups")
     return {
@@ -137,7 +137,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 def remake(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of this class with these groups, without state.
 
-    It is made as unpickling makes one: a constructor may have other arguments than the defaults of the groups.
+    It is made the way unpickling does, since the arguments of a constructor may differ from the groups' defaults.
     """
     optimizer: Optimizer = object.__new__(kind)
     optimizer.__setstate__({**attributes, "state": defaultdict(dict), "param_groups": groups})
@@ -145,30 +145,30 @@ def remake(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[di
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer evaluates the loss itself, several times a step: LBFGS."""
+    """Return whether an optimizer evaluates the loss itself, several times per step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class Sharded(dict[str, Any]):
-    """A mapping in the state of a strategy whose entries are spread over the ranks: these are what this rank owns.
+    """A mapping in a strategy's state whose entries are distributed over the ranks; it holds those that this rank owns.
 
-    Every other rank has others, under other names, and none has all: ``{"state": Sharded(own), "param_groups": [...]}``
-    on every rank, if need be with an empty one. A checkpoint holds the entries of all ranks, each written by its owner;
-    they are loaded as one plain dict. What stands outside of it is equal on all ranks and written by rank 0. A DTensor
-    needs no such mark: it knows which shard of it is here. Where several ranks have the same entries, with DTensors
-    inside, one of them is the owner.
+    Other ranks have other entries, under other names, and none has all: ``{"state": Sharded(own), "param_groups":
+    [...]}`` on every rank, even if ``own`` is empty. A checkpoint holds the entries of all ranks, each written by its
+    owner; they are loaded as one plain dict. Everything outside of it is equal on all ranks and written by rank 0. A
+    DTensor does not need such a mark: it knows which shard of it is here. If several ranks have the same entries, with
+    DTensors inside, one of them is the owner.
     """
 
     is_owner: bool = True
-    """Whether this rank writes what is no DTensor in them, and names them."""
+    """Whether this rank writes the names of the entries and everything in them that is not a DTensor."""
     sources: Collection[int] = ()
-    """The ranks that write what this one holds, beside itself and those that hold the same shards."""
+    """The ranks that write what this one holds, besides itself and those that hold the same shards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere:
-    """A tensor in the state of a module that other ranks hold and write, under the same name."""
+    """A tensor in a module's state that other ranks hold and write under the same name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Schema of what is read from a file, which may be forged: types and bounds, checked before any of it is used."""
+"""Schema of data from a file, which may be forged: types and bounds, checked before any of it is used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..errors import CheckpointError
 
 Schema: TypeAlias = Any
 """A type; a `Rule`; ``[schema]`` for a list; ``{name: schema}`` for an object with these names, or ``{Rule: schema}``
-for one with any names that obey the rule; a tuple of schemas, one of which must hold; a value, such as None."""
+for one whose names all satisfy the rule; a tuple of schemas, one of which must hold; or a value, such as None."""
 
 _LONGEST_SHOWN: Final = 80
 _LARGEST: Final = 1 << 62
 
 
 class Rule:
-    """A condition on a value, with the words that describe it."""
+    """A condition on a value, with a description for errors."""
 
     def __init__(self, description: str, holds: Callable[[Any], bool]) -> None:
         self.description, self.holds = description, holds
@@ -43,19 +43,19 @@ INTEGER: Final = _whole(-(1 << 63), (1 << 64) - 1)
 NUMBER: Final = Rule(
     "a number", lambda value: type(value) is float or (type(value) is int and -_LARGEST <= value <= _LARGEST)
 )
-"""Also infinity, such as the worst metric of a ReduceLROnPlateau, and NaN."""
+"""Includes NaN and infinity, such as the worst metric of a ReduceLROnPlateau."""
 SECONDS: Final = _real(0)
 TEXT: Final = Rule("a text", lambda value: type(value) is str)
 
 
 def text_like(pattern: str, description: str) -> Rule:
-    """Return the rule that a text has the form of a regular expression."""
+    """Return the rule that a string matches a regular expression."""
     compiled = re.compile(pattern)
     return Rule(description, lambda value: type(value) is str and compiled.fullmatch(value) is not None)
 
 
 def time_text(time: datetime) -> str:
-    """Return a time as UTC, ISO 8601 with microseconds, which sorts as text."""
+    """Return a time in UTC, as ISO 8601 with microseconds, which sorts as text."""
     return time.astimezone(UTC).isoformat(timespec="microseconds")
 
 
@@ -127,10 +127,10 @@ def _refused(place: str, description: str, value: object) -> CheckpointError:
 
 
 def shown(value: object) -> str:
-    """Return a value as a short line of plain letters, whatever is in it."""
+    """Return a value as a short, printable line, whatever it contains."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         text = f"a {type(value).__name__}"
     except RecursionError:
         text = f"a {type(value).__name__} that is nested too deeply"
@@ -139,10 +139,10 @@ def shown(value: object) -> str:
 
 
 def parse_json(raw: bytes, place: str) -> Any:
-    """Return the value of strict JSON: no NaN, no infinity, no number that overflows.
+    """Parse strict JSON: no NaN, no infinity, and no number that overflows.
 
     Raises:
-        CheckpointError: if it is not that.
+        CheckpointError: if it is not valid.
     """
     try:
         return json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)

@@ -1,4 +1,4 @@
-"""Shards of DTensors: which elements of the whole tensor this rank holds, and which other ranks hold the same."""
+"""Shards of DTensors: the elements of the whole tensor that this rank holds, and the other ranks that hold them."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import torch
 from ..torch_internals import root_mesh
 
 Run = tuple[int, int]
-"""The first and the last index + 1 of elements that follow each other."""
+"""The first index and the last index + 1 of consecutive elements."""
 
 
 class Piece(NamedTuple):
-    """A rectangular block of a shard that is one of the whole tensor, too."""
+    """A rectangular block of a shard that is also a rectangular block of the whole tensor."""
 
     here: tuple[slice, ...]
-    """Where it is in the shard."""
+    """Its position in the shard."""
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Its offsets in the whole tensor."""
     shape: tuple[int, ...]
 
 
 class AxisCut(NamedTuple):
-    """One axis of a mesh that cuts a dimension of a tensor."""
+    """One axis of a mesh that shards a dimension of a tensor."""
 
     axis: int
     split_factor: int
-    """Into how many parts the dimension is split first, each of which is cut: 3 for packed q, k and v."""
+    """The number of parts into which the dimension is split first, each of which is sharded: 3 for packed q, k, v."""
 
 
-# torch's compute_local_shape_and_global_offset returns one block also where there are several, and a wrong one where
-# the shards of two axes are of different sizes; full_tensor() of fully_shard over packed shards is wrong (torch 2.14).
+# torch's compute_local_shape_and_global_offset returns one block even if there are several, and a wrong one if the
+# shards of two axes have different sizes; full_tensor() of fully_shard over packed shards is wrong (torch 2.14).
 
 
 def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
-    """Return how a dimension of a DTensor is cut, in that order.
+    """Return the axes that shard a dimension of a DTensor, in the order in which they do.
 
-    ``fully_shard`` cuts what the axes to its right have left, and notes it as a ``_StridedShard`` whose split factor is
-    the number of their shards; on torch 2.11, to the left of a packed one, as a ``Shard``.
+    ``fully_shard`` shards what the axes to its right have left over, which is recorded as a ``_StridedShard`` whose
+    split factor is the number of their shards; on torch 2.11, to the left of a packed one, as a ``Shard``.
     """
     first: list[AxisCut] = []
     last: list[AxisCut] = []
@@ -60,7 +60,7 @@ def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
 
 
 def pieces_of(tensor: Any) -> list[Piece]:
-    """Return what a DTensor's shard on this rank is made of: one block, or several where parts are packed."""
+    """Return the blocks that make up this rank's shard of a DTensor: one, or several if parts are packed."""
     places = []
     for dim, size in enumerate(tensor.shape):
         runs = [(0, size)]
@@ -78,13 +78,13 @@ def pieces_of(tensor: Any) -> list[Piece]:
 
 
 class Holders:
-    """Looks up which ranks of the run hold the same shard of a DTensor as this one, once a mesh and placement."""
+    """Looks up the ranks that hold the same shard of a DTensor as this one, once per mesh and placement."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], list[int]] = {}
 
     def of(self, tensor: Any) -> list[int]:
-        """Return these ranks in ascending order, this one included; none on a rank outside of the tensor's mesh."""
+        """Return these ranks in ascending order, including this one; none on a rank outside the tensor's mesh."""
         key = tensor.device_mesh, tensor.placements
         if key not in self._known:
             self._known[key] = _holders(*key)
@@ -92,7 +92,7 @@ class Holders:
 
     @property
     def all(self) -> set[int]:
-        """The ranks that hold a shard of any of these tensors."""
+        """The ranks that hold the same shard as this one of any tensor looked up so far."""
         return {rank for ranks in self._known.values() for rank in ranks}
 
 
@@ -102,7 +102,7 @@ def _holders(mesh: Any, placements: Sequence[Any]) -> list[int]:
         return []
     along = zip(placements, coordinate, strict=True)
     inside = mesh.mesh[tuple(slice(None) if placement.is_replicate() else at for placement, at in along)]
-    # a tensor that tensor parallelism does not cut lies on a part of the mesh; along the other axes it is repeated
+    # a tensor that tensor parallelism does not split is on a part of the mesh; it is repeated along the other axes
     root = root_mesh(mesh)
     world = root.mesh
     is_own, holds = torch.isin(world, mesh.mesh), torch.isin(world, inside)
@@ -118,7 +118,7 @@ def _holders(mesh: Any, placements: Sequence[Any]) -> list[int]:
 
 
 def shard_size(length: int, num_shards: int, split_factor: int, index: int) -> int:
-    """Return how long one of several shards of a dimension is."""
+    """Return the length of one of several shards of a dimension."""
     return sum(stop - start for start, stop in _cut([(0, length)], num_shards, split_factor, index))
 
 
@@ -129,7 +129,7 @@ def _coordinate(tensor: Any) -> Sequence[int]:
 
 
 def _cut(runs: list[Run], num_shards: int, split_factor: int, index: int) -> list[Run]:
-    """Return the runs of one of several shards of runs."""
+    """Return the runs that make up one of several shards of the given runs."""
     length = sum(stop - start for start, stop in runs)
     held: list[Run] = []
     for part in range(split_factor):
@@ -140,7 +140,7 @@ def _cut(runs: list[Run], num_shards: int, split_factor: int, index: int) -> lis
 
 
 def _chunk(length: int, number: int, index: int) -> Run:
-    """Return the bounds of a chunk as ``torch.chunk`` cuts them; the last ones may be empty."""
+    """Return the bounds of a chunk as in ``torch.chunk``; the last ones may be empty."""
     width = -(-length // number)
     return min(index * width, length), min((index + 1) * width, length)
 
@@ -155,7 +155,7 @@ def _select(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Return runs with those joined that follow each other."""
+    """Return the runs with adjacent ones joined."""
     joined: list[Run] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -165,7 +165,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def _with_places(runs: Sequence[Run]) -> Iterator[tuple[slice, Run]]:
-    """Yield each run with its place in the shard."""
+    """Yield each run with its position in the shard."""
     begin = 0
     for start, stop in runs:
         yield slice(begin, begin + stop - start), (start, stop)
