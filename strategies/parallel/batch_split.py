@@ -1,4 +1,4 @@
-"""Batch splitting: slices for several devices are cut from a batch, and their results are combined."""
+"""Batch splitting: a batch is cut into slices for several devices, and their results are combined."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..errors import DataError, ModuleError
 
 
 def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:
-    """Return at most `num_slices` slices of a batch, and the number of samples of each, as ``torch.chunk`` cuts.
+    """Return at most `num_slices` slices of a batch, as ``torch.chunk`` would, and the number of samples in each.
 
-    Tensors are cut along their first dimension, and so are lists with an entry for each sample; a tensor without
-    dimensions, and anything else, is in every slice. A batch without a tensor to cut is one slice.
+    Tensors are cut along their first dimension, and so are lists with one entry per sample; a tensor without
+    dimensions, and anything else, is in every slice. A batch without a tensor to cut is a single slice.
 
     Raises:
-        DataError: if tensors have different lengths, so that rows that belong together are not known.
+        DataError: if tensors have different lengths, so that it is unknown which rows belong together.
     """
     lengths = [len(tensor) for tensor in iterate_tensors(batch) if tensor.dim()]
     if len(set(lengths)) > 1 and num_slices > 1:
@@ -48,11 +48,11 @@ def _rows(data: Any, start: int, stop: int, length: int) -> Any:
 
 
 def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
-    """Return the result for a whole batch, from those for its slices; `where` names them in errors.
+    """Combine the results for the slices of a batch into one for the whole batch; `where` names them in errors.
 
     None is left out. Floating-point numbers and tensors are averaged, weighted by samples; integers are summed. Tensors
-    with a row for each sample are concatenated, and so are lists with an entry for each sample. A dataclass that can be
-    added is summed. Mappings, tuples and other dataclasses are combined entry by entry.
+    with one row per sample are concatenated, and so are lists with one entry per sample. A dataclass that supports
+    addition is summed. Mappings, tuples and other dataclasses are combined entry by entry.
 
     Raises:
         ModuleError: for results that cannot be combined.
@@ -112,7 +112,7 @@ def _weighted(results: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 
 
 def _holds_rows(results: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Return whether the entries of these lists are tensors with a row for each sample, not an entry for each."""
+    """Return whether the entries of these lists are tensors with one row per sample."""
     entries = [(entry, size) for result, size in zip(results, sizes, strict=True) for entry in result]
     return all(isinstance(entry, Tensor) and entry.dim() and len(entry) == size for entry, size in entries)
 

@@ -1,4 +1,4 @@
-"""Compression of the gradients that DDP sends, by torch's communication hooks."""
+"""Compression of the gradients that DDP sends, with torch's communication hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import ConfigError
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 CommHook = tuple[object, Callable[[Any, Any], Any]]
-"""The state and the function of a DDP communication hook, of torch or of the user."""
+"""The state and function of a DDP communication hook, either torch's or the user's."""
 
 _COMPRESSIONS: Final[tuple[Compression, ...]] = ("fp16", "bf16", "powersgd")
 
@@ -28,7 +28,7 @@ def check_compression(hook: Compression | CommHook | None) -> None:
 
 
 def register_compression(wrapper: Any, hook: Compression | CommHook) -> None:
-    """Let DDP compress the gradients that it sends."""
+    """Make DDP compress the gradients that it sends."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if isinstance(hook, tuple):
@@ -38,6 +38,6 @@ def register_compression(wrapper: Any, hook: Compression | CommHook) -> None:
         wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         compress = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
-        # A lambda: torch refuses its bf16 hook by name on builds without NCCL (2.13), where it works, and it refuses
-        # annotations other than its own classes.
+        # A lambda: torch rejects its bf16 hook by name on builds without NCCL (2.13), although it works there, and it
+        # rejects annotations other than its own classes.
         wrapper.register_comm_hook(None, lambda state, bucket: compress(state, bucket))  # noqa: PLW0108

@@ -1,4 +1,4 @@
-"""LargeLayers: the embedding and the head of a sharded module, gathered for their calls and not for the whole step."""
+"""LargeLayers: the embedding and head of a sharded module, gathered for their calls instead of for a whole step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..distributed.nested import iterate_tensors, map_tensors
 
 
 class LayerUnit(nn.Module):
-    """A layer as a unit of its own that ``fully_shard`` wraps: around its forward while `is_active`, else for nothing.
+    """A layer as a unit that ``fully_shard`` wraps, which gathers its parameters for its forward while `is_active`.
 
-    The layer's class and the names of its parameters stay as they are, since its `forward` leads here.
+    The layer keeps its class and its parameters' names; its `forward` is redirected to this unit.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self.is_active = False
-        """Whether calls of the layer gather its parameters. Otherwise they have to be there."""
+        """Whether calls of the layer gather its parameters. Otherwise they must be gathered already."""
         self.frees_after_forward = "forward" not in vars(layer) and type(layer).forward is nn.Embedding.forward
-        """Whether backward does not need the parameters, as that of torch's embedding."""
+        """Whether backward does not need the parameters, as with torch's embedding."""
         self._shards: dict[str, Any] = {}
         self._own = layer.forward
         self._depth = 0
@@ -47,26 +47,26 @@ class LayerUnit(nn.Module):
         return map_tensors(_no_view, output) if self.is_active else output
 
     def note_shards(self) -> None:
-        """Take note of the parameters as they are between steps."""
+        """Remember the parameters as they are between steps."""
         held = vars(self.layer)["_parameters"]
         self._shards = {name: parameter for name, parameter in held.items() if parameter is not None}
 
     def watch(self) -> None:
-        """Begin to take note of who reads the layer's parameters."""
+        """Start to record whether the layer's parameters are read."""
         self._is_read = False
         vars(self.layer)["_parameters"] = _Watched(self.layer._parameters, self)  # noqa: SLF001
 
     def stop_watching(self) -> bool:
-        """Return whether the parameters were read, or handed out, by other than the layer's forward."""
+        """Stop recording; return whether the parameters were read outside the layer's forward, or returned by it."""
         vars(self.layer)["_parameters"] = dict(dict.items(self.layer._parameters))  # noqa: SLF001
         return self._is_read
 
     def note_read(self) -> None:
-        """Take note that somebody reads the layer's parameters."""
+        """Record that the layer's parameters are read."""
         self._is_read |= self._depth == 0
 
     def _gather_again(self) -> None:
-        """Gather the parameters of a layer that backward computes again, though it does not need them otherwise."""
+        """Gather the parameters for a recomputation during backward, which does not need them otherwise."""
         unit: Any = self
         unit.set_unshard_in_backward(True)
         unit.unshard()
@@ -77,13 +77,13 @@ class LayerUnit(nn.Module):
 
 
 class LargeLayers:
-    """The layer units of a module, gathered for the whole of a step until that has shown that it can do without.
+    """The layer units of a module, gathered for a whole step until the step has shown that their calls suffice.
 
-    The first time that a step of some name runs, they are gathered at its beginning, as the root is. A layer whose
-    parameters nothing but its own forward reads, on no rank, is gathered by its calls from then on.
+    When a step runs for the first time, they are gathered at its beginning, as the root is. If, on all ranks, only a
+    layer's own forward reads its parameters, they are gathered by its calls from then on.
 
     Args:
-        units: wrapped by ``fully_shard``.
+        units: units that ``fully_shard`` has wrapped.
         collectives: over all ranks that share them.
     """
 
@@ -92,7 +92,7 @@ class LargeLayers:
         self._active: dict[str, list[bool]] = {}
 
     def begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
-        """Gather what a step may read at any time; a hook before the root's forward. Collective."""
+        """Gather the layers that a step may read at any time; a hook before the root's forward. Collective."""
         active = self._active.get(args[0])
         for index, unit in enumerate(self._units):
             unit.is_active = active is not None and active[index]
@@ -104,7 +104,7 @@ class LargeLayers:
                 unit.watch()
 
     def end(self, step_name: str, *, has_failed: bool) -> None:
-        """Agree on what was seen in a step that has run for the first time. Collective, unless it has failed."""
+        """Agree on what was recorded in the first run of a step. Collective, unless the step failed."""
         if step_name in self._active:
             return
         are_read = [float(unit.stop_watching()) for unit in self._units]
@@ -113,7 +113,7 @@ class LargeLayers:
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a layer, which tell its unit when they are read."""
+    """The parameters of a layer, as a dictionary that tells the unit when they are read."""
 
     def __init__(self, parameters: Any, unit: LayerUnit) -> None:
         super().__init__(parameters)
@@ -137,9 +137,9 @@ class _Watched(dict[str, Any]):
 
 
 def _no_view(tensor: Tensor) -> Tensor:
-    """Return a tensor that is no view, with the same memory, if it has a gradient.
+    """Return a tensor with the same memory that is not a view, if it requires a gradient.
 
-    An operation that changes a view in place takes it out of the backward that ``fully_shard`` waits for.
+    An in-place operation on a view would bypass the backward that ``fully_shard`` waits for.
     """
     is_view = tensor.requires_grad and tensor._is_view()  # noqa: SLF001
     return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_view else tensor  # noqa: SLF001
@@ -151,4 +151,4 @@ def _shares_memory(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the address of the data is unknown without memory
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - not data_ptr(), as a storage may have no memory

@@ -1,4 +1,4 @@
-"""ModelAverage: the parameters of replicas are averaged every few steps by torch's model averagers."""
+"""ModelAverage: averages the parameters of replicas every few steps, with torch's model averagers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class ModelAverage:
-    """Averages the parameters of one optimizer over the ranks, when torch's averager says that it is due.
+    """Averages the parameters of one optimizer over the ranks whenever torch's averager says that it is due.
 
     Collective: every rank makes one, and calls `end_step` after each step of the optimizer.
     """
@@ -21,12 +21,12 @@ class ModelAverage:
     def __init__(self, optimizer: Optimizer, period: int | Mapping[int, int], warmup_steps: int) -> None:
         self._optimizer, self._warmup_steps = optimizer, warmup_steps
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="When.* period .*is 1")  # it lets a run be compared with DDP
+            warnings.filterwarnings("ignore", message="When.* period .*is 1")  # useful to compare a run with DDP
             self._averager = _make_averager(period, warmup_steps)
 
     @property
     def num_steps(self) -> int:
-        """How many steps the optimizer has made."""
+        """The number of steps that the optimizer has taken."""
         return int(self._averager.step)
 
     @num_steps.setter
@@ -47,7 +47,7 @@ class ModelAverage:
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def stand_ins() -> Iterator[nn.Parameter]:
-            # averagers replace the memory of parameters, and skip those without a gradient, which may differ by rank
+            # averagers replace the memory of parameters, and skip those without a gradient, which can differ by rank
             for parameter in parameters:
                 stand_in = nn.Parameter(parameter.detach(), requires_grad=False)
                 stand_in.grad = parameter.detach()

@@ -1,4 +1,4 @@
-"""Step an optimizer on this rank's shards as plain tensors, without what a DTensor costs each of its operations."""
+"""Steps of an optimizer on this rank's shards as plain tensors, without the overhead of DTensor operations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-"""Optimizers that change each element by its own gradient and state, so that the shard of an update is an update."""
+"""Optimizers that update each element from its own gradient and state, so that shards can be updated separately."""
 
 
 def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
-    """Call `step`, the optimizer's own, while its groups and its state hold the shards instead of the DTensors.
+    """Call `step`, the optimizer's own, while its groups and its state hold shards instead of DTensors.
 
-    The parameters are those of the whole step to the bit. Where that is not known, the optimizer steps as it is: it is
-    of another class than torch's elementwise ones, has hooks that may look at the parameters, or gradients that are
-    sharded unlike their parameters. DTensors cost each operation tens of microseconds, and torch updates them one at a
-    time, with no ``foreach`` and no ``fused`` kernel.
+    The resulting parameters are bitwise equal to those of a step on DTensors. Where this is not certain, the optimizer
+    steps on DTensors: if it is not one of torch's elementwise classes, has hooks that may read the parameters, or has
+    gradients that are sharded differently from their parameters. DTensors cost each operation tens of microseconds, and
+    torch updates them one at a time, without a ``foreach`` or ``fused`` kernel.
     """
     if type(optimizer) not in _ELEMENTWISE or _is_watched(optimizer):
         step()
@@ -62,7 +62,7 @@ def _is_watched(optimizer: Any) -> bool:
 
 
 def _shard_of(parameter: Any) -> Tensor | None:
-    """Return a plain tensor with a parameter's shard and that of its gradient; None if the two are cut unlike."""
+    """Return a plain tensor with a parameter's shard and its gradient's; None if the two are sharded differently."""
     gradient = parameter.grad
     if not is_dtensor(parameter):
         return parameter if not is_dtensor(gradient) else None
@@ -79,10 +79,10 @@ def _local(value: Any) -> Any:
 
 
 def _take_back(whole: dict[str, Any], own: dict[str, Any], parameter: Any) -> None:
-    """Bring what an optimizer has put in the place of a state's shards, at its first step all of it, into the state."""
+    """Put entries that an optimizer has added or replaced in a shard's state, as in its first step, into the state."""
     for key, value in own.items():
         if key in whole and _local(whole[key]) is value:
             continue
-        # what is one number for all elements, as "step", is no part of a shard
+        # a single number for all elements, such as "step", is not a shard
         is_cut = isinstance(value, Tensor) and value.dim() > 0 and is_dtensor(parameter)
         whole[key] = with_local_shard(parameter, value) if is_cut else value

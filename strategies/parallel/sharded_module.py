@@ -32,20 +32,20 @@ _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 class ShardedModule:
     """Shards a module in place: its units, then a root around its steps with the rest of the parameters.
 
-    In manual optimization each child is a root of its own, since gradients are computed inside the step. Collective:
+    In manual optimization, each child is a root of its own, since gradients are computed inside the step. Collective:
     every rank makes one.
 
     Args:
-        module: the user's module, equal on all ranks afterwards.
-        mesh: a DeviceMesh with the axis ``dp_shard``, over which parameters are sharded, and maybe ``dp_replicate``
-            before it; further axes are for the module's ``configure_sharding``.
+        module: the user's module, which is equal on all ranks afterwards.
+        mesh: a DeviceMesh with the axis ``dp_shard``, over which parameters are sharded, optionally with
+            ``dp_replicate`` before it; further axes are for the module's ``configure_sharding``.
         collectives: over all ranks.
         device: the device of this rank.
-        precision: the trainer's.
+        precision: the trainer's precision.
         options: see `ShardingOptions`.
         is_manual: whether the module's step computes gradients and updates itself.
-        elsewhere: parameters that lie on other ranks, and here on the meta device.
-        runs: runs a step of a pipeline, see `StepCaller`; `begin_window` and `end_window` are then around its steps.
+        elsewhere: parameters that other ranks hold, and that are on the meta device here.
+        runs: runs a step of a pipeline, see `StepCaller`; its steps are then between `begin_window` and `end_window`.
 
     Raises:
         ConfigError: for a policy that matches nothing, or that contradicts the module's ``configure_sharding``.
@@ -71,8 +71,8 @@ class ShardedModule:
         dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in _DP_AXES)
         self._dp_mesh = mesh if len(dp_axes) == mesh.ndim else mesh[dp_axes]
         self._precision, self._options = precision, options
-        # parameters kept gathered would be outdated after the updates of a manual step; the micro-batches of a pipeline
-        # follow each other too closely to gather for each
+        # gathered parameters would be outdated after the updates of a manual step; the micro-batches of a pipeline
+        # follow each other too closely to gather for each one
         self._reshards = True if is_manual else False if runs is not None else options.reshard_after_forward
         self._in_layers: set[nn.Parameter] = set()
         self._is_one_unit = runs is not None and self._is_alone()
@@ -122,11 +122,11 @@ class ShardedModule:
         return [submodule for submodule in self.module.modules() if isinstance(submodule, FSDPModule)]
 
     def _shard_layers(self) -> list[Any]:
-        """Shard the large layers outside of the blocks as units beside the module's, and return these."""
+        """Shard the large layers outside the blocks as units beside the module's, and return these units."""
         if self._options.policy is not None or overrides(self.module, "configure_sharding"):
             return []
         layers = [LayerUnit(self.module.get_submodule(name)) for name in large_layers(self.module)]
-        # beside the module, whose names stay; inside what the root's hooks look at
+        # beside the module, whose names must not change, but where the root's hooks find them
         self._caller.layers = nn.ModuleList(layers)
         units = [self._shard(layer) for layer in layers]
         for unit in units:
@@ -134,9 +134,9 @@ class ShardedModule:
         return units
 
     def _is_alone(self) -> bool:
-        """Return whether a stage's root does what units would, and its steps do without the hooks of torch.
+        """Return whether a stage's root alone can replace units, and its steps can skip torch's hooks.
 
-        The stages of a pipeline gather all at once; with one data rank there is nothing to gather or to reduce, either.
+        Pipeline stages gather everything at once; with a single data rank, there is nothing to gather or reduce either.
         """
         options, parameters = self._options, self.module.parameters()
         is_plain = self._precision.autocast_dtype is None and options.mixed_precision is None
@@ -154,9 +154,9 @@ class ShardedModule:
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         reshards: bool | int | None = self._reshards
         if isinstance(submodule, StepCaller) and reshards:
-            reshards = None  # torch's default for a root: it keeps the parameters that backward needs first
+            reshards = None  # torch's default for a root, which keeps the parameters that backward needs first
         elif isinstance(submodule, LayerUnit) and not submodule.frees_after_forward:
-            reshards = False  # likewise
+            reshards = False  # for the same reason
         return fully_shard(
             submodule,
             mesh=self._dp_mesh,
@@ -167,7 +167,7 @@ class ShardedModule:
         )
 
     def _make_equal(self, submodule: nn.Module) -> None:
-        """Move the tensors of a submodule that are not sharded yet to the device, and copy rank 0's values."""
+        """Move the tensors of a submodule that are not sharded yet to the device, and copy rank 0's values to them."""
         make_equal(chain(submodule.parameters(), submodule.buffers()), self._device, self._collectives)
 
     def _shard_children(self) -> list[Any]:
@@ -202,13 +202,13 @@ class ShardedModule:
             # a batch holds targets as well as inputs; autocast casts those that need it
             cast_forward_inputs=not isinstance(submodule, StepCaller),
         )
-        if isinstance(submodule, LayerUnit):  # computes the same whether it is active or not
+        if isinstance(submodule, LayerUnit):  # must compute the same whether it is active or not
             policy = replace(policy, cast_forward_inputs=False)
-        # a unit that returned float32 would pass it to the next unit's half precision parameters
+        # a unit that returned float32 would pass it to the next unit's half-precision parameters
         return policy if is_root else replace(policy, output_dtype=None)
 
     def fill(self, deferred: DeferredInit, places: Places) -> None:
-        """Allocate the tensors on the meta device and fill them from the record. Collective: every rank calls it.
+        """Allocate the meta tensors and fill them from the record. Collective: every rank calls it.
 
         Raises:
             ModuleError: for tensors whose initialization was not recorded.
@@ -258,7 +258,7 @@ class ShardedModule:
         """Check that no parameter was created after the module was sharded.
 
         Raises:
-            ModuleError: naming those that were.
+            ModuleError: naming any that were.
         """
         named = self.module.named_parameters()
         whole = [name for name, p in named if not is_dtensor(p) and p not in self._elsewhere]
@@ -284,7 +284,7 @@ class ShardedModule:
     def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         self._is_in_step = has_failed = True
         try:
-            # around each micro-batch the hooks would cost time, and find all gathered already
+            # in each micro-batch, the hooks would cost time only to find everything gathered already
             call = self._caller.forward if self._is_gathered else self._roots[0]
             output = call(step_name, *args, **kwargs)
             has_failed = False
@@ -292,14 +292,14 @@ class ShardedModule:
             self._is_in_step = False
             if self._layers is not None:
                 self._layers.end(step_name, has_failed=has_failed)
-        # or hooks between steps, and a loop between forward and backward, would see and change gathered copies of the
-        # parameters, whose gradients are others
+        # otherwise hooks between steps, or a loop between forward and backward, would see and change gathered copies of
+        # the parameters, which do not have the gradients
         if step_name != "training_step" or not torch.is_grad_enabled():
             self.reshard()
         return self._caller.rebuild(output)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``forward``; when it is called between steps, through the root, which gathers parameters."""
+        """Run the module's ``forward``; between steps, run it through the root, which gathers parameters."""
         return self._forward(*args, **kwargs) if self._is_in_step else self._run("forward", *args, **kwargs)
 
     def _check_batch(self, step_name: str, args: Sequence[Any]) -> None:
@@ -319,9 +319,9 @@ class ShardedModule:
             submodule.reshard()
 
     def set_grad_sync(self, enabled: bool) -> None:
-        """Say whether the next backward reduces gradients; with ``sync_each_micro_batch`` each does."""
+        """Set whether the next backward reduces gradients; with ``sync_each_micro_batch``, every backward does."""
         if enabled == self._syncs:
-            return  # torch walks the whole module
+            return  # torch's setters traverse the whole module
         self._syncs = enabled
         for root in self._roots:
             root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
@@ -330,7 +330,7 @@ class ShardedModule:
     # --- the micro-batches of a pipeline -----------------------------------------------------------------------------
 
     def begin_window(self) -> None:
-        """Gather all parameters, which stay so until `end_window`. Collective: the ranks of the mesh call it."""
+        """Gather all parameters, to be freed by `end_window`. Collective: the ranks of the mesh call it."""
         for submodule in dict.fromkeys((*self._roots, *self._units)):
             submodule.unshard()
         root = self._roots[0]
@@ -340,26 +340,26 @@ class ShardedModule:
         self._is_gathered = self._is_one_unit and self._is_known
 
     def end_window(self) -> None:
-        """Reduce the gradients of all backwards, and free what was gathered. Collective: the mesh's ranks call it."""
+        """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
         reduce_sharded_gradients(self._roots[0])
         self.reshard()
-        self._is_known = True  # torch looks at the module in the hooks of its first call
+        self._is_known = True  # torch's lazy initialization happens in the hooks of the first call
 
 
 def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
-    """Let a module shard parts of itself, all ranks the same values. Collective: every rank calls it."""
+    """Let a module shard parts of itself, with equal values on all ranks. Collective: every rank calls it."""
     if overrides(module, "configure_sharding"):
         make_equal(chain(module.parameters(), module.buffers()), device, collectives)
         module.configure_sharding(mesh)
 
 
 def overrides(module: nn.Module, hook: str) -> bool:
-    """Return whether a module has a hook of its own, beside the one of its base, which does nothing."""
+    """Return whether a module overrides a hook of its base class, which does nothing."""
     return sum(hook in vars(kind) for kind in type(module).__mro__) > 1
 
 
 def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Collectives) -> None:
-    """Move tensors that are neither sharded nor deferred to the device, and give them rank 0's values. Collective."""
+    """Move tensors that are neither sharded nor deferred to the device, and copy rank 0's values. Collective."""
     whole = [tensor for tensor in tensors if not (is_dtensor(tensor) or tensor.is_meta)]
     for tensor in whole:
         tensor.data = tensor.data.to(device)
@@ -367,7 +367,7 @@ def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Col
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module, and in place of a container without a forward its children."""
+    """Yield the children of a module, replacing containers without a forward by their children."""
     for child in module.children():
         if isinstance(child, CONTAINERS):
             yield from _with_forward(child)
@@ -385,7 +385,7 @@ def _names(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _match_inputs_of_norms(module: nn.Module) -> None:
-    """Let norms take inputs of another dtype than their parameters, as they do on GPUs but not on the CPU."""
+    """Let norms take inputs of another dtype than their parameters, which works on GPUs but not on the CPU."""
     for submodule in module.modules():
         if isinstance(submodule, _NORMS) and submodule.weight is not None:
             submodule.register_forward_pre_hook(_match_input)

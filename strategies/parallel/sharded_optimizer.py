@@ -1,4 +1,4 @@
-"""ShardedOptimizer: torch's ZeroRedundancyOptimizer spreads the state of a user's optimizer over the ranks."""
+"""ShardedOptimizer: torch's ZeroRedundancyOptimizer distributes the state of a user's optimizer over the ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..state.optimizer_state import attributes_of, needs_closure, remake
 
 
 class ShardedOptimizer:
-    """A user's optimizer of which this rank keeps the state of some parameters and updates only those.
+    """A user's optimizer of which this rank updates only some parameters, and keeps only their state.
 
-    Schedulers, callbacks and the gradient scaler go on holding the user's object: its groups have all parameters, its
-    ``state`` those that this rank owns. Only its ``step`` is replaced: it updates the parameters that this rank owns,
-    then broadcasts the new parameters from their owners. Whole parameters are dealt to the ranks, the largest first,
+    Schedulers, callbacks and the gradient scaler keep the user's object: its groups have all parameters, its ``state``
+    only those that this rank owns. Only its ``step`` is replaced: it updates the parameters that this rank owns, then
+    broadcasts the new parameters from their owners. Whole parameters are assigned to the ranks, the largest first,
     always to the rank with the fewest elements. Collective: every rank makes one.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1.
@@ -38,14 +38,14 @@ class ShardedOptimizer:
                 "use strategy='ddp', or an optimizer that updates each parameter by itself."
             )
         self._optimizer = optimizer
-        # torch calls it as it would call the class; both optimizers share the dictionaries of the groups
+        # torch calls this as it would call the class; both optimizers share the groups' dictionaries
         make: Any = self._make_own
         self._zero: Any = ZeroRedundancyOptimizer(
             list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults
         )
         self._follow()
         step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
-        step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler made later does not wrap it
+        step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler created later does not wrap it
         vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
 
     def _make_own(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
@@ -57,7 +57,7 @@ class ShardedOptimizer:
         return bool(self._zero._param_to_rank[parameter] == self._zero.rank)  # noqa: SLF001 - torch has no public name
 
     def _follow(self) -> None:
-        """Take over groups that were added to the user's optimizer, and state that was loaded into it."""
+        """Take over groups added to the user's optimizer, and state loaded into it."""
         optimizer, zero = self._optimizer, self._zero
         for group in optimizer.param_groups[len(zero.param_groups) :]:
             zero.add_param_group(group)
@@ -95,7 +95,7 @@ class ShardedOptimizer:
 
 
 def deal(parameters: Iterable[Parameter], num_ranks: int) -> list[set[Parameter]]:
-    """Return the parameters whose state each rank keeps, as torch deals those of one group."""
+    """Return the parameters whose state each rank keeps, assigned as torch does within one group."""
     dealt: list[set[Parameter]] = [set() for _ in range(num_ranks)]
     sizes = [0] * num_ranks
     for parameter in sorted(parameters, key=Parameter.numel, reverse=True):

@@ -1,4 +1,4 @@
-"""Sharding policy: options, the submodules that are gathered and freed together, and a plan that shows them."""
+"""Sharding policy: its options, the submodules that are gathered and freed together, and a plan that shows them."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Unit:
     """A submodule whose parameters are gathered and freed together."""
 
     name: str
-    """Its name in the module; empty for the root, which has the parameters that are in no other unit."""
+    """Its name in the module; empty for the root, which has all parameters that are in no other unit."""
     kind: str
-    """Its class."""
+    """The name of its class."""
     num_parameters: int
-    """Without those of units inside it."""
+    """The number of its parameters, without those of units inside it."""
     num_bytes: int
-    """The size of its parameters, all ranks together."""
+    """The size of its parameters over all ranks."""
     bytes_a_rank: int
-    """The size of its parameters on the rank that has most."""
+    """The size of its parameters on the rank that holds most."""
     reshard: Reshard
-    """Whether parameters are freed after forward; or among how many ranks they are kept."""
+    """Whether parameters are freed after forward; or the number of ranks among which they are kept."""
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The units of a module and how they are sharded: print it."""
+    """The units of a module and how they are sharded; print it for a table."""
 
     units: tuple[Unit, ...]
-    """In the module's order; the root is the last one."""
+    """The units, in the module's order, with the root last."""
     layout: str
     """The degrees of parallelism."""
 
@@ -81,23 +81,23 @@ class ShardingOptions:
     policy: Policy | None = None
     """Which submodules are units, see `find_units`."""
     reshard_after_forward: Reshard = True
-    """Whether parameters are freed after forward; or among how many ranks they are kept."""
+    """Whether parameters are freed after forward; or the number of ranks among which they are kept."""
     forward_prefetch: int = 0
-    """How many units ahead parameters are gathered in forward."""
+    """How many units ahead parameters are gathered in forward; 0 leaves it to torch."""
     backward_prefetch: int = 0
     """The same in backward."""
     sync_each_micro_batch: bool = False
-    """Whether gradients are reduced after each micro-batch, or kept whole on each rank until the last of a step."""
+    """Whether gradients are reduced after each micro-batch, instead of kept whole on each rank until a step's last."""
     cpu_offload: bool = False
     """Whether parameters, gradients and optimizer state are kept on the CPU."""
     mixed_precision: Any = None
-    """A ``MixedPrecisionPolicy`` of torch, in place of the one for the trainer's precision."""
+    """torch's ``MixedPrecisionPolicy``, used instead of the one for the trainer's precision."""
 
     def validate(self, degrees: Degrees) -> None:
-        """Check what can be known before any process is started.
+        """Check everything that can be checked before processes are started.
 
         Raises:
-            ConfigError: for numbers that are not possible.
+            ConfigError: for invalid numbers.
         """
         shards, reshard = degrees.dp_shard * degrees.cp, self.reshard_after_forward
         if not isinstance(reshard, bool) and (reshard < 2 or shards % reshard):
@@ -114,26 +114,26 @@ class ShardingOptions:
 
     def find_units(self, module: nn.Module, precision: Precision) -> list[str]:
         """Return the names of the units of a module."""
-        # batch norms compute their statistics in float32
+        # batch norms become units, to compute their statistics in float32
         with_batch_norms = self.mixed_precision is None and precision.autocast_dtype is not None
         return find_units(module, self.policy, with_batch_norms=with_batch_norms)
 
     def plan(
         self, module: nn.Module, precision: Precision, degrees: Degrees, shapes: Mapping[nn.Parameter, Shape] = _SAME
     ) -> ShardingPlan:
-        """Return the units that the module would be sharded in; `shapes` are those of parameters that tp has cut."""
+        """Return the units that the module would be sharded into; `shapes` are those of parameters that tp has cut."""
         units, shards = self.find_units(module, precision), degrees.dp_shard * degrees.cp
         return make_plan(module, units, self.reshard_after_forward, str(degrees), shards, shapes)
 
 
 def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
-    """Return the names of the submodules that are units of their own, outer ones before inner ones.
+    """Return the names of the submodules that are units, outer ones before inner ones.
 
-    Without a policy these are the module's `repeated_blocks`. A submodule that shares a parameter with the rest of the
-    module stays with the rest. With `with_batch_norms` each batch norm is a unit, too.
+    Without a policy, these are the module's `repeated_blocks`. A submodule that shares a parameter with the rest of the
+    module stays with the rest. With `with_batch_norms`, each batch norm is a unit, too.
 
     Raises:
-        ConfigError: for a policy that is not valid, or that matches no submodule.
+        ConfigError: for a policy that is invalid, or that matches no submodule.
         ModuleError: for parameters that cannot be sharded.
     """
     check_parameters(module)
@@ -159,9 +159,9 @@ def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bo
 
 
 def large_layers(module: nn.Module) -> list[str]:
-    """Return the names of embeddings and linear layers outside of the repeated blocks, at least half as large as these.
+    """Return the names of embeddings and linear layers outside the repeated blocks, if at least half as large as these.
 
-    Those that share their parameters with another layer stay with the rest.
+    Layers that share their parameters with another layer are left out.
     """
     blocks = [block for _, block in repeated_blocks(module)]
     if not blocks:
@@ -181,10 +181,10 @@ def large_layers(module: nn.Module) -> list[str]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Check that all parameters have a first dimension that can be cut.
+    """Check that all parameters have a first dimension to shard.
 
     Raises:
-        ModuleError: naming those that have none.
+        ModuleError: naming those that do not.
     """
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -211,7 +211,7 @@ def _predicate(policy: Policy) -> Predicate:
 
 
 def _large_submodules(module: nn.Module, least: int) -> list[str]:
-    """Return the smallest submodules with at least `least` parameters that are not in a smaller one of them."""
+    """Return the smallest submodules that have at least `least` parameters, without counting those of smaller ones."""
     taken: set[nn.Parameter] = set()
     names = []
     for name, submodule in reversed(list(module.named_modules())):
@@ -230,7 +230,7 @@ def _shared_submodules(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """Count by how many submodules each parameter is held."""
+    """Count the submodules that hold each parameter."""
     return Counter(parameter for child in module.modules() for parameter in child.parameters(recurse=False))
 
 
@@ -256,7 +256,7 @@ def make_plan(
                 num_parameters=sum(parameter.numel() for parameter in own),
                 num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own),
                 bytes_a_rank=sum(largest_share(p, shapes.get(p, p.shape), num_shards) for p in own),
-                # torch keeps the parameters of the root, which backward needs first
+                # torch keeps the root's parameters, which backward needs first
                 reshard=reshard if name else False,
             )
         )
@@ -264,7 +264,7 @@ def make_plan(
 
 
 def largest_share(parameter: Tensor, shape: Shape, num_shards: int) -> int:
-    """Return the bytes of the largest shard of a parameter, of which a rank has to shard what has this shape."""
+    """Return the bytes of a parameter's largest shard; `shape` is the shape that is sharded, after any other cut."""
     # computed from the shape, since indexing a DTensor is a collective
     return -(-shape[0] // num_shards) * prod(shape[1:]) * parameter.element_size()
 

@@ -1,4 +1,4 @@
-"""StepCaller: a module whose ``forward`` calls any step of another, for wrappers such as DDP that call ``forward``."""
+"""StepCaller: a module whose ``forward`` calls any step of another, for wrappers such as DDP that wrap ``forward``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..distributed.nested import iterate_tensors, map_tensors
 
 SYNCHRONIZED: Final = ("training_step", "run_synchronized")
-"""The steps of a module after which a backward averages gradients: the Trainer's, and that of the `Engine`."""
+"""The steps of a module whose backward averages gradients: the Trainer's and the `Engine`'s."""
 
 _WITHOUT_SAMPLES: Final = "without samples"
 
@@ -21,11 +21,11 @@ class StepCaller(nn.Module):
 
     Args:
         module: the user's module.
-        returns_tensors: whether ``forward`` returns the tensors of what the step returned, as a list. The wrappers look
-            for tensors in it, and do not know classes such as `Loss`. `rebuild` puts the tensors back.
-        copies_views: whether ``forward`` returns copies of views with a gradient: an operation of the caller that
-            changes one in place would take it out of the backward that ``fully_shard`` waits for.
-        runs: runs a step that it gets with its arguments, perhaps in part; by default calls it.
+        returns_tensors: whether ``forward`` returns the tensors in the step's output, as a list. The wrappers look for
+            tensors in the output, and do not know classes such as `Loss`. `rebuild` puts the tensors back.
+        copies_views: whether ``forward`` returns copies of views that require a gradient: if the caller changed one in
+            place, it would bypass the backward that ``fully_shard`` waits for.
+        runs: called with a step and its arguments to run it, perhaps in part; by default, the step is called.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class StepCaller(nn.Module):
         self._structure: Any = None
 
     def forward(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the step; or, for a rank without samples, return 0 times the parameters given in its place."""
+        """Call the step; or, for a rank without samples, return 0 times the parameters that are given instead."""
         if step_name == _WITHOUT_SAMPLES:
             output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
         elif self._runs is not None:
             output = self._runs(getattr(self.module, step_name), *args, **kwargs)
         else:
-            # `self.module` would be a call, which costs each step of a small model
+            # `self.module` would be a function call, which small models would notice in each step
             output = getattr(self._modules["module"], step_name)(*args, **kwargs)
         if not self.returns_tensors:
             return output
@@ -60,7 +60,7 @@ class StepCaller(nn.Module):
         return [tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor for tensor in tensors]  # noqa: SLF001
 
     def rebuild(self, output: Any) -> Any:
-        """Return what the step returned, with the wrapper's tensors in place of its own."""
+        """Return the step's output, with the wrapper's tensors in place of its own."""
         if not self.returns_tensors:
             return output
         structure, self._structure, tensors = self._structure, None, iter(output)
@@ -68,5 +68,5 @@ class StepCaller(nn.Module):
 
 
 def zero_loss_of(wrapper: Any, caller: StepCaller, parameters: list[nn.Parameter]) -> Tensor:
-    """Return a loss of 0 through the wrapper of a `StepCaller`, with a gradient of 0 for each of these parameters."""
+    """Return a loss of 0 through a `StepCaller`'s wrapper, with a gradient of 0 for each of these parameters."""
     return caller.rebuild(wrapper(_WITHOUT_SAMPLES, parameters))  # type: ignore[no-any-return]
