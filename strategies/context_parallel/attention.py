@@ -24,14 +24,15 @@ _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
 class AttentionMode(TorchFunctionMode):
-    """Lets ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention`` see all keys from a part of the queries.
+    """Makes ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention`` attend to the keys of all ranks.
 
-    Their arguments and results are those of this rank's part of the sequence. ``is_causal`` means the positions in the
-    whole sequence. A mask has a row for each query of this rank and a column for each key of the whole sequence; one
-    with a single row, as for padding, may also have this rank's columns.
+    Their arguments and results are for this rank's part of the sequence. ``is_causal`` refers to positions in the
+    whole sequence. A mask has one row per query of this rank and one column per key of the whole sequence; a mask with
+    a single row, as for padding, may also have only this rank's columns.
 
-    With ``"allgather"`` each rank gathers keys and values. With ``"ulysses"`` ranks trade parts of the sequence for
-    heads, whose number they divide. Sources: the Llama 3 report, 2024; Jacobs et al., "DeepSpeed Ulysses", 2023.
+    With ``"allgather"``, each rank gathers keys and values. With ``"ulysses"``, ranks exchange parts of the sequence
+    for heads, whose number must be a multiple of theirs. Sources: the Llama 3 report, 2024; Jacobs et al., "DeepSpeed
+    Ulysses", 2023.
 
     Args:
         exchange: gathers over the ranks of the sequences.
@@ -39,9 +40,9 @@ class AttentionMode(TorchFunctionMode):
     """
 
     lengths: frozenset[int] | None = frozenset()
-    """The lengths of this rank's parts of the batch's sequences; attention over another number of keys is refused.
+    """The lengths of this rank's parts of the batch's sequences; attention over other numbers of keys raises an error.
 
-    None for what has been checked before.
+    None if they have been checked before.
     """
 
     def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
@@ -79,12 +80,12 @@ class AttentionMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return the attention of this rank's queries over the keys of all ranks. Collective, as its backward is.
+        """Return the attention of this rank's queries over the keys of all ranks. Collective, and so is its backward.
 
         Shapes as in torch: (..., heads, length, width).
 
         Raises:
-            ModuleError: for keys that are not a part of the batch's sequences, and for masks of another shape.
+            ModuleError: for keys that are not part of the batch's sequences, and for masks of other shapes.
         """
         self._check_length(key, query if is_causal else None)
         if attn_mask is not None:
@@ -111,12 +112,12 @@ class AttentionMode(TorchFunctionMode):
         return torch.cat(outputs, -2)
 
     def _causal_mask(self, query: Tensor, end: int) -> Any:
-        """Return the mask of queries whose last one is at ``end - 1``; layers share it, and backward keeps it once."""
+        """Return the mask of queries whose last one is at ``end - 1``; layers share it, so backward keeps it once."""
         width = query.shape[-2]
         if query.device.type != "cpu":
             from torch.nn.attention.bias import causal_lower_right
 
-            return causal_lower_right(width, end)  # for which there are fused kernels
+            return causal_lower_right(width, end)  # has fused kernels
         key = width, end, query.dtype
         if key not in self._causal_masks:
             is_later = torch.ones(width, end, dtype=torch.bool).triu(end - width + 1)
@@ -180,7 +181,7 @@ class AttentionMode(TorchFunctionMode):
     # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
 
     def _multi_head_attention(self, call: Any) -> tuple[Tensor, Tensor | None]:
-        """Do what torch's function does with these arguments, with `attend`."""
+        """Do what torch's function does with these arguments, using `attend`."""
         if call.bias_k is not None or call.add_zero_attn or call.static_k is not None or call.static_v is not None:
             raise ModuleError(
                 "nn.MultiheadAttention under context parallelism must have add_bias_kv=False and add_zero_attn=False, "
@@ -215,7 +216,7 @@ class AttentionMode(TorchFunctionMode):
     def _merged_mask(
         self, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, *, is_causal: bool
     ) -> Tensor | None:
-        """Return masks of attention and padding as one that is added, of shape (batch or 1, heads or 1, rows, all)."""
+        """Return the masks as one to add, with the shape (batch or 1, heads or 1, this rank's rows, all columns)."""
         merged: Tensor | None = None
         if mask is not None:
             mask = mask.view(q.shape[0], q.shape[1], *mask.shape[1:]) if mask.ndim == 3 else mask[None, None]
@@ -236,7 +237,7 @@ class AttentionMode(TorchFunctionMode):
     def _attend_with_weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Attend, and return the weights as well: a row for each query of this rank, a column for each key of all."""
+        """Attend, and also return the weights: one row per query of this rank, one column per key of all ranks."""
         self._check_length(k, q if is_causal else None)
         mask = self._whole_causal_mask(q, k) if is_causal else mask
         keys, values = self._exchange.gather(k, -2), self._exchange.gather(v, -2)
@@ -251,7 +252,7 @@ def _split(projected: Tensor, num_heads: int) -> Tensor:
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask that is added to scores; in a boolean one of `nn.MultiheadAttention`, True is left out."""
+    """Return a mask to add to scores; True in a boolean mask of `nn.MultiheadAttention` means masked out."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)

@@ -1,4 +1,4 @@
-"""Check of a module's first step under context parallelism: whole sequences against their parts."""
+"""Check of a module's first step under context parallelism: parts of sequences against whole ones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..module.rehearsal import rehearsing
 from .context import ContextParallel
 from .sequence import SequenceLayout
 
-# of the values compared, which are float32 or less at most: rounding is far below, a wrong position far above
+# relative to the compared values: rounding stays far below them, and a wrong position goes far above
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE: Final = 5e-2
 
 
 @dataclass(frozen=True)
 class _Output:
-    """What a submodule returned, as two numbers for each tensor, and its shapes."""
+    """A submodule's output, as its shapes and two numbers for each tensor."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     digests: Tensor
-    """Of shape (tensors, 2): the norm, and a sum in which each element has a weight of its own."""
+    """Has the shape (tensors, 2): the norm, and a sum in which each element has its own weight."""
     tolerance: float
 
 
@@ -44,13 +44,13 @@ def check_step(
 
     Args:
         context: cuts the batch.
-        module: the user's; the steps leave nothing behind in it.
-        args: of the step; the first is the batch, whole, as the loader gave it.
-        run: calls the step; returns None where it ends on another rank, with the loss.
-        collectives: over the ranks that share the sequences, and the stages of the module.
+        module: the user's module, which the steps leave unchanged.
+        args: the arguments of the step; the first is the whole batch, as the loader returned it.
+        run: calls the step; returns None if the step, and so the loss, ends on another rank.
+        collectives: over the ranks that share the sequences, and those of the module's pipeline stages.
 
     Raises:
-        ModuleError: on all ranks, naming the first submodule whose output is another one, or the loss.
+        ModuleError: on all ranks, naming the first submodule whose output differs, or the loss.
     """
     with rehearsing(module):
         batch, *rest = args
@@ -60,7 +60,7 @@ def check_step(
         whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts)
-    # of all ranks, since the first part of a sequence may hold positions that are right
+    # from all ranks, since positions may be right in the first part of a sequence
     of_outputs, of_losses = zip(*collectives.all_gather_object(found), strict=True)
     first = next((difference for difference in (*of_outputs, *of_losses) if difference), None)
     if first is not None:
@@ -89,9 +89,9 @@ def _hooked(module: nn.Module, observe: Callable[[str, Any], None]) -> Iterator[
 def _observe(
     module: nn.Module, step: Callable[[], Any], cut: SequenceLayout | None = None, parts: Sequence[_Output] = ()
 ) -> tuple[list[_Output], Tensor]:
-    """Return what the submodules return in a step, and the loss as a total and a count.
+    """Return the outputs of the submodules in a step, and the loss as a total and a count.
 
-    With `cut` this is the part of what they return that has the shape of the output in `parts` with the same index.
+    With `cut`, each output is cut to the shape of the output in `parts` with the same index.
     """
     outputs: list[_Output] = []
 
@@ -111,7 +111,7 @@ def _observe(
 
 
 def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout) -> Tensor:
-    """Return this rank's part of an output, along the one dimension in which the part has another shape."""
+    """Return this rank's part of an output, along the only dimension in which the shapes differ."""
     differing = [dim for dim, (size, own) in enumerate(zip(whole.shape, shape, strict=False)) if size != own]
     if len(shape) != whole.ndim or len(differing) != 1 or whole.shape[differing[0]] != cut.size * shape[differing[0]]:
         return whole
@@ -147,7 +147,7 @@ def _first_difference(whole: Sequence[_Output], parts: Sequence[_Output]) -> str
 
 
 def _differ(expected: Tensor, own: Tensor, tolerance: float) -> bool:
-    # the sum may be near zero by chance, so both are held against the norm
+    # the sum may be near zero by chance, so both are compared relative to the norm
     return bool(((expected - own).abs() > tolerance * expected[..., :1].abs() + 1e-12).any())
 
 

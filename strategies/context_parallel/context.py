@@ -1,4 +1,4 @@
-"""ContextParallel: the steps of a module on parts of the sequences of a batch."""
+"""ContextParallel: a module's steps on parts of the sequences in a batch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from .sequence import SequenceLayout
 
 
 class ContextParallel:
-    """Cuts the sequences of batches over the ranks of a group, and lets attention see the whole of them.
+    """Cuts the sequences of batches over the ranks of a group, and lets attention see whole sequences.
 
     Args:
         group: torch's process group of the ranks that share sequences.
         size: the number of these ranks.
-        rank: this one's place among them.
+        rank: the index of this rank among them.
         exchange: how attention reaches the keys of other ranks, see `AttentionMode`.
-        sequence_dim: the dimension of a batch's tensors that is the sequence, where the module does not name it in
-            ``sequence_dims``.
+        sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
     """
 
     def __init__(self, group: Any, size: int, rank: int, *, exchange: ExchangeKind, sequence_dim: int) -> None:
         self.size = size
-        # heads, not queries, are dealt in ulysses
+        # ulysses distributes heads, not queries
         self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
         self._mode = AttentionMode(Exchange(group, self.sequence_cut), exchange)
         self._sequence_dim = sequence_dim
@@ -40,7 +39,8 @@ class ContextParallel:
         """Return a batch with this rank's part of each sequence.
 
         Raises:
-            DataError: for lengths that the number of ranks does not divide, or that differ without ``sequence_dims``.
+            DataError: for lengths that are not a multiple of the number of ranks, or that differ without
+                ``sequence_dims``.
         """
         dims = self._dims(batch, module)
         lengths: dict[str, int] = {}
@@ -67,7 +67,7 @@ class ContextParallel:
         return with_leaves(batch, leaves)
 
     def _dims(self, batch: Any, module: nn.Module) -> dict[str, int | None]:
-        """Return, for each leaf of the batch by its name, the dimension that is cut; None for none."""
+        """Return the dimension that is cut for each leaf of the batch, by name; None if it is not cut."""
         hook = getattr(module, "sequence_dims", None)
         answer = None if hook is None else hook(batch)
         leaves = dict(named_leaves(batch))
@@ -94,14 +94,14 @@ class ContextParallel:
         return dims
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of `length` tokens: inside `attention` those of this rank's part of the sequence."""
+        """Return the positions of `length` tokens; inside `attention`, those of this rank's part of the sequence."""
         if not self._is_cut:
             return torch.arange(length, device=device)
         return self.sequence_cut.positions(self.size * length, device)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Let attention inside exchange keys and values; the batch has been `cut`."""
+        """Let attention inside the block exchange keys and values, for a batch that has been `cut`."""
         self._is_cut = True
         try:
             with self._mode:
@@ -111,7 +111,7 @@ class ContextParallel:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Let a backward inside compute once more what it needs of a step, maybe not that of the batch `cut` last."""
+        """Let a backward inside the block recompute parts of a step, maybe not that of the batch `cut` last."""
         lengths, self._mode.lengths = self._mode.lengths, None
         try:
             with self.attention():
@@ -121,7 +121,7 @@ class ContextParallel:
 
 
 def check_exchange(exchange: object) -> None:
-    """Check that there is such an exchange.
+    """Check that an exchange exists.
 
     Raises:
         ConfigError: for anything else.

@@ -15,7 +15,7 @@ from .sequence import SequenceLayout
 
 
 class Exchange:
-    """Gathers tensors along a dimension, or trades parts of the sequence for heads, over the ranks of a group.
+    """Gathers tensors along a dimension, or exchanges parts of the sequence for heads, over the ranks of a group.
 
     Args:
         group: torch's process group.
@@ -27,14 +27,14 @@ class Exchange:
         self._wire = Wire(group, cut.size, cut.rank, announce=lambda operation, gradient: None)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """Return the whole tensor of every rank's part, in order. Collective, as its backward is."""
+        """Return the whole tensor made of every rank's part, in order. Collective, and so is its backward."""
         if part.dtype == torch.bool:
             return self.gather(part.to(torch.uint8), dim).bool()
         parts = all_gather(self._wire, part.reshape(-1)).view(self.cut.size, *part.shape)
         return self.cut.join(parts.unbind(), dim)
 
     def to_heads(self, part: Tensor) -> Tensor:
-        """Return whole sequences of this rank's heads, from all heads of this rank's part. Collective.
+        """Return whole sequences for this rank's heads, given this rank's part with all heads. Collective.
 
         Shapes: (..., heads, part, width) to (..., heads / n, n * part, width).
         """
@@ -44,7 +44,7 @@ class Exchange:
         return self.cut.join(traded.unbind(), -2).view(*part.shape[:-3], heads // size, size * length, width)
 
     def to_sequence(self, whole: Tensor) -> Tensor:
-        """Return all heads of this rank's part of the sequences: the inverse of `to_heads`. Collective."""
+        """Return this rank's part of the sequences with all heads; the inverse of `to_heads`. Collective."""
         size, (heads, length, width) = self.cut.size, whole.shape[-3:]
         batches = whole.reshape(-1, heads, size, length // size, width)
         traded = all_to_all(self._wire, batches.movedim(2, 0).reshape(-1))
@@ -54,14 +54,14 @@ class Exchange:
 
 @contextmanager
 def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Keep, for the backward of what runs inside, parts instead of the whole tensors that were gathered from them.
+    """For the backward of the block, save parts instead of the whole tensors that were gathered from them.
 
-    The backward gathers them once more; so a rank keeps 1/n of the keys and values.
+    The backward gathers them again, so that each of n ranks keeps only 1/n of the keys and values.
 
     Args:
-        exchange: gathers them.
-        dim: along which they are gathered.
-        pairs: each part with the whole tensor.
+        exchange: gathers the parts.
+        dim: the dimension along which they are gathered.
+        pairs: each part with its whole tensor.
     """
     regathered = {_memory(whole): _Regathered(exchange, dim, part.detach()) for part, whole in pairs}
 
@@ -77,11 +77,11 @@ def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tenso
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the address of the data is unknown without memory
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - not data_ptr(), as a storage may have no memory
 
 
 class _Regathered:
-    """Tensor that is gathered when the first of its views is needed, and dropped after the last."""
+    """A tensor that is gathered when the first of its views is needed, and released after the last."""
 
     def __init__(self, exchange: Exchange, dim: int, part: Tensor) -> None:
         self._exchange, self._dim, self._part = exchange, dim, part

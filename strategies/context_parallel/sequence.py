@@ -1,4 +1,4 @@
-"""SequenceLayout: how sequences are cut over ranks, and the order of the whole."""
+"""SequenceLayout: how sequences are cut over ranks, and put back in order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Cuts a dimension into chunks and deals them to the ranks.
+    """Cuts a dimension into chunks and assigns them to the ranks.
 
-    Balanced, the rank r of n has the chunks r and 2n - 1 - r of 2n, so that each rank has as much causal attention to
-    compute; sequences whose length is not a multiple of 2n, and all others, are cut into n chunks. Source: Brandon et
-    al., "Striped Attention", 2023, and the load balancing of torch's and Llama 3's context parallelism.
+    If balanced, rank r of n has the chunks r and 2n - 1 - r of 2n, so that all ranks compute the same amount of causal
+    attention. Otherwise, or if the length is not a multiple of 2n, there are n chunks. Source: Brandon et al., "Striped
+    Attention", 2023, and the load balancing of torch's and Llama 3's context parallelism.
     """
 
     size: int
@@ -24,7 +24,7 @@ class SequenceLayout:
     is_balanced: bool
 
     def chunks(self, length: int, rank: int | None = None) -> tuple[int, ...]:
-        """Return which chunks of a whole sequence a rank has, this one by default, in order."""
+        """Return the indices of a rank's chunks of a whole sequence, in order; by default this rank's."""
         rank = self.rank if rank is None else rank
         return (rank, 2 * self.size - 1 - rank) if self.is_balanced and length % (2 * self.size) == 0 else (rank,)
 
@@ -33,20 +33,20 @@ class SequenceLayout:
         return length // (self.size * len(self.chunks(length)))
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions of this rank's part in a whole sequence of `length`."""
+        """Return the positions of this rank's part of a whole sequence of `length` tokens."""
         width = self.chunk_length(length)
         return torch.cat(
             [torch.arange(chunk * width, (chunk + 1) * width, device=device) for chunk in self.chunks(length)]
         )
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a whole tensor, whose length along `dim` the number of ranks divides."""
+        """Return this rank's part of a whole tensor, whose length along `dim` must be a multiple of the rank count."""
         length = whole.shape[dim]
         width = self.chunk_length(length)
         return torch.cat([whole.narrow(dim, chunk * width, width) for chunk in self.chunks(length)], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Return the whole tensor of the parts of all ranks."""
+        """Return the whole tensor made of the parts of all ranks."""
         length = self.size * parts[0].shape[dim]
         width = self.chunk_length(length)
         in_order = {

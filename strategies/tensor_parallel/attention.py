@@ -21,13 +21,13 @@ _SIGNATURE: Final = inspect.signature(nn.MultiheadAttention.forward)
 
 @dataclass(frozen=True)
 class AttentionCut(CutLayer):
-    """An nn.MultiheadAttention whose heads are dealt to the ranks.
+    """An nn.MultiheadAttention whose heads are distributed over the ranks.
 
-    torch's forward takes the width of a head from the width of its input, and so cannot work on some heads.
+    torch's forward derives the width of a head from the width of its input, and so cannot compute only some heads.
     """
 
     has_cut_memory: bool = True
-    """Whether keys and values are shards of the sequence, too, where the query is."""
+    """Whether keys and values are shards of the sequence if the query is."""
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> AttentionCut:
@@ -46,7 +46,7 @@ class AttentionCut(CutLayer):
         return cls({name: cut for name, cut in slices.items() if name in names})
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
-        """Return the output, and the attention weights if they are asked for."""
+        """Return the output, and the attention weights if requested."""
         assert isinstance(module, nn.MultiheadAttention)
         call = _SIGNATURE.bind(module, *inputs, **named)
         call.apply_defaults()
@@ -104,7 +104,7 @@ class AttentionCut(CutLayer):
         value: Tensor,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `_attend` does where context parallelism replaces torch's function; its own takes some heads."""
+        """Attend like `_attend`, but with the function that context parallelism puts in place of torch's."""
         attend: Any = F.multi_head_attention_forward
         is_batched, mask = query.dim() == 3, options.pop("attn_mask")
         inputs = self._whole_inputs(group, query, key, value)
@@ -137,7 +137,7 @@ class AttentionCut(CutLayer):
     def _whole_inputs(
         self, group: TensorGroup, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the whole inputs; those that are one tensor are exchanged once."""
+        """Return the whole inputs; inputs that are the same tensor are exchanged once."""
         dim = self.shard_dim
 
         def whole(tensor: Tensor, *, is_cut: bool) -> Tensor:
@@ -204,7 +204,7 @@ def _with_extra_keys(
 
 @dataclass(frozen=True)
 class _Masks:
-    """The masks of an attention, as one that is added to the scores of this rank's heads."""
+    """The masks of an attention, joined into one that is added to the scores of this rank's heads."""
 
     module: nn.MultiheadAttention
     group: TensorGroup
@@ -223,7 +223,7 @@ class _Masks:
 
 
 def _own_heads(mask: Tensor, module: nn.MultiheadAttention, group: TensorGroup) -> Tensor:
-    """Return this rank's of the masks of all heads of all samples, by sample and head."""
+    """Return this rank's part of the masks of all samples and heads, by sample and head."""
     by_head: Tensor = mask.unflatten(0, (-1, module.num_heads))
     return by_head.chunk(group.size, 1)[group.rank]
 

@@ -1,4 +1,4 @@
-"""Check of a plan on the first micro-batch: each cut block runs once whole and once cut, and must compute the same."""
+"""Check of a plan on the first micro-batch: each block runs whole and cut, and both must compute the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .plan import TensorPlan
 from .skeleton import Skeleton, private
 
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""The relative difference that rounding may make; a tenth of it, of the largest value, where values are small."""
+"""The relative difference that rounding may cause; for small values, a tenth of it relative to the largest value."""
 _TOLERANCE_OF_HALF: Final = 0.1
 _TOLERANCE_OF_TF32: Final = 0.02
 _CAUSES: Final = (
@@ -36,10 +36,10 @@ _CAUSE_OF_GRADIENTS: Final = "A whole layer amid cut features needs the word 're
 class BlockCheck:
     """Compares each planned block, whole and cut, when it is first called.
 
-    A block takes and returns whole activations: it is the smallest module around layers that pass cut ones to each
-    other. Both runs are in eval mode, on copies of the block's inputs; random streams, buffers, attributes and
-    gradients stay as they are. Outputs are compared, and gradients of inputs and parameters, unless modules inside the
-    block gather their parameters by themselves.
+    A block takes and returns whole activations: it is the smallest module around layers that pass cut activations to
+    each other. Both runs are in eval mode, on copies of the block's inputs; random streams, buffers, attributes and
+    gradients do not change. Outputs are compared, and so are gradients of inputs and parameters, unless modules inside
+    the block gather their parameters themselves.
 
     Example:
         check = BlockCheck(module, plan, mesh)  # keeps structures, and so is made before the module is cut
@@ -49,7 +49,7 @@ class BlockCheck:
 
     Raises:
         ModuleError: in the ``with`` block, on all ranks of the tensor parallel group, for a block that differs or fails
-            when cut, for layers that no block contains, and for a cut parameter that is used outside of its layer.
+            when cut, for layers that no block contains, and for a cut parameter that is used outside its layer.
     """
 
     def __init__(self, module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
@@ -64,7 +64,7 @@ class BlockCheck:
 
     def __enter__(self) -> BlockCheck:
         compare: Any = self._compare
-        if "torch._dynamo" in sys.modules:  # the check of a compiled block is not to be compiled
+        if "torch._dynamo" in sys.modules:  # the check of a compiled block must not be compiled
             compare = torch.compiler.disable(compare)
         for name in self._skeletons:
             block = self._module.get_submodule(name)
@@ -130,7 +130,7 @@ class BlockCheck:
         return causes + ("; a layer that mixes positions, amid shards of them" if self._plan.sequence_parallel else "")
 
     def _worst(self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor]) -> tuple[str, float] | None:
-        """Return the value that differs most over the ranks, relative to its size, if any differs. Collective."""
+        """Return the value that differs most on any rank, relative to its size, if any differs. Collective."""
         size = max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
         differences = []
         for name, value in whole.items():
@@ -143,7 +143,7 @@ class BlockCheck:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The floating-point outputs of a run, and gradients of a fixed function of them, all whole."""
+    """The floating-point outputs of a run, and the gradients of a fixed function of them, all whole."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
@@ -170,9 +170,9 @@ class _Trial:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Keep trials from the activation checkpointing around them, and from the inference path of torch's encoder layers.
+    """Isolate trials from activation checkpointing around them, and from the fast path of torch's encoder layers.
 
-    That path fills padded places with other values.
+    That path fills padded positions with other values.
     """
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -188,7 +188,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _direction(output: Tensor) -> Any:
-    """Return weights of an output's elements that are the same on all ranks, whole and cut."""
+    """Return weights for an output's elements that are equal on all ranks, whole and cut."""
     numbers = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
     weights = (numbers * 0.7 + 1).sin().view(output.shape).to(output.dtype)
     if not is_dtensor(output):
@@ -200,7 +200,7 @@ def _direction(output: Tensor) -> Any:
 
 
 def _difference(whole: Tensor, cut: Tensor, size: float) -> float:
-    """Return by how much two tensors differ, relative to the first; 0 where rounding can be the reason."""
+    """Return by how much two tensors differ, relative to the first; 0 if rounding can be the reason."""
     if whole.shape != cut.shape:
         return torch.inf
     if not whole.numel():

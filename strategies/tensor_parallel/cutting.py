@@ -1,4 +1,4 @@
-"""Cutting of a module: parameters become DTensors in place, and layers run on what this rank holds of them."""
+"""Cutting of a module: parameters become DTensors in place, and layers run on this rank's part of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _WHOLE: Final = WholeLayer({})
 
 
 def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
-    """Cut a module, which is equal on all ranks, as a plan says; tensors on the meta device are cut as well.
+    """Cut a module, which is equal on all ranks, according to a plan; meta tensors are cut as well.
 
     Parameters that are not cut stay plain. Collective: every rank calls it.
 
     Args:
         module: the module that the plan was found for.
         plan: see `find_plan`.
-        mesh: a DeviceMesh with the axis ``tp`` alone.
+        mesh: a DeviceMesh with only the axis ``tp``.
     """
     group = TensorGroup(mesh)
     layers = plan.layers(module)
@@ -51,7 +51,7 @@ def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
 
 
 def _cut(whole: nn.Parameter, slices: Slices, group: TensorGroup) -> nn.Parameter:
-    """Return the DTensor of a parameter, of which this rank holds its cut."""
+    """Return a parameter as a DTensor, of which this rank holds its part."""
     from torch.distributed.tensor import DTensor
 
     own = slices.of(whole.detach(), group.rank, group.size)
@@ -64,7 +64,7 @@ def _cut(whole: nn.Parameter, slices: Slices, group: TensorGroup) -> nn.Paramete
 
 
 def _cut_parameters(module: nn.Module, cuts: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put cut parameters in the place of whole ones; tied ones stay one tensor."""
+    """Replace whole parameters with cut ones; tied parameters stay tied."""
     for submodule in module.modules():
         for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in cuts:
@@ -72,7 +72,7 @@ def _cut_parameters(module: nn.Module, cuts: Mapping[nn.Parameter, nn.Parameter]
 
 
 def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], group: TensorGroup) -> None:
-    """Sum the gradients of a block's whole parameters, which work on shards of the sequence or of features."""
+    """Sum the gradients of a block's whole parameters, which are used on shards of the sequence or of features."""
     for own_name, submodule in block.named_modules(prefix=name):
         parent = own_name.rpartition(".")[0]
         is_cut = not isinstance(layers.get(own_name, _WHOLE), WholeLayer) or isinstance(
@@ -83,7 +83,7 @@ def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], 
 
 
 def _run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
-    """Let a layer's forward be that of its cut."""
+    """Replace a submodule's forward with that of its cut layer."""
     forward = submodule.forward
 
     def cut_forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Exchanges of activations between the ranks of a tensor parallel group, each with the gradient that belongs to it."""
+"""Exchanges of activations between the ranks of a tensor parallel group, each with its matching gradient."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class TensorGroup:
-    """The ranks that hold the cuts of one layer.
+    """The ranks that hold the parts of one layer.
 
-    Between layers a tensor is whole (equal on all ranks, and so is its gradient), cut along a dimension, or a summand
-    on each rank. Every method is collective: all ranks of the group call it, in one order.
+    Between layers, a tensor is whole (equal on all ranks, as is its gradient), cut along a dimension, or a partial sum
+    on each rank. Every method is collective: all ranks of the group call it, in the same order.
     Source: Shoeybi et al., "Megatron-LM", 2019; for shards of the sequence Korthikanti et al., 2022.
 
     Args:
@@ -41,7 +41,7 @@ class TensorGroup:
 
     @contextmanager
     def sharing_inputs(self) -> Iterator[None]:
-        """Exchange a tensor once, also where several layers ask for its copy: its gradients are summed once, too."""
+        """Exchange a tensor only once, even if several layers request its copy; its gradients are summed once, too."""
         before, self._shared = self._shared, {}
         try:
             yield
@@ -49,27 +49,27 @@ class TensorGroup:
             self._shared = before
 
     def copy(self, whole: Tensor) -> Tensor:
-        """Return a whole tensor for use by layers that differ from rank to rank; its gradients are summed."""
+        """Return a whole tensor for layers that differ between ranks; its gradients are summed."""
         return self._share(whole, None, _same, self._sum)
 
     def sum(self, summand: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, which is whole."""
+        """Return the sum of the ranks' tensors, as a whole tensor."""
         return self._exchange(summand, self._sum, _same)
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's cut of a whole tensor."""
+        """Return this rank's part of a whole tensor."""
         return self._exchange(whole, partial(self._own, dim=dim), partial(self._join, dim=dim))
 
     def join(self, cut: Tensor, dim: int) -> Tensor:
-        """Return the whole tensor of the ranks' cuts."""
+        """Return the whole tensor made of the ranks' parts."""
         return self._exchange(cut, partial(self._join, dim=dim), partial(self._own, dim=dim))
 
     def join_copy(self, cut: Tensor, dim: int) -> Tensor:
-        """Return the whole tensor of the ranks' cuts, for use by layers that differ from rank to rank."""
+        """Return the whole tensor made of the ranks' parts, for layers that differ between ranks."""
         return self._share(cut, dim, partial(self._join, dim=dim), partial(self._sum_split, dim=dim))
 
     def sum_split(self, summand: Tensor, dim: int) -> Tensor:
-        """Return this rank's cut of the sum of the ranks' tensors."""
+        """Return this rank's part of the sum of the ranks' tensors."""
         return self._exchange(summand, partial(self._sum_split, dim=dim), partial(self._join, dim=dim))
 
     def largest(self, value: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class TensorGroup:
         key = (id(tensor), dim, 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - it may change in place
         if self._shared is None:
             return self._exchange(tensor, change, change_gradient)
-        if key not in self._shared:  # the tensor is kept, or another one could get its id
+        if key not in self._shared:  # the tensor is kept, otherwise another one could get its id
             self._shared[key] = tensor, self._exchange(tensor, change, change_gradient)
         return self._shared[key][1]
 
@@ -123,7 +123,7 @@ class TensorGroup:
 
 
 class _Exchange(torch.autograd.Function):
-    """A function of a tensor and another one of its gradient."""
+    """Applies one function to a tensor in forward, and another one to its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, change: _Change, change_gradient: _Change) -> Tensor:

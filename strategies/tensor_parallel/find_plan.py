@@ -1,4 +1,4 @@
-"""Search for a module's tensor parallel plan: given, brought by the module or its parts, or found in its layers."""
+"""Search for a module's tensor parallel plan: given, provided by the module or its parts, or found in its layers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _GATHERED: Final = ("colwise_gather_output", "colwise_rep")
 def find_plan(
     module: nn.Module, tp_plan: Plan | None = None, *, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> TensorPlan:
-    """Return the plan by which a module is cut, before processes start.
+    """Return the plan for cutting a module, before processes start.
 
     Args:
         module: the module as the user made it, whole; it may be on the meta device.
         tp_plan: words or torch's ParallelStyle objects by the names of layers, relative to the module. ``*`` stands
-            for one component of a name or for a part of one. None takes the module's attribute ``tp_plan``, else
-            those of its parts (``tp_plan``, ``_tp_plan`` or their config's ``base_model_tp_plan``), else what is found.
-        sequence_parallel: between cut layers, activations are shards of the sequence.
-        loss_parallel: logits stay cut by vocabulary; see `loss_context`.
+            for one component of a name or for a part of one. None uses the module's attribute ``tp_plan``, else those
+            of its parts (``tp_plan``, ``_tp_plan`` or their config's ``base_model_tp_plan``), else the known layers.
+        sequence_parallel: whether activations between cut layers are shards of the sequence.
+        loss_parallel: whether logits stay sharded by vocabulary; see `loss_context`.
 
     Raises:
         ConfigError: for a plan that matches nothing, a word that does not exist or does not suit its layer, and a
-            module in which nothing to cut is found.
+            module without any known layer to cut.
     """
     numbers: Mapping[str, tuple[str, ...]] = {}
     own = getattr(module, "tp_plan", None)
@@ -69,7 +69,7 @@ def find_plan(
 
 
 def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = True) -> dict[str, Any]:
-    """Return the words of a plan by the full names of layers."""
+    """Return a plan's words by the full names of layers."""
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(f"{source} must map names of layers to words, got {plan!r:.80}; see docs/model_parallel.md.")
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
@@ -89,7 +89,7 @@ def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = Tr
 
 
 def _brought(module: nn.Module) -> dict[str, Any]:
-    """Return the words of the plans of the outermost parts that have one."""
+    """Return the words of the plans that the outermost parts provide."""
     words: dict[str, Any] = {}
     for name, part, plan in _plans(module, ""):
         matched = _match(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
@@ -109,7 +109,7 @@ def _plans(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Plan]]:
 
 
 def _is_brought(part: nn.Module) -> bool:
-    """Return whether a plan comes with a model of transformers, where words may match nothing."""
+    """Return whether a plan comes with a transformers model, whose words may match nothing."""
     return getattr(part, "_tp_plan", None) is not None or hasattr(getattr(part, "config", None), "base_model_tp_plan")
 
 
@@ -136,7 +136,7 @@ def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
 
 
 def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
-    """Return words for whole layers whose weight is that of a layer cut by vocabulary: they are cut alike."""
+    """Return words for whole layers that share the weight of a layer cut by vocabulary; they are cut the same way."""
     cut = {
         module.get_submodule(name).weight
         for name, word in words.items()
@@ -152,7 +152,7 @@ def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_order(module: nn.Module, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the words in the module's order; of the names of one layer, the first."""
+    """Return the words in the module's order; a layer with several names keeps the first."""
     layers: dict[nn.Module, str] = {}
     for name, layer in module.named_modules(remove_duplicate=False):
         if name in words:

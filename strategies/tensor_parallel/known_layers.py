@@ -1,4 +1,4 @@
-"""Layers that are cut without a plan: attention and feed-forward layers of torch, and those with the usual names."""
+"""Layers that are cut without a plan: torch's attention and feed-forward layers, and those with common names."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ _ELEMENTWISE: Final = (
 
 @dataclass
 class KnownLayers:
-    """The words of the layers of a module that can be cut, and the numbers of their modules that are divided by tp."""
+    """The words for a module's layers that can be cut, and the attributes of modules that are divided by tp."""
 
     words: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module) -> KnownLayers:
-        """Return what is known of a module's layers."""
+        """Return the known layers of a module."""
         known = cls()
         for name, submodule in module.named_modules():
-            # the step of a TrainModule may use its layers in any way
+            # a TrainModule's step may use its layers in any way
             has_layers = next(submodule.children(), None) is not None
             if has_layers and (name or not hasattr(module, "training_step")):
                 known._add(name, submodule)
@@ -85,12 +85,12 @@ class KnownLayers:
 
 
 def is_known_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
-    """Return whether a module is an nn.MultiheadAttention that has torch's forward."""
+    """Return whether a module is an nn.MultiheadAttention with torch's forward."""
     return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
 
 
 def head_counts(holder: nn.Module) -> dict[str, int]:
-    """Return the numbers of heads that the module around attention's projections, or its config, has."""
+    """Return the numbers of heads in the attributes of the module around attention projections, or of its config."""
     sources = [vars(holder)] + [
         vars(config) for config in (getattr(holder, "config", None),) if hasattr(config, "__dict__")
     ]
@@ -100,7 +100,7 @@ def head_counts(holder: nn.Module) -> dict[str, int]:
 
 
 def is_projection(name: str) -> bool:
-    """Return whether a layer has the name of attention's projections."""
+    """Return whether a layer is named like an attention projection."""
     leaf = name.rpartition(".")[2]
     return any(leaf in columns for columns, _ in _ATTENTIONS) or leaf in _PACKED_ATTENTIONS[0]
 
@@ -121,7 +121,7 @@ def widths(module: object) -> tuple[int, int] | None:
 
 
 def _attention(holder: nn.Module) -> tuple[dict[str, str], int]:
-    """Return the words of the projections of an attention, and the width of its queries."""
+    """Return the words for an attention's projections, and the width of its queries."""
     for columns, row, width in _matching(holder, _ATTENTIONS):
         return {**dict.fromkeys(columns, "colwise"), row: "rowwise"}, width
     for column in _PACKED_ATTENTIONS[0]:
@@ -141,7 +141,7 @@ def _feed_forward(holder: nn.Module) -> dict[str, str]:
 
 
 def _matching(holder: nn.Module, table: Any) -> Iterator[tuple[tuple[str, ...], str, int]]:
-    """Yield the columns and the row of a table that a module has, where the row takes what the first column gives."""
+    """Yield the columns and row of a table that a module has, if the row's input is as wide as the first's output."""
     for columns, rows in table:
         given = [widths(_get(holder, column)) for column in columns]
         for row in rows:
@@ -151,7 +151,7 @@ def _matching(holder: nn.Module, table: Any) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _pairs(chain: nn.Sequential) -> dict[str, str]:
-    """Return the words of each two linear layers with nothing but elementwise functions between them."""
+    """Return the words for each pair of linear layers with only elementwise functions between them."""
     words: dict[str, str] = {}
     column: tuple[str, nn.Linear] | None = None
     for name, child in chain.named_children():
@@ -167,7 +167,7 @@ def _pairs(chain: nn.Sequential) -> dict[str, str]:
 
 
 def _norms_of_heads(holder: nn.Module, width: int) -> dict[str, str] | None:
-    """Return the words of norms over the features of a head; None if there is one over those of all heads."""
+    """Return the words for norms over the features of a head; None if there is a norm over those of all heads."""
     words = {}
     for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
         weight = getattr(getattr(holder, name, None), "weight", None)

@@ -1,4 +1,4 @@
-"""Cut layers: the parameters of a layer that are cut, and its forward on what this rank holds of them."""
+"""Cut layers: the parameters of a layer that are cut, and its forward on this rank's part of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Slices:
-    """The cut of a parameter: along `dim`, in each of `sections` equal parts that lie side by side there."""
+    """The cut of a parameter: along `dim`, within each of `sections` equal parts that are side by side there."""
 
     dim: int
     sections: int = 1
@@ -29,7 +29,7 @@ class Slices:
         return f"along dimension {self.dim}{parts}"
 
     def of(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """Return what a rank holds of a whole tensor."""
+        """Return a rank's part of a whole tensor."""
         sections = tensor.chunk(self.sections, self.dim)
         return torch.cat([section.chunk(size, self.dim)[rank] for section in sections], self.dim)
 
@@ -42,19 +42,19 @@ class Slices:
 
 @dataclass(frozen=True)
 class CutLayer:
-    """A layer of which this rank holds a cut; its subclasses say which one, and what is exchanged."""
+    """A layer of which this rank holds a part; subclasses define which part, and what is exchanged."""
 
     slices: Mapping[str, Slices]
     """The cuts of its own parameters, by name."""
     shard_dim: int | None = None
-    """The dimension of the sequence, where whole activations around the layer are shards of the sequence."""
+    """The sequence dimension, if activations around the layer are sharded along the sequence."""
 
     def in_shards(self, dim: int) -> CutLayer:
-        """Return the same layer amid shards of the sequence."""
+        """Return the same layer for activations that are sharded along the sequence."""
         return replace(self, shard_dim=dim)
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
-        """Run the layer's forward with what this rank holds."""
+        """Run the layer's forward with this rank's part."""
         raise NotImplementedError
 
 
@@ -64,9 +64,9 @@ class ColumnCut(CutLayer):
 
     gathers_output: bool = False
     takes_copies: bool = False
-    """Whether the module around it has exchanged the input; see `JoinedInput`."""
+    """Whether the module around it has already exchanged the input; see `JoinedInput`."""
     keeps_logits: bool = False
-    """Whether the output is a DTensor cut along its last dimension, as ``loss_parallel`` needs it."""
+    """Whether the output is a DTensor sharded along its last dimension, as ``loss_parallel`` requires."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         first, rest, named = first_input(inputs, named)
@@ -83,7 +83,7 @@ class ColumnCut(CutLayer):
 
 @dataclass(frozen=True)
 class RowCut(CutLayer):
-    """A linear layer that takes some of its input features; the ranks' outputs are summed."""
+    """A linear layer that takes some of its input features; outputs are summed over the ranks."""
 
     splits_input: bool = False
 
@@ -131,7 +131,7 @@ class EmbeddingColumnCut(CutLayer):
 
 @dataclass(frozen=True)
 class SummedGradients(CutLayer):
-    """A layer whose whole parameters work on what differs from rank to rank, so that their gradients are summed."""
+    """A layer whose whole parameters see different inputs on each rank, so that their gradients are summed."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         own = {name: group.copy(local(p)) for name, p in module.named_parameters(recurse=False)}
@@ -141,7 +141,7 @@ class SummedGradients(CutLayer):
 
 @dataclass(frozen=True)
 class SummedOutput(CutLayer):
-    """A layer whose output is a summand on each rank."""
+    """A layer whose output is a partial sum on each rank."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         return group.sum(forward(*inputs, **named))
@@ -149,10 +149,10 @@ class SummedOutput(CutLayer):
 
 @dataclass(frozen=True)
 class ShardedLayer(CutLayer):
-    """A layer that works on shards of the sequence, of whole activations."""
+    """A layer that works on shards of the sequence; whole activations are split for it and joined afterwards."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
-        if self.shard_dim is not None:  # amid shards
+        if self.shard_dim is not None:  # its input is a shard already
             return SummedGradients({}).run(module, forward, group, inputs, named)
         first, rest, named = first_input(inputs, named)
         shard = group.split(first, 1)
@@ -161,14 +161,14 @@ class ShardedLayer(CutLayer):
 
 @dataclass(frozen=True)
 class WholeLayer(CutLayer):
-    """A layer that every rank holds whole."""
+    """A layer that is whole on every rank."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         return forward(*inputs, **named)
 
 
 def first_input(inputs: tuple[Any, ...], named: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the first input of a layer, which may be given by its name, and the others."""
+    """Return the first input of a layer, which may be passed by name, and the others."""
     if inputs:
         return inputs[0], inputs[1:], named
     name = "hidden_states" if "hidden_states" in named else next(iter(named))
@@ -176,15 +176,15 @@ def first_input(inputs: tuple[Any, ...], named: Any) -> tuple[Any, tuple[Any, ..
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, with a gradient."""
+    """Return this rank's part of a tensor, differentiably."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @contextmanager
 def local_parameters(module: nn.Module, **others: Any) -> Iterator[None]:
-    """Let a module's own attributes be what this rank holds of its parameters, and `others`.
+    """Set a module's attributes to this rank's parts of its parameters, and to `others`, inside the block.
 
-    An attribute of the instance hides the parameter of that name, which stays where optimizers and checkpoints look.
+    An instance attribute hides the parameter of that name, which stays where optimizers and checkpoints find it.
     """
     own = {name: local(p) for name, p in module.named_parameters(recurse=False) if name not in others} | others
     attributes = vars(module)
@@ -199,7 +199,7 @@ def local_parameters(module: nn.Module, **others: Any) -> Iterator[None]:
 
 
 def _local_width(module: nn.Module, slices: Mapping[str, Slices]) -> dict[str, int]:
-    """Return the number of output features of a Conv1D of transformers, which its forward reads."""
+    """Return the local number of output features of a transformers Conv1D, which its forward reads."""
     if not hasattr(module, "nf"):
         return {}
     return {"nf": local(module.weight).shape[slices["weight"].dim]}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Loss parallel: a cross-entropy of logits that stay cut by vocabulary."""
+"""Loss parallelism: a cross-entropy of logits that stay sharded by vocabulary."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .exchanges import TensorGroup
 
 _SIGNATURE: Final = inspect.signature(F.cross_entropy)
 _RESULTS: Final = frozenset((torch.argmax, Tensor.argmax, torch.topk, Tensor.topk))
-"""The functions of logits whose results are plain tensors."""
+"""Functions of logits whose results are made plain tensors."""
 
 
 @contextmanager
 def loss_context() -> Iterator[None]:
-    """Compute ``F.cross_entropy`` inside from logits of which each rank holds some columns.
+    """Compute ``F.cross_entropy`` inside the block from logits of which each rank holds some columns.
 
     Such logits are DTensors. The loss is a plain tensor, as are the results of ``argmax`` and ``topk``; backward needs
-    no context. All else that a step does with logits follows DTensor's rules: ``logits.full_tensor()`` has them whole.
-    torch's own ``loss_parallel`` lacks ``label_smoothing`` (torch 2.14), and must be around backward, too.
+    no context. Everything else that a step does with logits follows DTensor's rules; ``logits.full_tensor()`` gathers
+    them. torch's own ``loss_parallel`` lacks ``label_smoothing`` (torch 2.14), and must also be around backward.
     """
     with _LossOfCutLogits():
         yield
 
 
 class _LossOfCutLogits(TorchFunctionMode):
-    """Computes losses of cut logits where they lie."""
+    """Computes losses of sharded logits without gathering them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +60,7 @@ def _cross_entropy(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """Return what ``F.cross_entropy`` does; cut otherwise, or with probabilities as targets, logits are gathered."""
+    """Return what ``F.cross_entropy`` does; gathers logits if sharded otherwise, or if targets are probabilities."""
     from torch.distributed.tensor import Shard
 
     classes = 0 if input.dim() == 1 else 1
@@ -83,7 +83,7 @@ def _cross_entropy(
 def _losses(
     logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, group: TensorGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each target, and by how much it counts in a mean; logits are (..., own classes)."""
+    """Return the loss of each target, and its weight in a mean; logits have the shape (..., own classes)."""
     size = logits.shape[-1]
     largest = group.largest(logits.amax(-1))
     shifted = logits - largest.unsqueeze(-1)

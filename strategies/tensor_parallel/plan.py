@@ -1,4 +1,4 @@
-"""Tensor parallel plan: the layers of a module that are cut, by name, and how."""
+"""Tensor parallel plan: which layers of a module are cut, by name, and how."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class TensorPlan:
     """The cuts of a module's layers, complete and in the module's order; see `find_plan`."""
 
     words: Mapping[str, Any]
-    """A word or a ParallelStyle of torch by the name of each layer that the plan names."""
+    """A word or a torch ParallelStyle for each layer that the plan names, by name."""
     source: str
     """Where the plan comes from, for messages."""
     sequence_parallel: bool = False
     head: str | None = None
-    """The layer whose logits stay cut by vocabulary, with ``loss_parallel``."""
+    """The layer whose logits stay sharded by vocabulary, with ``loss_parallel``."""
     numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The attributes of modules that are divided by tp, such as a number of heads, by the modules' names."""
+    """The attributes that are divided by tp, such as numbers of heads, by the names of their modules."""
     ends: frozenset[str] = frozenset()
-    """Blocks that return whole activations whatever follows them: a stage of a pipeline ends there."""
+    """Blocks that return whole activations whatever follows them, because a pipeline stage ends there."""
 
     def of_layers(self, is_chosen: Callable[[str], bool], ends: Collection[str]) -> TensorPlan:
-        """Return the plan of some of its layers, those of stages that end with these blocks."""
+        """Return the plan for some of the layers, those of stages that end with these blocks."""
         words = {name: word for name, word in self.words.items() if is_chosen(name)}
         numbers = {name: numbers for name, numbers in self.numbers.items() if is_chosen(name)}
         head = self.head if self.head in words else None
@@ -54,7 +54,7 @@ class TensorPlan:
         return layers
 
     def holders(self, module: nn.Module) -> dict[str, CutLayer]:
-        """Return what the modules around several layers with one input do with it."""
+        """Return the cuts of modules around several layers with the same input, which they exchange for these."""
         columns = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, ColumnCut)}
         counts = Counter(_parent(name) for name in columns)
         holders: dict[str, CutLayer] = {parent: SharedInput({}) for parent, count in counts.items() if count > 1}
@@ -65,7 +65,7 @@ class TensorPlan:
         """Return the blocks that take and return whole activations, with the planned layers inside each.
 
         A block is the smallest module around layers that pass cut activations to each other, or a single layer that
-        takes and returns whole ones. None is inside another.
+        takes and returns whole ones. Blocks are not nested.
         """
         sharded = self.sharded_blocks(module)
         planned = [name for name, word in self.words.items() if word != "replicate"]
@@ -85,11 +85,11 @@ class TensorPlan:
         return {name: word for name, word in self.words.items() if is_style(word)}
 
     def validate(self, module: nn.Module, tp: int) -> None:
-        """Check, before processes start, that the plan can cut the module in `tp` parts.
+        """Check, before processes start, that the plan can cut the module into `tp` parts.
 
         Raises:
             ConfigError: for a width or a number of heads that `tp` does not divide, and for tied weights that are cut
-                in two ways.
+                in two different ways.
         """
         layers = self.layers(module)
         problems = [
@@ -104,7 +104,7 @@ class TensorPlan:
         self._check_ties(module, layers)
 
     def table(self, module: nn.Module, tp: int) -> str:
-        """Return a table of the cut layers: their words, the shapes of a rank's cuts, and the bytes that it holds."""
+        """Return a table of the cut layers: their words, and the shapes and bytes that a rank holds."""
         return plan_table(module, self.words, self.layers(module), tp)
 
     def _check_ties(self, module: nn.Module, layers: Mapping[str, CutLayer]) -> None:
@@ -131,7 +131,7 @@ def _around(name: str, words: Mapping[str, Any], module: nn.Module) -> str:
     """Return the block that a planned layer belongs to."""
     word = words[name]
     if is_style(word):
-        # what torch's styles pass on is known between the first and the last of them only
+        # it is unknown what torch's styles pass on, so their block contains all of them
         return _common([other for other in words if is_style(words[other])])
     if not _is_open(word):
         return name
@@ -144,7 +144,7 @@ def _around(name: str, words: Mapping[str, Any], module: nn.Module) -> str:
 
 
 def _closes(block: str, words: Mapping[str, Any]) -> bool:
-    """Return whether cut activations are made and taken in a block."""
+    """Return whether cut activations are both produced and consumed inside a block."""
     inside = {_base(words[name]) for name in words if _is_inside(name, block)}
     return bool(inside & OPEN_COLUMNS) and bool(inside & OPEN_ROWS)
 
@@ -173,16 +173,16 @@ def _common(names: list[str]) -> str:
 
 
 def _amid_shards(name: str, layer: CutLayer, block: str, dim: int) -> CutLayer:
-    """Return a layer amid shards of the sequence; projections of an attention get whole ones from the module around."""
+    """Return a layer for shards of the sequence; an attention's projections get whole input from the module around."""
     layer = layer.in_shards(dim)
-    if isinstance(layer, AttentionCut):  # that of torch's decoder layer attends to a whole sequence
+    if isinstance(layer, AttentionCut):  # the cross-attention of torch's decoder layer attends to a whole sequence
         return replace(layer, has_cut_memory=name.rpartition(".")[2] != "multihead_attn")
     is_held = isinstance(layer, ColumnCut) and is_projection(name) and _parent(name) != block
     return replace(layer, takes_copies=True) if is_held else layer  # type: ignore[call-arg]
 
 
 def _problems_of_heads(words: Mapping[str, Any], module: nn.Module, tp: int) -> list[str]:
-    """Return the numbers of attention heads that `tp` does not divide."""
+    """Return descriptions of the numbers of attention heads that `tp` does not divide."""
     problems = []
     for name, word in words.items():
         holder = _parent(name)

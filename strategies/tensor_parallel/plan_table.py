@@ -1,4 +1,4 @@
-"""Table of a plan: what each layer's cut is, and the bytes of parameters that a rank holds."""
+"""Table of a plan: the cut of each layer, and the bytes of parameters that a rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .layers import CutLayer
 
 
 def plan_table(module: nn.Module, words: Mapping[str, Any], layers: Mapping[str, CutLayer], tp: int) -> str:
-    """Return a table of the layers that a plan names; layers that differ by a number alone share a row."""
+    """Return a table of the layers that a plan names; layers that differ only by a number share a row."""
     rows: dict[tuple[str, str, str], list[int]] = {}
     cut: dict[nn.Parameter, int] = {}
     for name, word in words.items():
@@ -37,7 +37,7 @@ def plan_table(module: nn.Module, words: Mapping[str, Any], layers: Mapping[str,
 
 
 def _cuts(submodule: nn.Module, layer: CutLayer, tp: int) -> dict[str, tuple[str, int]]:
-    """Return the shapes, as text, and the bytes of a rank's cuts of a layer's parameters, by their names."""
+    """Return the shapes, as text, and the bytes of a rank's parts of a layer's parameters, by name."""
     sizes = {}
     for name, slices in layer.slices.items():
         parameter = submodule.get_parameter(name)
@@ -55,7 +55,7 @@ def _by(shape: Any) -> str:
 
 
 def generic_name(name: str) -> str:
-    """Return a name with ``*`` in place of the number of a repeated block."""
+    """Return a name with ``*`` in place of a repeated block's number."""
     parts = name.split(".")
     number = next((at for at, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return name if number is None else ".".join([*parts[:number], "*", *parts[number + 1 :]])

@@ -1,4 +1,4 @@
-"""Sequence parallel: the blocks of a module in which norms, dropout and residuals work on shards of the sequence."""
+"""Sequence parallelism: the blocks of a module whose norms, dropout and residuals work on shards of the sequence."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ATTENDS_ELSEWHERE = ("cross", "encoder_attn", "encdec")
 
 @dataclass(frozen=True)
 class ShardedBlock(CutLayer):
-    """A block whose first input and output are whole, or DTensors where its neighbour is such a block, too.
+    """A block whose first input and output are whole, or DTensors if the neighboring block is also such a block.
 
-    Whoever reads a DTensor between two blocks gets the whole sequence's values, or torch's error.
+    Code that reads a DTensor between two blocks gets the whole sequence's values, or torch's error.
     """
 
     dim: int = 1
@@ -61,7 +61,7 @@ class ShardedBlock(CutLayer):
 
 @dataclass(frozen=True)
 class JoinedInput(CutLayer):
-    """An attention whose projections get the whole sequence: its forward may read the length of its input."""
+    """An attention whose input is joined before its projections, as its forward may read the input's length."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         """Run the attention with its first input whole."""
@@ -72,16 +72,16 @@ class JoinedInput(CutLayer):
 
 @dataclass(frozen=True)
 class SharedInput(CutLayer):
-    """A module around several layers that take the same input, which is exchanged once."""
+    """A module around several layers that take the same input, which is exchanged only once."""
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
-        """Run the module as it is."""
+        """Run the module's own forward."""
         with group.sharing_inputs():
             return forward(*inputs, **named)
 
 
 def _with_first(forward: Forward, change: Callable[[Any], Any], inputs: tuple[Any, ...], named: Any) -> Any:
-    """Call a forward with its first input, the hidden states, changed."""
+    """Call a forward with `change` applied to its first input, the hidden states."""
     if inputs:
         return forward(change(inputs[0]), *inputs[1:], **named)
     key = "hidden_states" if "hidden_states" in named else next(iter(named))
@@ -91,8 +91,8 @@ def _with_first(forward: Forward, change: Callable[[Any], Any], inputs: tuple[An
 def sharded_blocks(module: nn.Module, cut: Collection[str], ends: Collection[str] = ()) -> dict[str, ShardedBlock]:
     """Return the outermost repeated blocks around the layers of a plan, whose names are `cut`.
 
-    Blocks with a second sequence, to which they attend, are left out unless they are torch's own. Those of `ends`
-    return whole activations.
+    Blocks that attend to a second sequence are left out unless they are torch's own. Those in `ends` return whole
+    activations.
     """
     names: list[str] = []
     for parent_name, parent in module.named_modules():
@@ -114,13 +114,13 @@ def _suits(block: nn.Module) -> bool:
 
 
 def _length_dim(block: nn.Module) -> int:
-    """Return the dimension of the sequence in a block's input."""
+    """Return the sequence dimension of a block's input."""
     attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
     return 1 if attention is None or attention.batch_first else 0
 
 
 def _precedes(name: str, names: list[str]) -> bool:
-    """Return whether a block's neighbour in its container follows."""
+    """Return whether the next block follows directly in the same container."""
     at = names.index(name) + 1
     return at < len(names) and names[at].rpartition(".")[0] == name.rpartition(".")[0]
 

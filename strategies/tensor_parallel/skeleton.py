@@ -1,4 +1,4 @@
-"""Skeleton of a module: its structure before it is cut, which runs once with gathered weights."""
+"""Skeleton of a module: its structure before it is cut, to run once with gathered weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Skeleton:
         self._module = self._copy(module)
 
     def run(self, module: nn.Module, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run the copy with ``whole(parameter)`` of the module's parameters as they are now, and copies of buffers."""
+        """Run the copy with ``whole(parameter)`` for each parameter of the module now, and copies of its buffers."""
         memory: dict[int, Tensor] = {}
 
         def filled(tensor: Tensor | None, make: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -48,7 +48,7 @@ class Skeleton:
             attributes["forward"] = MethodType(forward.__func__, own)
         parameters, submodules = attributes["_parameters"], attributes["_modules"]
         attributes["_parameters"] = {name: None if p is None else p.to("meta") for name, p in parameters.items()}
-        # hooks that are registered later, as those of fully_shard, are the module's alone
+        # hooks that are registered later, such as those of fully_shard, must not apply to the copy
         containers = [
             name for name in attributes if name == "_buffers" or name.endswith(("_hooks", "_hooks_with_kwargs"))
         ]
@@ -60,9 +60,9 @@ class Skeleton:
 
 
 def private(values: Any) -> Any:
-    """Return a copy of a block's inputs, detached from the graph; tensors that are one stay one.
+    """Return a copy of a block's inputs, detached from the graph; a tensor that occurs twice is copied once.
 
-    Objects in it, such as caches of keys and values, are copied with what they hold.
+    Objects among them, such as key-value caches, are copied with their contents.
     """
     return _private(values, {})
 

@@ -1,4 +1,4 @@
-"""Plan words: the names of the ways to cut a layer, most of them those of transformers' plans."""
+"""Plan words: the names of the ways to cut a layer, most of them from transformers' plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPEN_COLUMNS: Final = frozenset({"colwise", "packed_colwise"})
 OPEN_ROWS: Final = frozenset({"rowwise", "packed_rowwise"})
 """The words whose layers take cut activations."""
 OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce"})
-"""The words whose layers work between those."""
+"""The words whose layers are used between those."""
 _PACKED_IN_THREE: Final = ("qkv", "c_attn", "in_proj")
 _EXPERTS: Final = frozenset(
     ["ep_dispatch_experts", "grouped_gemm", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "local_params"]
@@ -36,7 +36,7 @@ _EXPERTS: Final = frozenset(
 
 
 def is_style(word: object) -> bool:
-    """Return whether a plan's value is one of torch's ParallelStyle objects."""
+    """Return whether a plan's value is a torch ParallelStyle object."""
     if isinstance(word, str):
         return False
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -45,7 +45,7 @@ def is_style(word: object) -> bool:
 
 
 def is_for_experts(word: object) -> bool:
-    """Return whether a word of transformers is about experts, which are not cut by tp."""
+    """Return whether a transformers word is for experts, which tp does not cut."""
     return word in _EXPERTS
 
 
@@ -53,7 +53,7 @@ def check_word(name: str, word: object) -> None:
     """Check that a plan's value is a word or a style.
 
     Raises:
-        ConfigError: naming what was meant.
+        ConfigError: for anything else, with a suggestion.
     """
     if is_style(word) or (isinstance(word, str) and (word in _WORDS or _is_packed(word))):
         return
@@ -69,7 +69,7 @@ def check_word(name: str, word: object) -> None:
 
 
 def cut_layer(name: str, module: nn.Module, word: str) -> CutLayer:
-    """Return how a word cuts a layer.
+    """Return the layer cut as a word says.
 
     Raises:
         ConfigError: for a word that does not suit the layer.
@@ -102,7 +102,7 @@ def _advice(module: nn.Module) -> str:
 def _linear_slices(module: nn.Module, *, is_column: bool, sections: int = 1) -> dict[str, Slices] | None:
     if widths(module) is None:
         return None
-    dim = int(is_column != isinstance(module, nn.Linear))  # a Conv1D of transformers has a transposed weight
+    dim = int(is_column != isinstance(module, nn.Linear))  # the weight of a transformers Conv1D is transposed
     slices = {"weight": Slices(dim, sections)}
     if is_column and getattr(module, "bias", None) is not None:
         slices["bias"] = Slices(0, sections)
@@ -186,7 +186,7 @@ _WORDS: Final[dict[str, _Make]] = {
 
 
 def validate_width(name: str, module: nn.Module, layer: CutLayer, tp: int) -> list[str]:
-    """Return what stands in the way of cutting a layer's parameters in `tp` equal parts."""
+    """Return the reasons why a layer's parameters cannot be cut into `tp` equal parts."""
     problems = []
     for parameter, slices in layer.slices.items():
         tensor = module.get_parameter(parameter)
