@@ -1,4 +1,4 @@
-"""SnapshotExchange: collectives of the ranks that take snapshots, and file contents sent from rank to rank."""
+"""SnapshotExchange: the collectives for taking snapshots, and transfers of file contents between ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..distributed.collectives import Collectives
 from ..distributed.process_group import ProcessGroup
 
 TIMEOUT: Final = timedelta(minutes=1)
-"""How long a rank may be late for a snapshot that is written beside training."""
+"""How long a rank may be late for a snapshot that is written while training continues."""
 _CHUNK: Final = 64 << 20
 
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """A file, or the beginning of it, to be sent from one rank to another."""
+    """A file, or the beginning of one, to be sent from one rank to another."""
 
     name: str
     size: int
@@ -30,13 +30,14 @@ class FileTransfer:
 
 
 class SnapshotExchange:
-    """The ranks of a run, as snapshots need them.
+    """Communication between the ranks of a run for snapshots.
 
     Everything is collective: every rank calls it, in the same order, and from one thread at a time.
 
     Args:
-        group: the processes of the run; None for one process.
-        has_own_group: create another gloo group, for calls beside training: only one thread may use a process group.
+        group: the processes of the run; None for a single process.
+        has_own_group: whether to create another gloo group, for calls during training: only one thread at a time may
+            use a process group.
     """
 
     def __init__(self, group: ProcessGroup | None, *, has_own_group: bool = False) -> None:
@@ -57,7 +58,7 @@ class SnapshotExchange:
         return bool(self.collectives.all_reduce(flag, "min"))
 
     def send(self, transfers: Iterable[tuple[FileTransfer, Tensor | None]]) -> None:
-        """Carry out transfers: the same on all ranks, each with its bytes on its source and its target."""
+        """Carry out transfers, which are the same on all ranks; each comes with its bytes on its source and target."""
         from torch import distributed as dist
 
         tag = 0

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 INDEX: Final = "index.json"
 
 Returns: TypeAlias = Sequence[tuple[int, int]]
-"""Rounds, and the step from which each went on."""
+"""Rounds, each with the step from which it resumed."""
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,25 @@ class FileEntry:
     size: int
     checksum: str
     writer: int | None = None
-    """The rank that has written it; another node has a copy. None if each node has written its own."""
+    """The rank that wrote it; another node has a copy. None if each node wrote its own."""
     outline: int = 0
-    """Size of its beginning that lists its tensors, for ranks that do not read them; 0 if every rank reads them."""
+    """Size of its header, which lists its tensors, for ranks that do not read them; 0 if every rank reads them."""
 
 
 @dataclass(frozen=True)
 class SnapshotIndex:
-    """The files of one snapshot, of all ranks; the same text on every node."""
+    """The files of one snapshot, from all ranks; it is identical on every node."""
 
     round: int
     number: int
-    """Counts the snapshots of its round, from 0."""
+    """Counts the snapshots of its round, from 1."""
     slot: str
-    """The folder that holds it: each round has two, used in turn."""
+    """The folder that holds it; each round has two, used in turn."""
     step: int
     nodes: Sequence[int]
     """The node of each rank."""
     sources: Sequence[Sequence[int]]
-    """For each rank, the ranks that have written what it holds: itself and its replicas."""
+    """For each rank, the ranks that wrote what it holds: itself and its replicas."""
     files: Mapping[str, FileEntry]
 
     @property
@@ -49,18 +49,18 @@ class SnapshotIndex:
         return self.round, self.number
 
     def is_left_behind(self, returns: Returns) -> bool:
-        """Return whether a later round went on from an earlier step: what came after that step was done anew."""
+        """Return whether a later round resumed from an earlier step, so that the steps after it were done again."""
         return any(number > self.round and step < self.step for number, step in returns)
 
     def needed_by(self, node: int, nodes: Sequence[int]) -> set[str]:
-        """Return the files that a node needs as a whole, if the ranks are now on `nodes`; of others, the outlines."""
+        """Return the files that a node needs whole if the ranks are now on `nodes`; of others it needs the outlines."""
         if not _are_alike(self.nodes, nodes):
-            return set(self.files)  # the shards change, so each rank may read any file
+            return set(self.files)  # shards change, so each rank may read any file
         writers = {source for rank, at in enumerate(nodes) if at == node for source in self.sources[rank]}
         return {name for name, file in self.files.items() if not file.outline or file.writer in writers}
 
     def to_bytes(self) -> bytes:
-        """Return the text of the file; its first line is the hash of the others."""
+        """Return the content of the index file; its first line is a hash of the rest."""
         text = json.dumps(asdict(self), separators=(",", ":")).encode()
         return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
@@ -86,5 +86,5 @@ def write_index(slot: Path, index: SnapshotIndex) -> None:
 
 
 def _are_alike(before: Sequence[int], now: Sequence[int]) -> bool:
-    """Return whether the same ranks share a node, whichever node it is."""
+    """Return whether the same ranks share a node, whichever node that is."""
     return [before.index(node) for node in before] == [now.index(node) for node in now]

@@ -1,4 +1,4 @@
-"""Recovery: find the newest snapshot that is complete across the nodes, and send each node what it lacks of it."""
+"""Recovery: finds the newest snapshot that is complete across the nodes, and sends each node what it lacks of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger("echelon")
 
 
 class Recovery:
-    """One search by all ranks of what their nodes hold. Collective: every rank creates one and runs it.
+    """A search by all ranks of the snapshots on their nodes. Collective: every rank creates one and runs it.
 
     Args:
-        folder: where this node's snapshots are.
+        folder: the folder of this node's snapshots.
         exchange: connects the ranks.
         nodes: the node of each rank.
         is_first: whether this is the first rank of its node.
@@ -36,9 +36,9 @@ class Recovery:
         self._team = [rank for rank, node in enumerate(nodes) if node == self._node]
 
     def run(self, returns: Returns) -> SnapshotIndex | None:
-        """Return the newest complete snapshot, once every node has what it needs of it; None without one.
+        """Return the newest complete snapshot, once every node has what it needs of it; None if there is none.
 
-        Left out are those that the run went back behind, without the nodes that have them.
+        Snapshots of steps that the run has since redone, without the nodes that hold them, are left out.
         """
         inventories = self._exchange.collectives.all_gather_object(self._inventory() if self._is_first else None)
         slots = {node: slots for node, slots in zip(self._nodes, inventories, strict=True) if slots is not None}
@@ -59,7 +59,7 @@ class Recovery:
         return None
 
     def _inventory(self) -> dict[str, tuple[SnapshotIndex | None, dict[str, int]]]:
-        """Return, for each folder of this node, its index and the sizes of its files."""
+        """Return the index and the file sizes of each snapshot folder on this node."""
         slots = sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
         return {
             slot.name: (read_index(slot), {file.name: file.lstat().st_size for file in slot.iterdir()})
@@ -67,7 +67,7 @@ class Recovery:
         }
 
     def _verify(self, index: SnapshotIndex, slots: Mapping[int, Mapping[str, Any]]) -> Holders:
-        """Return which nodes hold each file undamaged; the ranks of a node divide the files among them."""
+        """Return the nodes that hold each file undamaged; the ranks of a node share the work of checking."""
         candidates = {
             name: [
                 node for node, of_node in slots.items() if of_node.get(index.slot, (None, {}))[1].get(name) == file.size
@@ -113,7 +113,7 @@ class Recovery:
     def _content(self, slot: Path, transfer: FileTransfer) -> Any:
         if transfer.target == self._rank:
             whole = transfer.name.removesuffix(OUTLINE)
-            for name in (whole, whole + OUTLINE):  # damaged, or left by an earlier recovery
+            for name in (whole, whole + OUTLINE):  # damaged, or left over from an earlier recovery
                 (slot / name).unlink(missing_ok=True)
             return MemoryFile(slot / transfer.name, transfer.size).bytes
         if transfer.source == self._rank:
@@ -122,7 +122,7 @@ class Recovery:
 
 
 def plan_transfers(index: SnapshotIndex, holders: Holders, nodes: Sequence[int]) -> list[FileTransfer]:
-    """Return the transfers after which each node has what its ranks read; the same on all ranks."""
+    """Return the transfers that give each node what its ranks read; the result is the same on all ranks."""
     teams = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes))}
     load = dict.fromkeys(range(len(nodes)), 0)  # bytes that a rank sends or receives
     transfers = []

@@ -1,4 +1,4 @@
-"""MemoryFile: a file in shared memory, seen as a tensor of bytes, that outlives the process which fills it."""
+"""MemoryFile: a file in shared memory, accessed as a tensor of bytes, that outlives the process that fills it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..launch.node_folder import allocate
 
 _COLUMNS: Final = 512
-# below 32768 elements torch sums in the calling thread, and takes no other threads from training
+# below 32768 elements, torch sums in the calling thread, and does not take other threads from training
 _ROWS: Final = 63
 _BLOCK: Final = _ROWS * _COLUMNS * 8
 
@@ -24,7 +24,7 @@ class MemoryFile:
 
     Args:
         path: the file. With `size`, an existing file is replaced; processes that have mapped it keep their mapping.
-        size: the size in bytes of a new file, filled with 0; None opens the existing file.
+        size: the size in bytes of a new file, filled with zeros; None opens the existing file.
 
     Raises:
         ProcessError: if there is no room for a new file.
@@ -57,7 +57,7 @@ def checksum(content: Tensor | bytes) -> str:
         )
     count = len(content) // _BLOCK
     end = count * _BLOCK
-    # hashed are the sums, the remaining bytes, and the length
+    # the hash covers the sums, the remaining bytes, and the length
     digested = bytearray(count * _COLUMNS * 8 + len(content) - end + 8)
     view = torch.frombuffer(digested, dtype=torch.uint8)
     sums = view[: count * _COLUMNS * 8].view(torch.int64).view(count, _COLUMNS)

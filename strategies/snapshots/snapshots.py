@@ -1,4 +1,4 @@
-"""MemorySnapshots: copies of a run's state in the memory of its nodes, which survive its workers and one lost node."""
+"""MemorySnapshots: copies of a run's state in its nodes' memory, which survive its workers and the loss of a node."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Recovered:
     """The snapshot from which a run resumes."""
 
     path: Path
-    """Its folder on this node: a checkpoint without the files that no rank of this node reads."""
+    """Its folder on this node: a checkpoint without the files that no rank on this node reads."""
     step: int
 
 
 @dataclass(frozen=True)
 class SnapshotCost:
-    """The seconds by which a snapshot has delayed this rank's training."""
+    """The seconds by which a snapshot delayed this rank's training."""
 
     gathering: float = 0.0
-    """Collecting the state; ranks wait for each other there, as they otherwise would a moment later."""
+    """Time to collect the state; ranks wait for each other there, as they otherwise would a moment later."""
     writing: float = 0.0
-    """Copying it, and the processor time of the thread that writes it."""
+    """Time to copy the state, and the processor time of the thread that writes it."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +59,26 @@ class Contribution:
     """One rank's files of a snapshot."""
 
     files: Mapping[str, FileEntry]
-    """The files that it has written. Those without a `writer` are equal on all nodes, and rank 0's entry counts."""
+    """The files that it wrote. Those without a `writer` are equal on all nodes, and rank 0's entry counts."""
     sources: Sequence[int]
     """The ranks that write what this one holds."""
     content: Any
-    """What rank 0 needs from this rank to describe the whole."""
+    """The data that rank 0 needs from this rank to describe the whole snapshot."""
     error: str = ""
-    """Why the files could not be written."""
+    """The reason why the files could not be written, if so."""
 
 
 class MemorySnapshots:
     """Snapshots of one round: each node's folder holds the newest complete one and the one being written.
 
     A snapshot is complete when each of its files is on two nodes, if there are two, and every node has its index. Only
-    then does the next one begin, which overwrites the files of the one before. An index alone proves nothing: `agree`
+    then does the next one begin, which overwrites the files of the last but one. An index alone proves nothing: `agree`
     compares every file with it. Collective: every rank creates one, and calls `agree` before the first `begin`.
 
     Args:
         folder: the node's folder, which outlives the workers.
         round: the generation of workers; later ones have greater numbers.
-        group: the processes of the run; None for one process.
+        group: the processes of the run; None for a single process.
         node: the node of this process; by default the group's `node_rank`.
     """
 
@@ -94,11 +94,11 @@ class MemorySnapshots:
         self.nodes: list[int] = self._exchange.collectives.all_gather_object(node)
         """The node of each rank."""
         self.is_first = self.rank == self.nodes.index(node)
-        """Whether this is the first rank of its node, which writes the files that are equal on all ranks."""
+        """Whether this is the first rank on its node, which writes the files that are equal on all ranks."""
         self.cost: SnapshotCost | None = SnapshotCost()
         """The cost of the newest snapshot; None while it is being written."""
         self.is_broken = False
-        """Whether ranks have lost contact, so that no more snapshots are possible in this round."""
+        """Whether ranks lost contact, so that no more snapshots are possible in this round."""
         self._beside: SnapshotExchange | None = None
         self._number = 0
         # the newest complete snapshot is in the other slot
@@ -110,12 +110,12 @@ class MemorySnapshots:
     def agree(self, returns: Returns = ()) -> Recovered | None:
         """Return the newest snapshot that is complete across the nodes, or None. Collective: every rank calls it.
 
-        Every file is verified; a snapshot is skipped if no node has an undamaged copy of one of its files, or if it is
-        of a round after which another has gone on from an earlier step. This node receives the files that it needs and
-        lacks. All other files are deleted.
+        Every file is verified; a snapshot is skipped if no node has an undamaged copy of one of its files, or if a
+        later round resumed from an earlier step. This node receives the files that it needs and lacks. All other files
+        are deleted.
 
         Args:
-            returns: from which step rounds went on.
+            returns: the steps from which rounds resumed.
         """
         index = Recovery(self.folder, self._exchange, self.nodes, is_first=self.is_first).run(returns)
         self._files.clear()
@@ -128,7 +128,7 @@ class MemorySnapshots:
         return None if index is None else Recovered(self.folder / index.slot, index.step)
 
     def clear(self) -> None:
-        """Delete the snapshots of this node, once their run has ended."""
+        """Delete the snapshots on this node, once their run has ended."""
         self._files.clear()
         if self.is_first:
             _keep_only(self.folder, ())
@@ -136,7 +136,7 @@ class MemorySnapshots:
     # --- taking snapshots --------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Draft:
-        """Begin a snapshot, in place of the last but one. Collective: every rank calls it, in its main thread."""
+        """Begin a snapshot, replacing the last but one. Collective: every rank calls it, in its main thread."""
         if self._beside is None:
             self._beside = SnapshotExchange(self._group, has_own_group=True)
         path = self.folder / self._slot
@@ -147,7 +147,7 @@ class MemorySnapshots:
         return Draft(self._number, step, path)
 
     def file(self, draft: Draft, name: str, size: int) -> MemoryFile:
-        """Return a file of a snapshot to be filled, reusing the file of the last but one if it has that size.
+        """Return a snapshot's file, to be filled; the file of the last but one is reused if it has this size.
 
         Raises:
             ProcessError: if there is no room for it.
@@ -160,20 +160,20 @@ class MemorySnapshots:
         return file
 
     def commit(self, draft: Draft, contribution: Contribution, describe: Describe) -> None:
-        """Announce this rank's files, and return when the snapshot is complete. Collective, in any thread.
+        """Announce this rank's files, and wait until the snapshot is complete. Collective, in any thread.
 
         Raises:
-            CheckpointError: on every rank, if any of them could not write; then there is no snapshot.
+            CheckpointError: on every rank, if any of them could not write; there is no snapshot then.
         """
         assert self._beside is not None
         ranks = self._beside.collectives
         try:
-            contributions = ranks.gather(contribution) or ()  # none but on rank 0, which assembles them
+            contributions = ranks.gather(contribution) or ()  # empty except on rank 0, which assembles them
             index, transfers = ranks.on_first_rank(partial(self._assemble, draft, contributions, describe))
             self._finish(draft, index, transfers)
         except EchelonError:
             raise
-        except RuntimeError as error:  # torch's: a rank has died, or is later than the timeout
+        except RuntimeError as error:  # from torch: a rank has died, or exceeds the timeout
             self.is_broken = True
             raise CheckpointError(
                 f"The snapshot of step {draft.step} in memory is not taken, nor any more in this round "
@@ -183,7 +183,7 @@ class MemorySnapshots:
     def _assemble(
         self, draft: Draft, contributions: Sequence[Contribution], describe: Describe
     ) -> tuple[SnapshotIndex, list[FileTransfer]]:
-        """Return, on rank 0, the index of a snapshot, and the transfers by which each file comes to a second node."""
+        """Return, on rank 0, a snapshot's index, and the transfers that copy each file to a second node."""
         for rank, contribution in enumerate(contributions):
             if contribution.error:
                 raise _refusal(draft, rank, contribution.error)
@@ -215,7 +215,7 @@ class MemorySnapshots:
             )
         if pairs:
             self._beside.send(pairs)
-            self._beside.collectives.barrier()  # the next one must not begin before all have received this one
+            self._beside.collectives.barrier()  # the next one must not begin before all ranks have received this one
         self._slot, self._other_slot = self._other_slot, self._slot
         self._delete_replaced(draft, index)
 
@@ -243,7 +243,7 @@ def _refusal(draft: Draft, rank: int, error: object) -> CheckpointError:
 def _place(
     contributions: Sequence[Contribution], nodes: Sequence[int]
 ) -> tuple[dict[str, FileEntry], list[FileTransfer]]:
-    """Return all files, and the transfers by which each comes to a second node."""
+    """Return all files, and the transfers that copy each one to a second node."""
     files: dict[str, FileEntry] = {}
     holders: dict[str, dict[int, int]] = {}  # for each file and node, a rank that has it
     for rank, contribution in enumerate(contributions):
