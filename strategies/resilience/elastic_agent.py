@@ -1,4 +1,4 @@
-"""ElasticAgent: starts the workers of a node again after failures, and when nodes come or leave."""
+"""ElasticAgent: restarts a node's workers after failures, and when nodes join or leave."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from .restart_policy import GiveUp, RestartPolicy
 from .rounds import RUN_FOLDER, EndKind, Round, RoundEnd, append_round
 from .stack_dumps import dump_stacks
 
-_LOOK: Final = 0.25  # seconds between two looks at heartbeats and other nodes; the exit of a worker is seen at once
+_LOOK: Final = 0.25  # seconds between two checks of heartbeats and other nodes; a worker's exit is noticed at once
 _PEERS: Final = 0.1  # seconds for the peers of a failed worker to report it, which helps to find the cause
 _LEFT: Final = 2.0  # seconds for workers to end by themselves after another node has left or given up
 _GIVEN_UP: Final = "given_up"
-_MANY: Final = 1 << 30  # restarts that torch's agent allows; the policy decides instead
+_MANY: Final = 1 << 30  # restarts that torch's agent allows, since the policy decides instead
 
 _LATER: Final = ("torch.utils.tensorboard",)
-"""Modules, if installed, that workers import at their first log: in every round, unless the fork server has them."""
+"""Modules that workers import at their first log, if installed; preloaded, so as not to be imported in every round."""
 
 _log = logging.getLogger("echelon")
 
 
 class ElasticAgent(Agent):
-    """Starts workers in rounds, until one round ends well, the policy gives up, or this node is to leave.
+    """Starts workers in rounds, until a round succeeds, the policy gives up, or this node is told to leave.
 
-    The loop is torch.distributed.elastic's. Workers that have died are replaced at once. When nodes come or leave,
+    The loop is torch.distributed.elastic's. Workers that have died are replaced at once. When nodes join or leave,
     workers are asked to end, and their ranks agree on a last step.
 
     Args:
         job: the program of the workers.
-        num_processes: number of workers on this node.
+        num_processes: the number of workers on this node.
         meet: returns the rendezvous; meanwhile the fork server imports the modules that workers need.
         folder: the node folder, which outlives the workers.
         policy: decides on restarts.
         limits: how long workers may be silent.
-        grace: seconds that workers have to finish their step when they are asked to end.
+        grace: seconds for workers to finish their step when they are asked to end.
     """
 
     _watch: Watch
@@ -81,7 +81,7 @@ class ElasticAgent(Agent):
         self._is_told_to_leave = threading.Event()
 
     def run(self, role: str = "echelon") -> Any:
-        """Run the workers to the end.
+        """Run the workers until the run ends.
 
         Raises:
             ProcessError: if the store of the run is lost.
@@ -102,7 +102,7 @@ class ElasticAgent(Agent):
     # --- a round ---
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes, agree on the number of the round, and delete the files of the last one."""
+        """Meet the other nodes, agree on the number of the round, and delete the previous round's files."""
         if self._delay:
             _log.warning("The workers start again in %.0f s", self._delay)
             self._is_told_to_leave.wait(self._delay)
@@ -119,7 +119,7 @@ class ElasticAgent(Agent):
         self._meeting.tell_while_heard(self._watch.allow_until)
 
     def _meet(self, worker_group: WorkerGroup) -> int:
-        """Meet the other nodes and return the number of the round; repeat it if one of them is lost meanwhile."""
+        """Meet the other nodes and return the number of the round; try again if a node is lost meanwhile."""
         from torch.distributed import DistStoreError
 
         while True:
@@ -159,13 +159,13 @@ class ElasticAgent(Agent):
             return self._end_round(self._hung(hang))
         if self._meeting.num_nodes_lost():
             return self._end_round(self._changed("A node has left"))
-        if self._meeting.is_over() and self._meeting.notices.has(_GIVEN_UP):  # no worker there will ever answer
+        if self._meeting.is_over() and self._meeting.notices.has(_GIVEN_UP):  # no worker on that node will ever answer
             return self._end_round(self._changed("Another node has given up"))
         return RunResult(state=WorkerState.HEALTHY)
 
     def _end_round(self, end: RoundEnd, ends: list[WorkerExit] | None = None) -> RunResult:
         """End the remaining workers of a round, and decide what comes next."""
-        # workers that were asked to end may still be saving; after a failure they could only wait for lost peers
+        # workers that were asked to end may still be saving; after a failure, they could only wait for lost peers
         self._stop({"preempted": self._grace, "membership": _LEFT}.get(end.kind, 0.0))
         self.failed = ends or self._ended_without_result()
         append_round(self._node_folder, end)
@@ -187,7 +187,7 @@ class ElasticAgent(Agent):
         return RunResult(state=WorkerState.FAILED)
 
     def _judge(self, ends: list[WorkerExit]) -> RoundEnd:
-        """Return the end of the round that follows from the ends of its workers."""
+        """Return how the round ended, given the ends of its workers."""
         cause = min(ends, key=lambda end: end.likelihood)
         if self._signal is not None or any(end.was_interrupted for end in ends):
             return self._changed("Nodes come or leave", cause.rank)
@@ -195,7 +195,7 @@ class ElasticAgent(Agent):
         return replace(end, is_consequence=cause.blames_a_peer and self._round.num_nodes > 1)
 
     def _changed(self, cause: str, rank: int | None = None) -> RoundEnd:
-        """Return the end of a round without a failure: this node is to leave, or others come or leave."""
+        """Return the end of a round without a failure: this node was told to leave, or others join or leave."""
         if self._signal is not None:
             return self._ended("preempted", f"This node was told to leave ({self._signal.name})", rank)
         return self._ended("membership", cause, rank)
@@ -210,12 +210,12 @@ class ElasticAgent(Agent):
         return RoundEnd(self._round.number, time.time(), kind, cause, rank, self._watch.records()[rank].step)
 
     def _look(self) -> Hang | None:
-        """Return which workers hang; if those of another node are behind them, it is up to that node's agent."""
+        """Return the workers that hang, if any; if another node's workers are further behind, its agent decides."""
         now, suspended = clocks()
         return self._watch.look(now, suspended, self._elsewhere(now) if self._round.num_nodes > 1 else ())
 
     def _elsewhere(self, now: float) -> list[Standing]:
-        """Tell the other agents where this node's rearmost workers stand, and return where theirs stand."""
+        """Tell the other agents the position of this node's rearmost workers, and return the positions of theirs."""
         keys = [f"standing/{self._round.number}/{node}" for node in range(self._round.num_nodes)]
         notices, standing = self._meeting.notices, self._watch.standing(now)
         notices.post(keys.pop(self._node_rank), standing and astuple(standing))
@@ -232,12 +232,12 @@ class ElasticAgent(Agent):
     # --- the end ---
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Start the workers again, after a round has ended or because nodes have come."""
+        """Restart the workers, after a round has ended or because nodes have joined."""
         if self._running:
             _log.info("Nodes come: the workers of round %d are asked to end", self._round.number)
             self._stop(self._grace)
             if not (self._ended_without_result() or self._round.is_cut_short(self._node_folder)):
-                return  # training has just ended; the next look finds its result
+                return  # training has just ended; the next check finds its result
             append_round(self._node_folder, self._ended("membership", "Nodes have come"))
         super()._restart_workers(worker_group)
 
@@ -250,6 +250,6 @@ class ElasticAgent(Agent):
             self._stop(0.0)
 
     def _exit_barrier(self) -> None:
-        """Tell nodes that come too late that the run is over; no node waits for another."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, so no node can come
+        """Tell nodes that arrive too late that the run is over; no node waits for another."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no node can join
             self._meeting.shutdown()

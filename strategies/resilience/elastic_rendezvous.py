@@ -1,4 +1,4 @@
-"""Rendezvous of an elastic run's agents before each round: one node alone, or several by torch's c10d rendezvous."""
+"""Rendezvous of an elastic run's agents before each round: one node, or several with torch's c10d rendezvous."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .store_process import CLOCK, CLOSED, KEPT, LIFE, reach_store
 from .torch_rendezvous import QuickSteps, check_state, set_time_of, shift_times, takes_part
 
 _KEEP_ALIVE: Final = timedelta(seconds=1)  # between two keep-alive messages of an agent
-_MISSED: Final = 3  # keep-alive messages missed in a row by a node that counts as dead
+_MISSED: Final = 3  # consecutive keep-alive messages that a node misses before it counts as dead
 _LIFE: Final = _MISSED * _KEEP_ALIVE.total_seconds()
 _AFTER_A_RUN: Final = 30.0  # seconds within which the store of the previous run ends
 _OVER: Final = "over"
@@ -63,15 +63,15 @@ def meeting(
     """Return the rendezvous at which this node meets the others of its run.
 
     Args:
-        nodes: the least and the largest number of nodes that take part; further nodes stand by until one leaves.
-        endpoint: "HOST[:PORT]" of the store by which nodes meet; None for one node.
-        run_id: distinguishes the runs that use one store.
+        nodes: the minimum and maximum number of nodes that take part; further nodes stand by until one leaves.
+        endpoint: "HOST[:PORT]" of the store through which nodes meet; None for a single node.
+        run_id: distinguishes the runs that use the same store.
         start_timeout: how long a node waits for the store, and then for other nodes.
-        last_call: how long the least number of nodes waits for more, at the first rendezvous.
+        last_call: how long to wait for more nodes once the minimum has joined, at the first rendezvous.
 
     Raises:
         ConfigError: if the endpoint is invalid or unreachable.
-        ProcessError: if there is no store, or a run of this id is over.
+        ProcessError: if there is no store, or a run with this id is over.
     """
     if nodes == (1, 1):
         return OneNode(start_timeout)
@@ -80,7 +80,7 @@ def meeting(
             f"endpoint must be HOST:PORT for nodes={nodes[0]}:{nodes[1]}, got None; give the address of one of them."
         )
     host, port = _parse(endpoint)
-    # otherwise MASTER_PORT stays that of the first round, even after its node has left (torch 2.14)
+    # otherwise MASTER_PORT stays the first round's, even after its node has left (torch 2.14)
     set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     address = StoreAddress(host, port, f"echelon/{run_id}")
     _await_end_of_last_run(address, start_timeout)
@@ -105,10 +105,10 @@ def _parse(endpoint: str) -> tuple[str, int]:
 
 
 def _await_end_of_last_run(address: StoreAddress, limit: timedelta) -> None:
-    """Wait for the store of a previous run to end, as it does soon after the last node of that run has left.
+    """Wait for the store of a previous run to end, which happens soon after the last node of that run has left.
 
     Raises:
-        ProcessError: if a run of this id is over, and its store does not end.
+        ProcessError: if a run with this id is over, and its store does not end.
     """
     end = time.monotonic() + _AFTER_A_RUN
     while True:
@@ -117,7 +117,7 @@ def _await_end_of_last_run(address: StoreAddress, limit: timedelta) -> None:
             return
         if time.monotonic() > end or store.check([KEPT]):
             raise _over(address)
-        del store  # whoever is connected when it ends gets an error
+        del store  # a client that is connected when it ends gets an error
         time.sleep(1.0)
 
 
@@ -129,7 +129,7 @@ def _over(address: StoreAddress) -> ProcessError:
 
 
 def lost_store(address: StoreAddress, error: BaseException) -> ProcessError:
-    """Return the error for a store that was there and is gone."""
+    """Return the error for a store that was reached before and is gone."""
     return ProcessError(
         f"The store at {address.host}:{address.port} does not answer any more ({error}), and without it nodes cannot "
         "meet; start the run again, with `echelon rendezvous` on a machine that stays."
@@ -141,7 +141,7 @@ class SpareError(RunError):
 
 
 class OneNode(Rendezvous):
-    """The rendezvous of a run on one node; each round has a store of its own, on loopback."""
+    """The rendezvous of a run on one node; each round has its own store, on loopback."""
 
     def __init__(self, limit: timedelta) -> None:
         super().__init__(Environment("none", 0, 0, 0, 1, 1, 1, LOOPBACK, None), limit)
@@ -158,27 +158,27 @@ class OneNode(Rendezvous):
         """Do nothing: no other node goes on without this one."""
 
     def is_over(self) -> bool:
-        """Return False: no other node ends the run."""
+        """Return False: no other node can end the run."""
         return False
 
     def leave(self) -> None:
         """Do nothing: there is no other node."""
 
     def release(self) -> None:
-        """Drop the stores, and with them their ports."""
+        """Close the stores, and so free their ports."""
         self.store = None
         self.notices = None
 
 
 class ManyNodes(DynamicRendezvousHandler):
-    """The rendezvous of a changing number of nodes: torch's, with errors that say what to do, and a way to leave.
+    """The rendezvous of a varying number of nodes: torch's, with errors that say what to do, and a way to leave.
 
-    At each rendezvous nodes are ranked by their addresses: a node that has just come may be the first.
+    At each rendezvous, nodes are ranked by their addresses: a node that has just joined may be the first.
     """
 
     def __init__(self, address: StoreAddress, settings: RendezvousSettings) -> None:
         host, port, limit = address.host, address.port, settings.timeout.join
-        # one connection each: a call that waits for a key or an answer blocks all others on its connection
+        # one connection each: a call that waits for a key or an answer blocks all others on the same connection
         state, rounds, notices = (reach_store(host, port, limit) for _ in range(3))
         self.address = address_towards(host)
         """The address of this node, for the others."""
@@ -235,7 +235,7 @@ class ManyNodes(DynamicRendezvousHandler):
                 _log.info("This node goes on standing by: the run is going on without it")
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait for the next round: new ones, and those whose workers failed.
+        """Return the number of nodes that wait for the next round: new ones, and those whose workers failed.
 
         Raises:
             ProcessError: if the store is gone.
@@ -246,28 +246,28 @@ class ManyNodes(DynamicRendezvousHandler):
             raise self._lost(error) from error
 
     def num_nodes_lost(self) -> int:
-        """Return how many nodes of this round have left it or died; 0 once the run is over, when all nodes leave.
+        """Return the number of nodes of this round that have left or died; 0 once the run is over, when all leave.
 
         Raises:
             ProcessError: if the store is gone.
         """
-        self.num_nodes_waiting()  # looks at the store
+        self.num_nodes_waiting()  # reads the store
         return 0 if self.is_over() else self._steps.num_missing()
 
     def tell_while_heard(self, allow_until: Callable[[float], None]) -> None:
-        """Call a function with each sign of life of this node, with when it counts as dead if there is no other.
+        """Call a function at each sign of life of this node, with the time at which it counts as dead if none follows.
 
-        The time is that of the monotonic clock. Another node that finds it dead goes on alone.
+        The time is on the monotonic clock. Other nodes that consider this one dead go on without it.
         """
         self._link.allow_until = allow_until
         allow_until(self._link.counts_until)
 
     def is_over(self) -> bool:
-        """Return whether a node had ended the run at the last look at the store."""
+        """Return whether a node had ended the run when the store was last read."""
         return bool(self._state_holder.state.closed)
 
     def leave(self) -> None:
-        """Leave the run for good. The others see it at once, instead of waiting until this node counts as dead.
+        """Leave the run for good. The others notice at once, instead of waiting until this node counts as dead.
 
         Raises:
             ProcessError: if the store is gone.
@@ -279,29 +279,29 @@ class ManyNodes(DynamicRendezvousHandler):
             raise self._lost(error) from error
 
     def cancel(self) -> None:
-        """End the wait for other nodes, and all later waits; from any thread."""
+        """End the wait for other nodes, and all later waits; may be called from any thread."""
         self._link.is_cancelled = True
 
     def set_closed(self) -> None:
-        """End the run for all nodes, including those that come too late."""
+        """End the run for all nodes, including those that arrive too late."""
         super().set_closed()
         self._tell_of_end()
 
     def shutdown(self) -> bool:
-        """End the run for all nodes, stop the keep-alive messages, and return whether the store could be told."""
+        """End the run for all nodes, stop the keep-alive messages, and return whether the store was reached."""
         is_closed: bool = super().shutdown()
         if is_closed:
             self._tell_of_end()
         return is_closed
 
     def release(self) -> None:
-        """Leave, if that has not been done, and drop the connection to the store, which may be gone already."""
+        """Leave, if not done yet, and close the connection to the store, which may be gone already."""
         with contextlib.suppress(ProcessError):
             self.leave()
         self.notices = None
 
     def _tell_of_end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, so no node can come
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no node can join
             self.notices.post(_OVER)
             self._link.store.set(CLOSED, "")
 
@@ -309,7 +309,7 @@ class ManyNodes(DynamicRendezvousHandler):
         """Do nothing, as `QuickSteps` does."""
 
     def _too_few(self) -> ProcessError:
-        came = len(self._state_holder.state.participants) + 1  # this one has left again
+        came = len(self._state_holder.state.participants) + 1  # plus this one, which has left again
         least, limit = self.settings.min_nodes, self.settings.timeout.join.total_seconds()
         return ProcessError(
             f"{came} of at least {least} nodes came to {self._endpoint} within start_timeout={limit:g} s; start the "
@@ -334,8 +334,8 @@ class ManyNodes(DynamicRendezvousHandler):
 class _Link(C10dRendezvousBackend):
     """The state of the rendezvous in the store; each write counts as a sign of life of this agent.
 
-    torch compares the times at which nodes were last heard of with this node's time of day, which may be wrong, and may
-    jump. In the store they are by the store's clock.
+    torch compares the times at which nodes were last heard from with this node's time of day, which may be wrong, and
+    may jump. In the store, these times are on the store's clock.
     """
 
     _loss: BaseException | None = None
@@ -345,13 +345,13 @@ class _Link(C10dRendezvousBackend):
         super().__init__(store, run_id)
         self.store = store
         self._node = node
-        self._ahead = 0.0  # seconds by which this node's time of day was ahead of the store's clock at the last look
+        self._ahead = 0.0  # seconds by which this node's time of day was ahead of the store's clock when last read
         self.is_cancelled = self.is_waited_for = False
-        self.counts_until = -math.inf  # by the monotonic clock: when this node counts as dead
+        self.counts_until = -math.inf  # the time at which this node counts as dead, on the monotonic clock
         self.allow_until: Callable[[float], None] | None = None
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
-        if self._loss is not None:  # an answer that came now would be that to an earlier question
+        if self._loss is not None:  # an answer that arrived now would belong to an earlier request
             raise RendezvousConnectionError("The store is lost") from self._loss
         try:
             return super()._call_store(store_op, *args, **kwargs)
@@ -372,7 +372,7 @@ class _Link(C10dRendezvousBackend):
         self._check()
         now = time.monotonic()
         self._call_store("add", LIFE, 1)
-        # back by as much as they were moved when they were read: the time of day may have jumped in between
+        # shifted back by as much as when they were read: the time of day may have jumped in between
         state = shift_times(state, -self._ahead)
         result = super().set_state(set_time_of(self._node, state, self._clock()), token)
         if result is None:
@@ -390,7 +390,7 @@ class _Link(C10dRendezvousBackend):
         return shift_times(state, self._ahead)
 
     def _clock(self) -> float:
-        """Return the time by the store's clock, in seconds, or by this node's if the store has none yet."""
+        """Return the time on the store's clock, in seconds, or on this node's if the store does not have one yet."""
         return self._call_store("add", CLOCK, 0) / 1000 or time.time() - self._ahead
 
     def _check(self) -> None:

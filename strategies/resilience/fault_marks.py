@@ -1,4 +1,4 @@
-"""Marks of injected faults, by which each happens once although its worker is killed and started again."""
+"""Marks of injected faults, so that each happens only once even though its worker is killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PREFIX: Final = "fault"
 
 
 class Marks(Protocol):
-    """Names that are claimed once, and remembered as long as the run lasts."""
+    """Names that can be claimed once, and are remembered as long as the run lasts."""
 
     def claim(self, name: str) -> bool:
-        """Claim a name and note the time; return False if it was claimed before."""
+        """Claim a name and record the time; return False if it was claimed before."""
 
     def time_of(self, name: str) -> float | None:
         """Return when (``time.time()``) the name was claimed; None if it was not."""
@@ -30,7 +30,7 @@ class FileMarks:
         self._folder = folder
 
     def claim(self, name: str) -> bool:
-        """Claim a name and note the time; return False if it was claimed before."""
+        """Claim a name and record the time; return False if it was claimed before."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             os.close(os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -56,9 +56,9 @@ class NoticeMarks:
         self._notices = notices
 
     def claim(self, name: str) -> bool:
-        """Claim a name and note the time; return False if it was claimed before."""
+        """Claim a name and record the time; return False if it was claimed before."""
         mark = [time.time(), uuid4().hex]
-        # one call: a worker may be killed between two
+        # a single call, since a worker may be killed between two calls
         return bool(self._notices.post_first(f"{_PREFIX}/{name}", mark) == mark)
 
     def time_of(self, name: str) -> float | None:

@@ -30,7 +30,7 @@ _OPTIONS: Final[Mapping[Action, tuple[str, ...]]] = {
     "leave": ("delay",),
     "lose": ("delay",),
 }
-_DRAWN: Final = "kill/stop"  # the kinds of random faults by default
+_DRAWN: Final = "kill/stop"  # the default kinds of random faults
 _EVENT: Final = "'ACTION:rank=R@step=N', such as 'kill:rank=1@step=50'"
 _RANDOM: Final = "'random:seed=S@seconds=A-B', such as 'random:seed=3@seconds=5-10'"
 
@@ -50,7 +50,7 @@ class FaultEvent:
     delay: float = 0.0
 
     def __str__(self) -> str:
-        """Return the text that `Chaos` reads as this event."""
+        """Return the text that `Chaos` parses as this event."""
         values = {"code": (self.code, 1), "ms": (self.ms, 100.0), "delay": (self.delay, 0.0)}
         options = [f"+{name}={_plain(value)}" for name, (value, default) in values.items() if value != default]
         return f"{self.action}:{self.target}={self.index}{''.join(options)}@{self.point}={self.number}"
@@ -58,7 +58,7 @@ class FaultEvent:
 
 @dataclass(frozen=True)
 class RandomFaults:
-    """Faults without end, whose times, ranks and kinds are drawn at random; all ranks draw the same."""
+    """An endless series of faults with random times, ranks and kinds; all ranks draw the same ones."""
 
     seed: int
     shortest: float
@@ -66,13 +66,13 @@ class RandomFaults:
     actions: tuple[Action, ...]
 
     def __str__(self) -> str:
-        """Return the text that `Chaos` reads as these faults."""
+        """Return the text that `Chaos` parses as these faults."""
         actions = "/".join(self.actions)
         option = "" if actions == _DRAWN else f"+actions={actions}"
         return f"random:seed={self.seed}{option}@seconds={_plain(self.shortest)}-{_plain(self.longest)}"
 
     def draw(self, number: int, world_size: int) -> tuple[float, Action, int]:
-        """Return the seconds from the previous fault or the restart to this one, its action, and its rank."""
+        """Return the seconds from the previous fault or restart to this one, its action, and its rank."""
         generator = random.Random(f"{self.seed}/{number}")
         seconds = generator.uniform(self.shortest, self.longest)
         return seconds, generator.choice(self.actions), int(generator.random() * world_size)
@@ -80,34 +80,34 @@ class RandomFaults:
 
 @dataclass(frozen=True)
 class Chaos:
-    """The faults to inject into a run, read from a text: ``Chaos("kill:rank=1@step=50, leave:node=1@step=120")``.
+    """The faults to inject into a run, parsed from a text: ``Chaos("kill:rank=1@step=50, leave:node=1@step=120")``.
 
     Events are separated by commas or spaces. Each is ``ACTION:TARGET@POINT``, with options after the target:
     ``exit:rank=0+code=3@step=7``. Each happens once in a run, even if its point is passed again after a restart; two
     equal events happen at the first and the second pass. An event whose target does not reach its point never happens.
 
     ============================== ===================================================================================
-    ``kill``                       SIGKILL to the process
-    ``stop``                       SIGSTOP to the process, which then lives and does nothing
-    ``exit+code=1``                the process ends at once, with that code
+    ``kill``                       send SIGKILL to the process
+    ``stop``                       send SIGSTOP to the process, which then stays alive and does nothing
+    ``exit+code=1``                the process exits at once, with that code
     ``raise``                      a RuntimeError in the step
     ``hang``                       the process sleeps forever, where it is
     ``slow+ms=100``                the process sleeps that long before each of its steps from then on, until it ends
     ``leave``                      the node's agent is told to leave the run
     ``lose``                       the node's agent is killed, with its workers: a node lost without notice
     ``:rank=R``                    that worker, or its node
-    ``:node=N``                    that node, its first worker; ``kill`` and ``stop`` all its workers
-    ``@step=N``                    before the forward of the first micro-batch of step N: N - 1 are complete
-    ``@start=R``                   when round R starts: its workers are connected, and nothing is loaded; 0 is first
+    ``:node=N``                    that node, or its first worker; for ``kill`` and ``stop``, all its workers
+    ``@step=N``                    before the forward of the first micro-batch of step N: N - 1 steps are complete
+    ``@start=R``                   when round R starts: its workers are connected, nothing is loaded; the first is 0
     ``@validation=N``              when this process begins its N-th validation, not counting the sanity check
-    ``@checkpoint=N``              when this process begins to take the state for its N-th checkpoint
-    ``@snapshot=N``                when this process begins to take the state for its N-th snapshot in memory
+    ``@checkpoint=N``              when this process begins to collect the state for its N-th checkpoint
+    ``@snapshot=N``                when this process begins to collect the state for its N-th snapshot in memory
     ``+delay=0.5``                 that many seconds after the point, wherever the process is then (``kill``, ``stop``,
                                    ``exit``, ``leave`` and ``lose``)
     ============================== ===================================================================================
 
     A rank without samples in step N does not reach that point. ``random:seed=3@seconds=5-10`` injects a fault every 5
-    to 10 seconds of training, at the next step, on any rank; ``+actions=kill/hang`` gives the kinds, by default
+    to 10 seconds of training, at the next step, on any rank; ``+actions=kill/hang`` sets the kinds, by default
     ``kill/stop``.
 
     Raises:
@@ -130,7 +130,7 @@ class Chaos:
     def random(
         cls, seed: int, every: tuple[float, float] = (5.0, 10.0), actions: Iterable[str] = ("kill", "stop")
     ) -> Chaos:
-        """Return faults at random times, `every` so many seconds, from the first number to the second.
+        """Return faults at random times; `every` holds the shortest and the longest time between two, in seconds.
 
         Raises:
             ConfigError: if a number or an action is invalid.
@@ -138,11 +138,11 @@ class Chaos:
         return cls(f"random:seed={seed}+actions={'/'.join(actions)}@seconds={_plain(every[0])}-{_plain(every[1])}")
 
     def __bool__(self) -> bool:
-        """Return whether there is any fault."""
+        """Return whether there are any faults."""
         return bool(self.events) or self.at_random is not None
 
     def __str__(self) -> str:
-        """Return the text that `Chaos` reads as these faults."""
+        """Return the text that `Chaos` parses as these faults."""
         at_random = () if self.at_random is None else (self.at_random,)
         return ", ".join(map(str, (*self.events, *at_random)))
 
@@ -230,5 +230,5 @@ def _number(text: str, name: str, entry: str) -> float:
 
 
 def _plain(value: float) -> str:
-    """Return a number as exact text without an exponent."""
+    """Return a number as exact text, without an exponent."""
     return str(int(value)) if value == int(value) else format(Decimal(repr(value)), "f")

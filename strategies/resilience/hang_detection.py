@@ -1,4 +1,4 @@
-"""Hang detection: finds the workers of a node that hang, by their heartbeats and the state of their processes."""
+"""Hang detection: finds a node's workers that hang, from their heartbeats and the state of their processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..errors import ConfigError
 from ..launch.proc_status import Activity, Process, is_traced, look_at
 from .heartbeat import BeatRecord, Phase, make_records, read_record, set_until
 
-_ASLEEP: Final = 1.0  # seconds of suspend that exceed the imprecision of the clocks
+_ASLEEP: Final = 1.0  # seconds of suspend, above the imprecision of the clocks
 _PAUSES: Final = (Phase.BETWEEN, Phase.EVALUATE)
 _WARM_UP: Final = 3  # first steps of a round, which are slower than the others
-_WINDOW: Final = 50  # steps after which the longest step is measured again
+_WINDOW: Final = 50  # steps after which the measurement of the longest step restarts
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Limits:
     """
 
     timeout: float | None = None
-    """The user's `hang_timeout`: replaces the measured limit of a step; elsewhere it is the least limit."""
+    """The user's `hang_timeout`: replaces the measured limit of a step; in other phases, it is the minimum."""
     floor: float = 5.0
-    """The least limit of a step; also how long a process may be stopped in any phase."""
+    """The minimum limit of a step; also how long a process may be stopped in any phase."""
     factor: float = 20.0
-    """A step may take this many times the longest recent step; likewise in other phases."""
+    """A step may take this many times the longest recent step; the same holds in other phases."""
     pause: float = 60.0
-    """The least limit between steps and in an evaluation; `start` while the process uses the processor."""
+    """The minimum limit between steps and in an evaluation; `start` while the process uses the processor."""
     start: float = 1800.0
-    """The limit before a round trains, while torch compiles, and at the end; also the largest limit of all."""
+    """The limit before a round trains, while torch compiles, and at the end; also the maximum of all limits."""
     first: float = 300.0
     """The limit in the first steps of a round."""
     has_beats: bool = True
-    """False for a program that may have no heartbeats: there is no limit before the first one."""
+    """False for a program that may not have heartbeats: there is no limit before the first one."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "floor", "factor", "pause", "start", "first"):
@@ -49,7 +49,7 @@ class Limits:
 
     @property
     def longest(self) -> float:
-        """The limit where nothing can be measured."""
+        """The limit in phases that cannot be measured."""
         return max(self.start, self.timeout or 0.0)
 
     @property
@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, order=True)
 class Standing:
-    """The position of a node's rearmost workers, for the agents of other nodes."""
+    """The position of the workers of a node that are furthest behind, for the agents of other nodes."""
 
     step: int
     """Steps completed; -1 before the first heartbeat."""
@@ -79,25 +79,25 @@ class Standing:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Sort key: workers that are behind are smaller."""
+        """Sort key: smaller for workers that are further behind."""
         return self.step, self.place
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Workers that make no progress, for which the others wait."""
+    """Workers that make no progress while the others wait for them."""
 
     ranks: tuple[int, ...]
     pids: tuple[int | None, ...]
     phase: Phase
     step: int | None
     silent: float
-    """Seconds since the last heartbeat of the first of them, or since it was stopped."""
+    """Seconds since the last heartbeat of the one that has been silent longest, or since it was stopped."""
     limit: float
     is_stopped: bool
 
     def describe(self) -> str:
-        """Return which ranks hang, where, and for how long."""
+        """Return a text that says which ranks hang, where, and for how long."""
         processes = ", ".join("unknown" if pid is None else str(pid) for pid in self.pids)
         who = f"Rank {', '.join(map(str, self.ranks))} (process {processes})"
         if self.is_stopped:
@@ -116,10 +116,10 @@ class Hang:
 
 
 class Pace:
-    """The longest silences of workers that went on afterwards, by phase.
+    """The longest silences after which workers went on, by phase.
 
-    Silences shorter than the time between two looks are missed; no limit is that short. Only the last 50 to 100 steps
-    count. Between steps and in evaluations all silences count, as rare work there may take longest.
+    Silences shorter than the time between two looks are missed, but no limit is that short. Only the last 50 to 100
+    steps count. Between steps and in evaluations, all silences count, as rare work there may take longest.
     """
 
     def __init__(self) -> None:
@@ -129,9 +129,9 @@ class Pace:
         self._since = self._last = 0.0
 
     def see(self, now: float, record: BeatRecord | None) -> None:
-        """Take in the newest heartbeat of the workers for which all others wait; None while silence means nothing.
+        """Record the newest heartbeat of the workers for which all others wait, or None while silences do not count.
 
-        A silence counts once another heartbeat has followed, from when the others began to wait for this one.
+        A silence counts once it has ended with another heartbeat, from when the others began to wait.
         """
         if record != self._seen:
             if self._seen is not None and record is not None:
@@ -141,7 +141,7 @@ class Pace:
         self._last = now
 
     def note(self, phase: Phase, seconds: float, step: int) -> None:
-        """BeatRecord a silence."""
+        """Record a silence."""
         if phase is Phase.TRAIN and not self._turn <= step < self._turn + _WINDOW:
             self._before = self._longest[phase] if self._turn <= step < self._turn + 2 * _WINDOW else 0.0
             self._turn, self._longest[phase] = step, 0.0
@@ -157,18 +157,18 @@ class _Worker:
     local_rank: int
     record: BeatRecord
     silent: float
-    """Seconds without a heartbeat in which it did not wait for others."""
+    """Seconds without a heartbeat, except those in which it waited for others."""
     idle: float
-    """Seconds in which it used almost no processor time, in phases without a fixed duration; else `silent`."""
+    """Seconds in which it used almost no processor time, in phases of unknown duration; otherwise `silent`."""
     limit: float
     longest: float
-    """Seconds for which it may be silent whatever it does."""
+    """Seconds for which it may be silent, whatever it does."""
     is_warm: bool
     """Whether it is past its first steps and not compiling, so that silences are worth measuring."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it has come."""
+        """How far it has progressed."""
         place = {Phase.TRAIN: 1, Phase.END: 2}.get(self.record.phase, 0)
         return (-1 if self.record.step is None else self.record.step), place
 
@@ -178,25 +178,25 @@ class _Worker:
         return min(self.silent, self.idle) > self.limit or self.silent > self.longest
 
     def waited_for(self, seconds: float) -> _Worker:
-        """Return this worker with its silence cut to the time for which others have waited for it."""
+        """Return this worker with its silence limited to the time for which others have waited for it."""
         return replace(self, silent=min(self.silent, seconds))
 
 
 class Watch:
-    """Watches the workers of one round; created before they start, and asked at least every `interval` seconds.
+    """Watches the workers of one round; create it before they start, and call `look` at least every `interval` seconds.
 
-    Workers wait for each other, so one that saves or compiles silences all of them. Only the rearmost workers, those
-    that no other is behind, can therefore hang. All of them must have been silent for longer than their limits, counted
-    from when they became the rearmost: a worker that had to wait itself may be the last to leave the step. Hooks,
-    checkpoints and evaluations may take any time, so a worker that uses the processor there does not hang; in a step it
-    may, as NCCL waits by spinning.
+    Workers wait for each other, so one that saves or compiles silences all of them. Therefore only the rearmost
+    workers, those that are furthest behind, can hang. All of them must have been silent for longer than their limits,
+    counted from when they became the rearmost: a worker that had to wait itself may be the last to leave the step.
+    Hooks, checkpoints and evaluations may take any time, so a worker that uses the processor there does not hang; in a
+    step it may, as NCCL waits by spinning.
 
-    If this process or the machine did not run for a while, silences start again from there. While a debugger is
-    attached to any worker, nothing counts as a hang. Limits follow the silences that were measured.
+    If this process or the machine did not run for a while, silences are counted from then. While a debugger is attached
+    to any worker, nothing counts as a hang. Limits follow the measured silences.
 
     Args:
         folder: the node folder.
-        local_world_size: number of workers.
+        local_world_size: the number of workers.
         limits: how long they may be silent.
 
     Raises:
@@ -219,16 +219,16 @@ class Watch:
         self._pace = Pace()
 
     def follow(self, pids: Mapping[int, int]) -> None:
-        """Set the rank and the process of each worker, in the order of local ranks; by default ranks are local ones."""
+        """Set the rank and process id of each worker, in the order of local ranks, which are the ranks by default."""
         self._ranks, self._pids = tuple(pids), tuple(pids.values())
 
     @property
     def interval(self) -> float:
-        """Seconds allowed between two looks; after twice as many, this process counts as not having run."""
+        """The longest time between two looks, in seconds; after twice as long, this process counts as suspended."""
         return min(1.0, self.limits.stop / 4)
 
     def allow_until(self, until: float) -> None:
-        """Let workers train until then, by the monotonic clock, if this node is not heard of again; from any thread."""
+        """Let workers train until then (monotonic clock) if this node is not heard from again; from any thread."""
         set_until(self._records, until)
 
     def records(self) -> dict[int, BeatRecord]:
@@ -236,18 +236,18 @@ class Watch:
         return {rank: read_record(self._records, index) for index, rank in enumerate(self._ranks)}
 
     def standing(self, now: float) -> Standing | None:
-        """Return the position of this node's rearmost workers; None if no worker runs."""
+        """Return the position of this node's rearmost workers, or None if no worker is running."""
         rearmost = self._rearmost(self._workers(now), now)
         if not rearmost:
             return None
         return Standing(*rearmost[0].position, is_overdue=all(worker.is_overdue for worker in rearmost))
 
     def look(self, now: float, suspended: float = 0.0, elsewhere: Iterable[Standing] = ()) -> Hang | None:
-        """Return which workers hang, if any.
+        """Return the workers that hang, if any.
 
         Args:
             now: the time on the monotonic clock.
-            suspended: seconds for which the machine has been suspended since its start, see `clocks`.
+            suspended: seconds for which the machine has been suspended since boot, see `clocks`.
             elsewhere: the positions of other nodes, whose agents report hangs there.
         """
         self._notice_gaps(now, suspended)
@@ -284,7 +284,7 @@ class Watch:
         return self._pids[index] or read_record(self._records, index).pid
 
     def _workers(self, now: float) -> list[_Worker]:
-        """Return the workers that have not ended, and record since when each of them is stopped."""
+        """Return the workers that have not ended, and record since when any of them has been stopped."""
         records = [read_record(self._records, index) for index in range(self._size)]
         since = now if self._since is None else self._since
         workers = []
@@ -317,7 +317,7 @@ class Watch:
         return _Worker(index, record, silent, idle, limit, longest, is_warm)
 
     def _rearmost(self, workers: list[_Worker], now: float) -> list[_Worker]:
-        """Return the workers of this node that no other of its workers is behind."""
+        """Return the workers of this node that are furthest behind."""
         position = min((worker.position for worker in workers), default=None)
         return [worker.waited_for(now - self._moved) for worker in workers if worker.position == position]
 
@@ -348,6 +348,6 @@ class Watch:
 
 
 def clocks() -> tuple[float, float]:
-    """Return the arguments of `Watch.look`: the monotonic time, and the seconds of suspend so far."""
+    """Return arguments for `Watch.look`: the monotonic time, and the seconds of suspend so far."""
     now = time.monotonic()
     return now, time.clock_gettime(time.CLOCK_BOOTTIME) - now if hasattr(time, "CLOCK_BOOTTIME") else 0.0

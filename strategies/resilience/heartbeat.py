@@ -1,4 +1,4 @@
-"""Beat: a worker's heartbeat, written to memory that the agent reads, in a fraction of a microsecond."""
+"""Beat: a worker's heartbeat, written in a fraction of a microsecond to memory that the agent reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..launch.node_folder import allocate
 _NAME: Final = "beats"
 _MAGIC: Final = float(0xECE1_0001)
 
-# The file holds float64 numbers: a record with the magic, then one for each worker, each in its own cache line.
+# The file holds float64 numbers: a record with the magic number, then one per worker, each in its own cache line.
 _RECORD: Final = 8
 _UNTIL: Final = 1  # of the first record: see `set_until`
 _TIME, _PLACE, _IS_COMPILING, _PID, _FIRST = range(5)
 _PAUSE: Final = 0.02
-_PHASES: Final = 8  # the place is step * _PHASES + phase: one number, which is never read half written
+_PHASES: Final = 8  # the place is step * _PHASES + phase: a single number, which cannot be read half-written
 
 
 class Phase(enum.IntEnum):
@@ -30,7 +30,7 @@ class Phase(enum.IntEnum):
     START = 0
     """Before the first epoch."""
     TRAIN = 1
-    """From the begin of a micro-batch to the end of the optimizer step."""
+    """From the start of a micro-batch to the end of the optimizer step."""
     BETWEEN = 2
     """Between optimizer steps: data, hooks, checkpoints."""
     EVALUATE = 3
@@ -42,25 +42,25 @@ class BeatRecord(NamedTuple):
     """The newest heartbeat of one worker."""
 
     time: float
-    """On the monotonic clock, which all processes of a machine share; 0 before the first heartbeat."""
+    """Time on the monotonic clock, which all processes of a machine share; 0 before the first heartbeat."""
     phase: Phase = Phase.START
     step: int | None = None
     """Optimizer steps completed; None before the first heartbeat."""
     is_compiling: bool = False
     pid: int | None = None
     first_step: int | None = None
-    """The steps that were completed when this round began; None if unknown."""
+    """The number of steps completed when this round began; None if unknown."""
 
 
 class Beat:
     """Writes the heartbeat of one worker.
 
-    The agent reads while this writes, without a lock. Each number is aligned, hence stored whole. The time is written
-    first: a record that is read half way, or whose process is stopped there, has the new time with the previous phase.
-    Steps call it between kernels that evict the whole cache, so every line of code counts.
+    The agent reads while this writes, without a lock. Each number is aligned, hence written atomically. The time is
+    written first: a record that is read halfway, or whose process is stopped there, has the new time and the previous
+    phase. Steps call it between kernels that evict the whole cache, so every line of code counts.
 
     Raises:
-        ProcessError: if the agent has created no record for this worker.
+        ProcessError: if the agent has not created a record for this worker.
     """
 
     __slots__ = ("_all", "_record")
@@ -84,12 +84,12 @@ class Beat:
         record[_PLACE] = step * _PHASES + phase
 
     def wait_for_agent(self) -> None:
-        """Return once the agent is heard: at once, unless it is stopped or cut off, and other nodes may go on alone."""
+        """Wait while the agent is stopped or cut off for so long that other nodes may go on without this one."""
         while monotonic() > self._all[_UNTIL]:
             sleep(_PAUSE)
 
     def set_compiling(self, is_compiling: bool) -> None:
-        """Announce that a compilation begins or has ended, which takes longer than anything else in a step."""
+        """Announce that a compilation begins or has ended; it takes longer than anything else in a step."""
         self._record[_TIME] = monotonic()
         self._record[_IS_COMPILING] = is_compiling
 
@@ -110,12 +110,12 @@ def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
 
 
 def set_until(records: memoryview[float], until: float) -> None:
-    """Set until when workers may train, by the monotonic clock, if this node is not heard of again by then."""
+    """Set the time on the monotonic clock until which workers may train if this node is not heard from again."""
     records[_UNTIL] = until
 
 
 def read_record(records: memoryview[float], local_rank: int) -> BeatRecord:
-    """Return the newest heartbeat of a worker; read again until two reads are equal."""
+    """Return the newest heartbeat of a worker, read repeatedly until two reads are equal."""
     record = records[(local_rank + 1) * _RECORD :][:_RECORD]
     now = record.tolist()
     while now != (again := record.tolist()):

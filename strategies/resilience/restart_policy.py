@@ -1,4 +1,4 @@
-"""RestartPolicy: decides whether and when failed workers are started again."""
+"""RestartPolicy: decides whether and when failed workers are restarted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER: Final = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the workers again, after `delay` seconds."""
+    """Restart the workers after `delay` seconds."""
 
     delay: float
 
@@ -30,18 +30,18 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """Decides after each round, from the ends of rounds alone.
+    """Decides what happens after each round, only from how rounds ended.
 
-    Failures and hangs use up a budget. Changes of the membership, preemptions and consequences of a failure on another
-    node do not; but more than `max_restarts` consequences without a step between them end the run too, as the nodes may
-    only be blaming each other. The first restart is immediate; later ones wait, twice as long each time, until a step
-    is gained.
+    Failures and hangs use up a budget. Membership changes, preemptions and consequences of a failure on another node do
+    not; but more than `max_restarts` consequences without a step between them also end the run, since the nodes may be
+    blaming each other. The first restart is immediate; later ones wait, twice as long each time, until a new step is
+    reached.
 
     Args:
-        max_restarts: number of failures and hangs of this node that a run survives.
+        max_restarts: the number of failures and hangs on this node that a run survives.
         backoff: the first and the longest delay, in seconds.
-        same_step_limit: number of failures in a row, at one step and with one cause, that end the run.
-        first_step_limit: likewise, before any step is done; None for a program that may not report its steps.
+        same_step_limit: the number of consecutive failures, at the same step and with the same cause, that end the run.
+        first_step_limit: the same, before any step is done; None for a program that may not report its steps.
 
     Raises:
         ConfigError: for a negative number, or delays that decrease.
@@ -62,7 +62,7 @@ class RestartPolicy:
             raise ConfigError(f"same_step_limit={same_step_limit} is not possible; give 1 or more.")
         self.max_restarts = max_restarts
         self.failures: list[RoundEnd] = []
-        """The ends that have used up the budget."""
+        """The ends of rounds that count against the budget."""
         self._backoff, self._same_step_limit = backoff, same_step_limit
         self._first_step_limit = math.inf if first_step_limit is None else min(first_step_limit, same_step_limit)
         self._furthest: int | None = None
@@ -70,7 +70,7 @@ class RestartPolicy:
 
     @property
     def left(self) -> int:
-        """How many failures of this node the run would still survive."""
+        """The number of failures on this node that the run would still survive."""
         return self.max_restarts - len(self.failures)
 
     def decide(self, end: RoundEnd) -> Restart | GiveUp:
@@ -102,12 +102,12 @@ class RestartPolicy:
     def _delay(self) -> float:
         num_before = len(self._without_progress) - 1
         first, longest = self._backoff
-        # 2.0**1024 is too large for a float
+        # limited, because 2.0**1024 overflows
         return 0.0 if num_before == 0 else min(longest, first * 2.0 ** min(num_before - 1, 64))
 
 
 def _alike_at_the_end(ends: list[RoundEnd]) -> list[RoundEnd]:
-    """Return the last ends in a row with the same step and cause."""
+    """Return the last consecutive ends with the same step and cause."""
     last = ends[-1]
     alike: list[RoundEnd] = []
     for end in reversed(ends):
@@ -118,7 +118,7 @@ def _alike_at_the_end(ends: list[RoundEnd]) -> list[RoundEnd]:
 
 
 def _signature(cause: str) -> str:
-    """Return what equal causes share: the type of the exception, or the text without numbers."""
+    """Return what equal causes have in common: the type of the exception, or the text without numbers."""
     exception = _EXCEPTION.search(cause)
     return exception[1] if exception else _NUMBER.sub("#", cause)
 

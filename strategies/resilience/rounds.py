@@ -1,4 +1,4 @@
-"""Rounds of an elastic run: what the agent tells each generation of workers, and how the earlier ones ended."""
+"""Rounds of an elastic run: the agent's description of one for its workers, and how earlier rounds ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..distributed.noticeboard import Noticeboard
 EndKind: TypeAlias = Literal["failure", "hang", "membership", "preempted"]
 
 RUN_FOLDER: Final = "run_folder"
-"""The notice in which workers tell the agents the folder of their run."""
+"""The notice with which workers tell the agents the run's folder."""
 
 _ENDS: Final = "rounds.jsonl"
 _CURRENT: Final = "round.json"
@@ -25,7 +25,7 @@ _PATIENCE: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """The address of the store that agents and workers share and that outlives rounds; `prefix` is of the run."""
+    """The address of the store that agents and workers share, which outlives rounds; `prefix` identifies the run."""
 
     host: str
     port: int
@@ -52,12 +52,12 @@ class Round:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return what the agent has written to the node folder."""
+        """Return the round that the agent wrote to the node folder."""
         fields = json.loads((folder / _CURRENT).read_text())
         return cls(**{**fields, "notices_at": StoreAddress(**fields["notices_at"])})
 
     def cut_short(self, folder: Path) -> None:
-        """Record that workers have ended this round early and in order, because one of its nodes asked for that."""
+        """Record that workers ended this round early and cleanly, because one of its nodes asked for it."""
         (folder / f"{_CUT_SHORT}{self.number}").touch()
 
     def is_cut_short(self, folder: Path) -> bool:
@@ -71,15 +71,15 @@ class RoundEnd:
 
     round: int
     time: float
-    """When the agent noticed, in seconds since 1970."""
+    """When the agent noticed it, in seconds since 1970."""
     kind: EndKind
     cause: str
     rank: int | None = None
     """The rank that failed or hung, as numbered in that round."""
     step: int | None = None
-    """The last step that this rank reported; None if it had not begun to train."""
+    """The last step that this rank reported; None if it had not started to train."""
     is_consequence: bool = False
-    """Whether a failure on another node brought this node's workers down."""
+    """Whether a failure on another node brought down this node's workers."""
 
 
 def append_round(folder: Path, end: RoundEnd) -> None:
@@ -89,7 +89,7 @@ def append_round(folder: Path, end: RoundEnd) -> None:
 
 
 def read_rounds(folder: Path) -> list[RoundEnd]:
-    """Return how the rounds so far have ended, in order."""
+    """Return the ends of all rounds so far, in order."""
     file = folder / _ENDS
     if not file.exists():
         return []

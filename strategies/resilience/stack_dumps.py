@@ -1,4 +1,4 @@
-"""Stacks of the threads of workers that hang, or their state in the kernel."""
+"""Stack dumps: the stacks of hanging workers' threads, or the state of their processes in the kernel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TOLD: Final = ("State", "TracerPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "S
 def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
     """Return the stacks of each worker's threads, by rank, within two seconds.
 
-    Workers write them to ``RANK.stacks`` in `folder`, the job's, by a signal handler in C, even while Python is stuck.
-    For a worker that cannot answer, the text says why, and gives its state in the kernel.
+    Workers write them to ``RANK.stacks`` in `folder`, the job's, with a signal handler in C that works even if Python
+    is stuck. For a worker that cannot answer, the text says why, and gives its state in the kernel.
     """
     files = {rank: folder / f"{rank}.stacks" for rank in pids}
     before = {rank: _size(file) for rank, file in files.items()}
@@ -38,7 +38,7 @@ def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
 
 
 def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int]:
-    """Return the sizes of files once all have grown and grow no more, or after two seconds."""
+    """Return the sizes of files once all have grown and stopped growing, or after two seconds."""
     end = time.monotonic() + _PATIENCE
     sizes: dict[int, int] = {}
     while files and time.monotonic() < end:
@@ -71,7 +71,7 @@ def _kernel_state(pid: int) -> str:
     status = status_of(pid)
     lines = [f"{name}: {status[name]}" for name in _TOLD if name in status]
     for name in ("wchan", "stack"):
-        with contextlib.suppress(OSError):  # readable by root only, or not on this kernel
+        with contextlib.suppress(OSError):  # only readable by root, or not available in this kernel
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
             lines.append(f"{name}: {text}" if text else f"{name}: -")
     return "\n".join(lines)

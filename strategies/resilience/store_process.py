@@ -1,4 +1,4 @@
-"""Store of the rendezvous, in a process of its own, so that it outlives every agent."""
+"""Store of the rendezvous, in a separate process, so that it outlives every agent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..cluster.tcp_store import connect_store, connections_to, listen
 from ..errors import ProcessError
 
 LIFE: Final = "echelon/life"
-"""Counts the keep-alive messages of the agents, one a second each."""
+"""Counts the keep-alive messages of the agents, each of which sends one per second."""
 CLOSED: Final = "echelon/closed"
 """Set once a run has ended."""
 KEPT: Final = "echelon/kept"
-"""Set if the store serves run after run, until it is terminated."""
+"""Set if the store serves one run after another, until it is terminated."""
 CLOCK: Final = "echelon/clock"
-"""Milliseconds for which the store has been at work: the clock by which nodes tell who is alive. Unlike the time of day
-it never jumps, and it stands still while the store does."""
+"""Milliseconds for which the store has been running: the clock with which nodes decide who is alive. Unlike the time of
+day it never jumps, and it stands still while the store does."""
 
 _IDLE: Final = 60.0  # seconds without keep-alive messages after which the store ends
 _LINGER: Final = 3.0  # the same, once a run has ended
@@ -43,7 +43,7 @@ serve({address!r}, {port}, {file})
 
 
 def reach_store(host: str, port: int, limit: timedelta) -> Any:
-    """Connect to the store; start it first if nobody has and `host` names this machine.
+    """Connect to the store, after starting it if it is not running and `host` is this machine.
 
     Raises:
         ProcessError: if there is no store within `limit`.
@@ -71,7 +71,7 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
 
 
 def hang_up_on_silence(port: int) -> None:
-    """Let the kernel end connections to a store that has vanished or stands still; its clients would wait for ever."""
+    """Let the kernel end connections to a store that is gone or hangs; otherwise its clients would wait forever."""
     for connection in connections_to(port):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _SILENCE, 0))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -81,10 +81,10 @@ def hang_up_on_silence(port: int) -> None:
 
 
 def _start(address: str, port: int) -> bool:
-    """Start the store's process, unless somebody listens there already; return whether it was started.
+    """Start the store's process, unless something listens there already; return whether it was started.
 
-    The socket listens before the process runs: of several agents that start at once one gets it, and the calls of the
-    others wait until the store answers.
+    The socket listens before the process runs: if several agents start at once, one of them gets it, and the others'
+    calls wait until the store answers.
     """
     try:
         listener = listen(address, port)
@@ -97,7 +97,7 @@ def _start(address: str, port: int) -> bool:
             [sys.executable, "-c", program],
             pass_fds=[file],
             stdin=subprocess.DEVNULL,
-            # otherwise a reader of the agent's output would wait for this process, too
+            # otherwise a reader of the agent's output would also wait for this process
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the agent

@@ -1,4 +1,4 @@
-"""Supervisor: a worker's connection to the agent of its node, and to the earlier rounds of its elastic run."""
+"""Supervisor: a worker's connection to its node's agent, and to the earlier rounds of its elastic run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ElasticSettings:
 
 
 class Supervisor:
-    """The agent, as one worker sees it: the node folder, and notices that outlive rounds."""
+    """The agent as a worker sees it: the node folder, and notices that outlive rounds."""
 
     snapshots: MemorySnapshots
     """The snapshots of this round; available after `join`."""
@@ -44,7 +44,7 @@ class Supervisor:
 
     @classmethod
     def find(cls, local_rank: int, settings: ElasticSettings) -> Self | None:
-        """Return the supervisor of this process; None if no elastic agent has started it.
+        """Return the supervisor of this process, or None if it was not started by an elastic agent.
 
         Raises:
             ProcessError: if another user owns the node folder.
@@ -56,12 +56,12 @@ class Supervisor:
         return cls(folder, local_rank, settings)
 
     def join(self, group: ProcessGroup | None) -> None:
-        """Take part in this round with the other ranks. Collective: every rank calls it."""
+        """Join this round with the other ranks. Collective: every rank calls it."""
         self.snapshots = MemorySnapshots(self.folder, self.round.number, group)
 
     @property
     def is_restarted(self) -> bool:
-        """Whether the run has had other workers before."""
+        """Whether the run has had earlier workers."""
         return self.round.number > 0
 
     @property
@@ -71,7 +71,7 @@ class Supervisor:
 
     @cached_property
     def notices(self) -> Noticeboard:
-        """Messages to the agents, and to the workers of later rounds, of all nodes."""
+        """Messages to the agents, and to the workers of later rounds, on all nodes."""
         return self.round.notices_at.connect()
 
     @property
@@ -80,7 +80,7 @@ class Supervisor:
         return NoticeMarks(self.notices)
 
     def cut_short(self) -> None:
-        """Tell the agent that training was stopped before its end: what this worker returns is not the run's result."""
+        """Tell the agent that training stopped early, so that this worker's return value is not the run's result."""
         self.round.cut_short(self.folder)
 
     def leave(self) -> None:
@@ -88,5 +88,5 @@ class Supervisor:
         os.kill(self.round.agent, signal.SIGTERM)
 
     def lose(self) -> None:
-        """Kill this node's agent, and with it its workers."""
+        """Kill this node's agent, and its workers with it."""
         os.kill(self.round.agent, signal.SIGKILL)

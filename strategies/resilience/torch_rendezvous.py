@@ -1,4 +1,4 @@
-"""The dynamic rendezvous of torch with shorter waits, and with a check of its state before it is unpickled."""
+"""Dynamic rendezvous of torch, with shorter waits, and with a check of its state before it is unpickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousJoinOp,
 )
 
-_LOOK: Final = 0.05  # seconds; a look costs 0.3 ms
+_LOOK: Final = 0.05  # seconds between two looks; each costs 0.3 ms
 _BETWEEN: Final = 0.5  # seconds within which a node that has left the last round is queued for the next one
 
 _TORCH: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -36,11 +36,11 @@ _KNOWN: Final = frozenset(
 
 
 class QuickSteps(_DistributedRendezvousOpExecutor):
-    """Takes the steps that torch's operations decide on, and ends a rendezvous for which no node is missing.
+    """Takes the steps that torch's operations decide on, and ends a rendezvous once no node is missing.
 
-    torch lets nodes that are enough wait for more (last_call) at every rendezvous. Only at the first one is it unknown
-    which nodes come. Later the nodes of the last round come, the last of them opening the next one, and those in the
-    queue: once it is empty, all are there except those that have left or died.
+    At every rendezvous, torch makes a sufficient number of nodes wait for more (last_call). But only at the first one
+    is it unknown which nodes will join. Later ones are joined by the nodes of the last round, the last of which opens
+    the next one, and by those in the queue: once it is empty, all are there except those that have left or died.
     """
 
     def __init__(self, node: _NodeDesc, holder: _BackendRendezvousStateHolder, settings: RendezvousSettings) -> None:
@@ -53,7 +53,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         self._expected = frozenset(self._state_holder.state.participants)
 
     def num_missing(self) -> int:
-        """Return how many nodes of the current round had left it at the last look; this one, if others went on."""
+        """Return how many nodes of the current round had left it at the last look; this one too, if others went on."""
         return len(self._expected - self._state_holder.state.participants.keys())
 
     def run(
@@ -83,7 +83,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
         super().run(decide, deadline, update_deadline)
 
     def _record(self, *_: Any, **__: Any) -> None:
-        """Do nothing: torch would search the whole stack and all modules for a name, many times a second."""
+        """Do nothing: torch would search the whole stack and all modules for a name, many times per second."""
 
     def _all_are_there(self, context: _RendezvousContext) -> bool:
         state = context.state
@@ -97,7 +97,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
 
 
 def check_state(data: bytes) -> None:
-    """Check the pickled state of a rendezvous before torch unpickles it: anyone who reaches the store can write there.
+    """Check a rendezvous' pickled state before torch unpickles it, as anyone with access to the store can write it.
 
     Raises:
         RendezvousStateError: if it holds anything that torch does not put there.
@@ -109,7 +109,7 @@ def check_state(data: bytes) -> None:
 
 
 def shift_times(data: bytes, seconds: float) -> bytes:
-    """Return the pickled state of a rendezvous, which was checked, with all its times moved by some seconds."""
+    """Return a rendezvous' pickled state, which must have been checked, with all its times shifted by some seconds."""
     state = pickle.loads(data)  # noqa: S301 - `check_state` has looked at it
     by = timedelta(seconds=seconds)
     state.last_heartbeats = {node: heard + by for node, heard in state.last_heartbeats.items()}
@@ -118,7 +118,7 @@ def shift_times(data: bytes, seconds: float) -> bytes:
 
 
 def set_time_of(node: _NodeDesc, data: bytes, seconds: float) -> bytes:
-    """Return the pickled state of a rendezvous, which was checked, in which a node was last heard of at a time."""
+    """Return a rendezvous' pickled state, which must have been checked, with a new time for when a node was heard."""
     state = pickle.loads(data)  # noqa: S301 - `check_state` has looked at it
     if node in state.last_heartbeats:
         state.last_heartbeats[node] = datetime.fromtimestamp(seconds, UTC)
@@ -126,7 +126,7 @@ def set_time_of(node: _NodeDesc, data: bytes, seconds: float) -> bytes:
 
 
 def takes_part(node: _NodeDesc, data: bytes) -> bool:
-    """Return whether a node is one of a round, by the pickled state of a rendezvous that this process has written."""
+    """Return whether a node takes part in a round, given a rendezvous' pickled state that this process has written."""
     return node in pickle.loads(data).participants  # noqa: S301 - it is this process's own
 
 
