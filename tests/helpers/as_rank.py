@@ -1,4 +1,4 @@
-"""What tests share that train in this process, or as one rank of several."""
+"""Helpers for tests that train in this process, or as one rank of several."""
 
 import os
 import warnings
@@ -7,12 +7,12 @@ from echelon import Trainer
 
 
 def world_size():
-    """Return how many ranks there are; 1 outside of `run_ranks`."""
+    """Return the number of ranks; 1 outside `run_ranks`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def double_trainer(**settings):
-    """Return a trainer on CPUs, in float64, that writes and prints nothing unless the settings say so."""
+    """Return a trainer on the CPU, in float64, that writes and prints nothing unless the settings say so."""
     quiet = {
         "strategy": "ddp" if world_size() > 1 else "single",
         "accelerator": "cpu",
@@ -26,6 +26,6 @@ def double_trainer(**settings):
 
 
 def calm_down():
-    """Let this rank use one core, and print no warning of torch's."""
+    """Limit this rank to one core, and silence torch's warnings."""
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Tensors on a GPU that this machine does not have, and a watch that refuses to wait for it: shapes without numbers."""
+"""Tensors on a GPU that this machine does not have, as shapes without values, and a check that nothing waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises where the host would read from the device, or copy to it from memory that is not pinned."""
+    """Raises if the host would read from the device, or copy to it from memory that is not pinned."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,6 +32,6 @@ class NoWaits(TorchDispatchMode):
 
 @contextmanager
 def fake_gpu() -> Iterator[torch.device]:
-    """Let tensors be made on cuda:0, without memory, and raise where something would wait for what it computes."""
+    """Allow tensors on cuda:0, without memory, inside the block, and raise if something would wait for the device."""
     with FakeTensorMode(allow_non_fake_inputs=True), NoWaits():
         yield torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The fork server of a forked program: a fork as well, since a new interpreter would import torch once more."""
+"""The fork server of a forked program: also a fork, since a new interpreter would import torch again."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from typing import Any, NoReturn
 from echelon.strategies.launch import forkserver_preload
 
 MARK = "echelonTEST_MARK"
-"""Variable by which tests find the processes that they have started."""
+"""The variable by which tests find the processes that they started."""
 
 _COMMAND = "from multiprocessing.forkserver import main"
-_ABOVE = 512  # numbers of descriptors that nobody has
-_MAX = 16  # descriptors that multiprocessing passes on
+_ABOVE = 512  # descriptors from here on are unused
+_MAX = 16  # the most descriptors that multiprocessing passes on
 
 
 def fork_in_advance() -> None:
-    """Fork what becomes this process's fork server, once multiprocessing starts one; from the only thread.
+    """Fork a process that becomes this one's fork server once multiprocessing starts one; call it from the only thread.
 
     Until then it waits. It gets what a new interpreter would: the command, the environment, descriptors, and the
-    blocked signals of that moment. It ends with this process.
+    signals that are blocked at that moment. It ends with this process.
     """
     ours, its = socket.socketpair()
     pid = os.fork()
@@ -52,7 +52,7 @@ def fork_in_advance() -> None:
 
 
 def _become_the_fork_server(channel: socket.socket) -> NoReturn:
-    # one to the whole group is for the program; the command comes with what to block
+    # a signal to the whole group is for the program; the command comes with the signals to block
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     try:
         message, received, _, _ = socket.recv_fds(channel, 1 << 16, _MAX)
@@ -60,7 +60,7 @@ def _become_the_fork_server(channel: socket.socket) -> NoReturn:
             message += part
         if message:
             _serve(*pickle.loads(message), received)
-    except BaseException:  # noqa: BLE001 - nobody is there to catch it
+    except BaseException:  # noqa: BLE001 - there is no caller to catch it
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
@@ -76,23 +76,23 @@ def _serve(command: str, environ: dict[str, str], blocked: set[int], numbers: li
     os.environ.update(environ)
     show([sys.executable, "-c", command], environ, MARK)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    del sys.modules[forkserver_preload.__name__]  # it imports what the environment says
+    del sys.modules[forkserver_preload.__name__]  # to be imported again, with the modules that the environment names
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         exec(command, {})  # noqa: S102 - multiprocessing's own
-    except SystemExit:  # there is no client any more
+    except SystemExit:  # there is no client left
         return
 
 
 def show(words: Sequence[str], environ: Mapping[str, str], first: str = "") -> None:
-    """Put a command line and an environment where /proc has those of this process, as far as there is room.
+    """Overwrite the command line and environment that /proc shows for this process, as far as there is room.
 
     Args:
         words: the command line.
         environ: the environment.
-        first: the variable that must have room.
+        first: the variable to write first, so that there is room for it.
     """
-    import ctypes  # here, since it is no import of a fork server
+    import ctypes  # here, since a fork server does not import it
 
     names = sorted(environ, key=lambda name: name != first)
     blocks = list(words), [f"{name}={environ[name]}" for name in names]

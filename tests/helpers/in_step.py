@@ -1,4 +1,4 @@
-"""Ranks without processes: what each of them does runs in a thread, one at a time, and they meet where they agree."""
+"""Ranks without processes: each one runs in a thread, one at a time, and they meet where they have to agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def on_ranks(data_size: int, function: Callable[[DataRanks], T], ranks: DataRanks | None = None) -> list[T]:
-    """Return what a function returns on each rank; they take turns, since random generators are global."""
+    """Return a function's result on each rank; ranks take turns, since random generators are global."""
     said: list[list[list[float]]] = [[] for _ in range(data_size)]
     turn, meeting = threading.Lock(), threading.Barrier(data_size, timeout=400)  # a loaded machine forks slowly
 

@@ -1,4 +1,4 @@
-"""CUDA devices that this machine does not have: tensors that say they are there, streams and events that take note."""
+"""Pretended CUDA devices: tensors that claim to be on them, and streams and events that record calls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def tensor_on(index: int, tensor: Tensor) -> Any:
-    """Return a tensor that says it is on a device; its numbers are where they were."""
+    """Return a tensor that claims to be on a device; its data stays where it was."""
     return tensor.as_subclass(_CLASSES[index])
 
 
 class _OnDevice(Tensor):
-    """Copies from here and to here take the time that the streams of `PretendedCuda` give them."""
+    """A tensor whose copies happen when the streams of `PretendedCuda` reach them."""
 
     late: PretendedCuda | None = None
 
@@ -38,16 +38,16 @@ _CLASSES = [_class_on(index) for index in range(4)]
 
 
 class PretendedCuda:
-    """Streams and events as torch.cuda has them, with a current device for each thread, which is 0 at first.
+    """Streams and events like torch.cuda's, with a current device per thread, which is 0 at first.
 
-    `log` holds what a real device would have been told. Copies are made at once; if `is_late`, those on a side stream
-    as late as possible: when somebody waits for them. New memory then holds NaN, as far as it can.
+    `log` records the calls that a real device would have received. Copies are made at once; with `is_late`, those on a
+    side stream are made as late as possible, when something waits for them, and new floating-point memory holds NaN.
     """
 
     def __init__(self, *, is_late: bool = False) -> None:
         self.is_late = is_late
         self.now, self.completed = 0.0, float("inf")
-        """Milliseconds of the clock of the devices, and the time until which they have come to what was recorded."""
+        """The devices' clock in milliseconds, and the time up to which they have completed recorded events."""
         self.log: list[tuple[Any, ...]] = []
         self.stream_of_now: Any = None
         self._thread = threading.local()
@@ -61,7 +61,7 @@ class PretendedCuda:
         self._thread.device = torch.device(device).index
 
     def install(self, monkeypatch: Any) -> PretendedCuda:
-        """Put this in place of torch.cuda's streams and events, and pin without a device."""
+        """Replace torch.cuda's streams and events, and make pinning memory work without a device."""
         cuda = self
 
         class Stream:

@@ -1,4 +1,4 @@
-"""Python programs that tests run: each in a process of its own, which is forked, as importing torch takes seconds."""
+"""Python programs that tests run, each in its own process, which is forked because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _TESTS = str(Path(__file__).parents[1])
 def run_program(
     *words: str | Path, folder: Path, timeout: float = 440.0, environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python *words`` in a folder, as `subprocess.run` would, but with torch and Echelon imported before.
+    """Run ``python *words`` in a folder, as `subprocess.run` would, but with torch and Echelon imported already.
 
-    `words` are a script, ``-m`` and a module, or ``-c`` and code, perhaps after ``-W error``; and arguments.
+    `words` are a script, ``-m`` and a module, or ``-c`` and code, optionally after ``-W error``; then arguments.
     """
     with tempfile.TemporaryDirectory() as place:
         output, errors = Path(place, "output"), Path(place, "errors")
@@ -45,12 +45,12 @@ def run_program(
 
 
 class ForkedProgram:
-    """``python *words`` in a folder, as of `run_program`; like a `subprocess.Popen` that writes to files.
+    """``python *words`` in a folder, as in `run_program`; like a `subprocess.Popen` that writes to files.
 
     Args:
-        words: what follows ``python``.
+        words: the arguments of ``python``.
         folder: the working directory.
-        environ: the environment, in which `MARK` may be.
+        environ: the environment, which may contain `MARK`.
         output: the file for standard output.
         errors: the file for standard error; by default the same.
         namespace: the network namespace to run in; by default this one.
@@ -88,7 +88,7 @@ class ForkedProgram:
         """Wait for the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: if there is none in so many seconds.
+            subprocess.TimeoutExpired: if there is none within `timeout` seconds.
         """
         if self.returncode is None:
             self._process.join(timeout)
@@ -98,12 +98,12 @@ class ForkedProgram:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL, unless it has ended."""
+        """Send SIGKILL, unless the program has ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -111,7 +111,7 @@ class WatchedProgram(ForkedProgram):
     """A forked program whose output is read while it runs, as through the pipes of a `subprocess.Popen`.
 
     Args:
-        words: what follows ``python``.
+        words: the arguments of ``python``.
         folder: the working directory.
         environ: the environment.
     """
@@ -125,7 +125,7 @@ class WatchedProgram(ForkedProgram):
         super().__init__(words, folder=folder, environ=environ, output=files[0], errors=files[1])
 
     def readline(self) -> str:
-        """Return the next line of standard output once it is whole, or what is left once the program has ended."""
+        """Return the next line of standard output once it is complete, or the rest once the program has ended."""
         line, has_ended = "", False
         while not line.endswith("\n"):
             has_ended = self.poll() is not None
@@ -136,10 +136,10 @@ class WatchedProgram(ForkedProgram):
         return line
 
     def communicate(self, timeout: float = 400.0) -> tuple[str, str]:
-        """Wait for the end; return what it has written since to standard output, and all of standard error.
+        """Wait for the end; return the unread standard output, and all of standard error.
 
         Raises:
-            subprocess.TimeoutExpired: if it does not end in so many seconds.
+            subprocess.TimeoutExpired: if it does not end within `timeout` seconds.
         """
         self.wait(timeout)
         output, errors = (file.read() for file in self._files)
@@ -147,7 +147,7 @@ class WatchedProgram(ForkedProgram):
         return output, errors
 
     def close(self) -> None:
-        """Kill the program if it runs, and remove its files."""
+        """Kill the program if it is running, and remove its files."""
         self.kill()
         self.wait()
         for file in self._files:
@@ -157,7 +157,7 @@ class WatchedProgram(ForkedProgram):
 
 @dataclass(frozen=True)
 class _Program:
-    """What a forked process becomes; it has nothing of the test's but this."""
+    """The program that a forked process becomes; it gets nothing else from the test."""
 
     words: list[str]
     folder: Path
@@ -167,27 +167,27 @@ class _Program:
     namespace: str | None
 
     def run(self) -> None:
-        """Be the program."""
+        """Run as the program."""
         self._take_over()
         words = self.words
         if words[0] == "-W":
-            sys.warnoptions.append(words[1])  # which processes that it starts inherit
+            sys.warnoptions.append(words[1])  # inherited by processes that it starts
             warnings.simplefilter(words[1])  # type: ignore[arg-type]
             words = words[2:]
         fork_in_advance()
-        show([sys.executable, *self.words], self.environ, MARK)  # the other, which waits, is no process of the test's
+        show([sys.executable, *self.words], self.environ, MARK)  # only here: the other, which waits, gets no mark
         try:
             if words[0] == "-m":
                 sys.argv, sys.path[:] = words[1:], ["", *self.path]
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
             else:
                 self._execute(words)
-        finally:  # what an interpreter does at its end, and a process of multiprocessing does not
+        finally:  # an interpreter does this at exit, unlike a multiprocessing process
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
 
     def _take_over(self) -> None:
-        """Take the session, streams, folder and environment of a program that was started."""
+        """Set up the session, streams, folder and environment as for a newly started program."""
         os.setsid()
         for number, file in enumerate(self.streams):
             opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -195,7 +195,7 @@ class _Program:
             os.close(opened)
         if self.namespace is not None:
             _enter(self.namespace)
-        multiprocessing.set_start_method(None, force=True)  # that of this process is the fork server's
+        multiprocessing.set_start_method(None, force=True)  # this process has inherited the fork server's
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)
@@ -213,8 +213,8 @@ class _Program:
 
 
 def _enter(namespace: str) -> None:
-    """Have this process use a network namespace that `ip netns` has made."""
-    import ctypes  # os.setns() is there from Python 3.12 on
+    """Move this process to a network namespace made with `ip netns`."""
+    import ctypes  # os.setns() exists only from Python 3.12 on
 
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET

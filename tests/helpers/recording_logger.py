@@ -1,4 +1,4 @@
-"""A logger that keeps what it is told in memory."""
+"""A logger that keeps everything it is given in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echelon import Logger
 
 
 class RecordingLogger(Logger):
-    """Keeps every call of `log_metrics`, and does nothing of the rest."""
+    """Keeps every call of `log_metrics`, and ignores everything else."""
 
     def __init__(self, log_dir: str) -> None:
         self._log_dir = log_dir
@@ -30,9 +30,9 @@ class RecordingLogger(Logger):
         self.records.append((step, dict(metrics)))
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """All values of one name, with their steps."""
+        """Return all values of a metric, with their steps."""
         return [(step, metrics[name]) for step, metrics in self.records if name in metrics]
 
     def names(self, prefix: str) -> set[str]:
-        """All names that begin so."""
+        """Return all names that start with this prefix."""
         return {name for _, metrics in self.records for name in metrics if name.startswith(prefix)}

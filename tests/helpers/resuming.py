@@ -1,4 +1,4 @@
-"""Runs that are interrupted and resumed, and how they are compared, to the bit, with the run that was not."""
+"""Runs that are interrupted and resumed, and their bitwise comparison with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from echelon import Callback, CSVLogger, ModelCheckpoint, Trainer, TrainModule, 
 NUM_SAMPLES = 14
 
 
-class Interrupted(Exception):  # noqa: N818 - nothing is wrong
-    """What ends a run after a step, in place of a kill."""
+class Interrupted(Exception):  # noqa: N818 - it is not an error
+    """Ends a run after a step, instead of a kill."""
 
 
 @dataclass
 class Run:
-    """What is trained on what; built again for every part of a run."""
+    """What is trained, and on which data; built again for every part of a run."""
 
     module: Any
     train: Any
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass
 class Record:
-    """What a run did, by optimizer step, and what it left."""
+    """What a run did, by optimizer step, and the state in which it ended."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
     samples: list[tuple[int, Any]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Record:
 
 
 class Recorder(Callback):
-    """Notes losses and samples, and interrupts the run once `stop_after` steps are complete and saved."""
+    """Records losses and samples, and interrupts the run once `stop_after` steps are complete and saved."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.record, self.stop_after = Record(), stop_after
@@ -75,7 +75,7 @@ def fit(
     ends_with: type[BaseException] = Interrupted,
     optimizer_settings: Literal["saved", "configured"] = "saved",
 ) -> Record:
-    """Run a part of a run, its checkpoints (every so many steps) and its curve in `folder`."""
+    """Train a part of a run, with checkpoints every `every_n_steps` steps, and its curve in `folder`."""
     recorder = Recorder(stop_after)
     settings: dict[str, Any] = {
         "accelerator": "cpu",
@@ -95,7 +95,7 @@ def fit(
     with suppress(ends_with):
         trainer.fit(run.module, run.train, run.val, ckpt_path=ckpt_path, optimizer_settings=optimizer_settings)
     if isinstance(run.train, DataLoader):
-        run.train._iterator = None  # workers that the garbage collector finds take 5 seconds each to end
+        run.train._iterator = None  # workers that the garbage collector ends take 5 seconds each
     record = recorder.record
     record.num_steps = trainer.global_step
     record.final = _final(trainer, run.module)
@@ -120,13 +120,13 @@ def _relative(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def curve(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of the table, as text to the last digit, without their empty columns."""
+    """Return the rows of the logged table as text, with all digits, without empty columns."""
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
         return [{name: text for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Compare nested structures to the bit; NaN is NaN."""
+    """Compare nested structures bitwise; NaN equals NaN."""
     if isinstance(expected, Tensor):
         assert torch.equal(found.nan_to_num(nan=1e30), expected.nan_to_num(nan=1e30)), f"{where} differs"
     elif isinstance(expected, dict):
@@ -142,7 +142,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 def assert_exact(build: Callable[[], Run], tmp_path: Path, steps: Iterable[int] | None = None) -> Record:
-    """Interrupt a run after each of these steps (default: every one), resume it, and compare all with the whole run."""
+    """Interrupt a run after each of these steps (by default every one), resume it, and compare with the whole run."""
     seed_everything(1)
     whole = fit(build(), tmp_path / "whole")
     assert whole.num_steps > 3
@@ -158,7 +158,7 @@ def assert_exact(build: Callable[[], Run], tmp_path: Path, steps: Iterable[int] 
 
 
 def assert_exact_when_interrupted_always(build: Callable[[], Run], tmp_path: Path) -> None:
-    """Interrupt a run after each step, each time in the run that was resumed before."""
+    """Interrupt a run after each step, each time resuming the run that was interrupted before."""
     seed_everything(1)
     whole = fit(build(), tmp_path / "whole")
     seed_everything(1)
@@ -170,7 +170,7 @@ def assert_exact_when_interrupted_always(build: Callable[[], Run], tmp_path: Pat
 
 
 def compare(whole: Record, parts: list[Record], when: str) -> None:
-    """Compare the parts of a run with the run as a whole."""
+    """Compare the parts of a run with the whole run."""
     assert_same([loss for part in parts for loss in part.losses], whole.losses, f"{when}: losses")
     assert_same([entry for part in parts for entry in part.samples], whole.samples, f"{when}: samples")
     assert_same(parts[-1].final, whole.final, when)
@@ -178,7 +178,7 @@ def compare(whole: Record, parts: list[Record], when: str) -> None:
 
 
 class Numbered(Dataset[Any]):
-    """Samples that know their number; `augment` changes each at random when it is read."""
+    """Samples with their numbers; `augment` changes each one randomly when it is read."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES, augment: Callable[[Tensor], Tensor] | None = None) -> None:
         self.num_samples, self.augment = num_samples, augment
@@ -213,7 +213,7 @@ class Small(TrainModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        torch.rand(())  # what validation draws is none of training's business
+        torch.rand(())  # random numbers drawn in validation must not affect training
         self.log("val_loss", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
@@ -221,6 +221,6 @@ class Small(TrainModule):
 
 
 def numbered(num_samples: int = NUM_SAMPLES, augment: Any = None, **options: Any) -> DataLoader[Any]:
-    """A shuffled loader of numbered samples, three in a batch."""
+    """Return a shuffled loader of numbered samples, three per batch."""
     options = {"batch_size": 3, "shuffle": True, **options}
     return DataLoader(Numbered(num_samples, augment), **options)

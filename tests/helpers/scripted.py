@@ -1,4 +1,4 @@
-"""A tiny module whose metrics are written down beforehand, and the trainer that most callback tests want."""
+"""A tiny module with predefined metrics, and the trainer that most callback tests use."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ from echelon import ModelCheckpoint, Trainer, TrainModule
 
 
 class Scripted(TrainModule):
-    """A linear regression that logs given values: ``val_loss`` one a validation, ``train_end`` one an epoch."""
+    """A linear regression that logs given values: one ``val_loss`` per validation, one ``train_end`` per epoch."""
 
     def __init__(self, val_losses: Iterable[float] = (), epoch_values: Iterable[float] = (), lr: float = 0.1) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Scripted(TrainModule):
 
 
 def batches(num_samples: int = 8, batch_size: int = 2) -> DataLoader[Any]:
-    """A loader of the same few samples, in order."""
+    """Return a loader of a few fixed samples, in order."""
     x = torch.linspace(-1, 1, 2 * num_samples).reshape(num_samples, 2)
     return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=batch_size)
 
 
 def trainer_in(folder: Path, *callbacks: Any, **settings: Any) -> Trainer:
-    """A quiet trainer with these callbacks; without loggers, bar and default checkpoints."""
+    """Return a quiet trainer with these callbacks, and without loggers, progress bar and default checkpoints."""
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,

@@ -1,4 +1,4 @@
-"""A strategy whose neighbouring ranks share a replica, as those of tensor parallelism do; here each has all of it."""
+"""A strategy whose neighboring ranks share a replica, as in tensor parallelism, except that each has all of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from echelon.strategies.parallel.replica import average_gradients, copy_from_fir
 
 
 class SharedReplicas(Strategy):
-    """Train replicas that `size` ranks share: they read the same samples, and gradients are averaged over the others.
+    """Train replicas shared by `size` ranks, which read the same samples; gradients are averaged over the others.
 
-    With `cuts_sequences` each of them has losses of its own, as context parallelism has them.
+    With `cuts_sequences`, each of these ranks has its own losses, as in context parallelism.
     """
 
     name: ClassVar[str] = "shared_replicas"

@@ -1,4 +1,4 @@
-"""What most tests of the core share: a small module, data that notes what is read of it, a trainer that is quiet."""
+"""Helpers for most tests of the core: a small module, data that records which samples are read, a quiet trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon import EchelonError, Trainer, TrainModule
 
 
 class Regression(TrainModule):
-    """A linear regression; notes the batches of each step."""
+    """A linear regression that records the batches of each step."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Regression(TrainModule):
 
 
 class Noted(Dataset[Any]):
-    """The samples 0, 1, 2, ... as input and target; notes which were read."""
+    """The samples 0, 1, 2, ... as input and target; it records which were read."""
 
     def __init__(self, num_samples: int = 8) -> None:
         self.num_samples = num_samples
@@ -56,28 +56,28 @@ class Noted(Dataset[Any]):
 
 
 def samples(num_samples: int = 8) -> TensorDataset:
-    """The same samples, in memory."""
+    """Return the samples of `Noted`, in memory."""
     x = torch.arange(float(num_samples))[:, None] / 10
     return TensorDataset(x.expand(-1, 2).contiguous(), x)
 
 
 def loader(num_samples: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    """A loader of these samples."""
+    """Return a loader of these samples."""
     return DataLoader(samples(num_samples), batch_size, **options)
 
 
 def indices(batches: Any) -> list[list[int]]:
-    """Which samples these batches are made of."""
+    """Return the indices of the samples in each of these batches."""
     return [(batch[1].flatten() * 10).round().int().tolist() for batch in batches]
 
 
 def flat(batches: Any) -> list[int]:
-    """All samples of these batches, in order."""
+    """Return the indices of all samples in these batches, in order."""
     return list(chain.from_iterable(indices(batches)))
 
 
 def quiet(folder: Path | None = None, **settings: Any) -> Trainer:
-    """A trainer that writes and prints nothing, unless the settings say so."""
+    """Return a trainer that writes and prints nothing, unless the settings say so."""
     silent: dict[str, Any] = {
         "default_root_dir": folder,
         "accelerator": "cpu",
@@ -91,5 +91,5 @@ def quiet(folder: Path | None = None, **settings: Any) -> Trainer:
 
 
 def raises(error: type[EchelonError], *parts: str) -> Any:
-    """Expect one error whose message holds these parts in this order."""
+    """Expect an error whose message contains these parts in this order."""
     return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))

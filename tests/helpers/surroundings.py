@@ -1,4 +1,4 @@
-"""Surroundings of a run in the caller's process, which have to be the same afterwards, however it ended."""
+"""Surroundings of a run in the caller's process, which must be unchanged afterwards, however the run ended."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PATIENCE = 30.0  # seconds for threads and processes that have just been told to end
+_PATIENCE = 30.0  # seconds for threads and processes that were just told to end
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-"""Processes that Python starts once, and keeps."""
+"""Processes that Python starts once and keeps."""
 _PIPES_OF_HELPERS = 4
 _OF_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)
-"""Variables that torch sets when it is imported as a whole, which the first optimizer does."""
+"""Variables that torch sets when it is fully imported, as by the first optimizer."""
 
 
 def _handlers() -> dict[int, Any]:
-    # torch handles SIGCHLD from the first DataLoader with workers on, for good
+    # from the first DataLoader with workers on, torch handles SIGCHLD permanently
     numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
     return {int(number): signal.getsignal(number) for number in numbers}
 
 
 def _children() -> set[int]:
-    """Return the processes that this one has started, other than Python's helpers; those that have ended as well."""
+    """Return the processes that this one has started, except Python's helpers, including those that have ended."""
     children = set()
     for task in Path("/proc/self/task").iterdir():
         for pid in (task / "children").read_text().split():
@@ -44,12 +44,12 @@ def _children() -> set[int]:
 
 
 def _descriptors() -> list[str]:
-    """Return what is open, by kind: two pipes are alike."""
+    """Return the open descriptors by kind, in which all pipes are equal."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{name}").split("[")[0])
-        except OSError:  # that of the listing
+        except OSError:  # the descriptor of the listing itself
             continue
     return sorted(link for link in links if not link.startswith("/proc/"))
 
@@ -63,7 +63,7 @@ def _temporary(private: Path | None) -> set[str]:
 
 
 def _wakeup() -> int:
-    """Return the descriptor that signals wake, which only the main thread may ask for."""
+    """Return the descriptor to which signals are written; only the main thread can read it."""
     if threading.current_thread() is not threading.main_thread():
         return -1
     signal.set_wakeup_fd(number := signal.set_wakeup_fd(-1))
@@ -95,17 +95,17 @@ def _look(temporary: Path | None) -> dict[str, Any]:
         "variables": {name: value for name, value in os.environ.items() if name not in _OF_TORCH},
         "paths": list(sys.path),
         "settings of torch": _torch_settings(),
-        # not sys.excepthook: it has to show, after fit, the end that Ctrl-C asked for
+        # not sys.excepthook: after fit, it must show that Ctrl-C ended the run
         "streams": (threading.excepthook, sys.stdout, sys.stderr),
     }
 
 
 @contextmanager
 def unchanged(temporary: Path | None = None) -> Iterator[None]:
-    """Check that a block leaves its surroundings as they were; Python's helpers, started by the first, may stay.
+    """Check that a block leaves its surroundings unchanged; Python's helpers, which the first run starts, may stay.
 
     Args:
-        temporary: the folder of temporary files, if only this process has it: nothing new may be in it afterwards.
+        temporary: the folder of temporary files, if only this process uses it; nothing new may be in it afterwards.
     """
     before = _look(temporary)
     modules = dict(sys.modules)

@@ -1,4 +1,4 @@
-"""A real pseudo-terminal as standard output, and what one sees on it."""
+"""A real pseudo-terminal as standard output, and what is visible on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Terminal:
 
     @property
     def screen(self) -> list[str]:
-        """The lines that stand there now, without the empty ones at the end; knows what tqdm writes."""
+        """The lines that are visible now, without empty ones at the end; supports the control characters of tqdm."""
         lines: list[list[str]] = [[]]
         row = column = 0
         text = self.written.replace("\x1b[A", "\x00")
@@ -49,7 +49,7 @@ class Terminal:
 
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[Terminal]:
-    """Make standard output a pseudo-terminal inside the block; afterwards everything written is there to read."""
+    """Make standard output a pseudo-terminal inside the block; afterwards, everything written can be read."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     seen = Terminal()
@@ -59,7 +59,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[Te
         while True:
             try:
                 chunk = os.read(leader, 65536)
-            except OSError:  # Linux says so when the other end is closed
+            except OSError:  # raised on Linux when the other end is closed
                 return
             if not chunk:
                 return

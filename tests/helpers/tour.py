@@ -1,4 +1,4 @@
-"""A tour of mistakes: small programs, each with what must be said to its author."""
+"""A tour of mistakes: small programs, each with the message that its author must get."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Answer = type[BaseException]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A program that its author got wrong, the error or warning that must answer it, and parts of its text in order."""
+    """A wrong program, the error or warning that must answer it, and parts of its message in order."""
 
     program: Program
     answer: Answer
     parts: tuple[str, ...]
 
     def check(self) -> None:
-        """Run the program in the working directory, and look at the answer."""
+        """Run the program in the working directory, and check the answer."""
         text = "(?s)" + ".*".join(map(re.escape, self.parts))
         if issubclass(self.answer, Warning):
             with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("default")  # as users see them: once for each place
+                warnings.simplefilter("default")  # as users see them: once per location
                 self.program()
             answers = [str(warning.message) for warning in said if issubclass(warning.category, self.answer)]
             matching = [answer for answer in answers if re.search(text, answer)]
@@ -38,13 +38,13 @@ class Mistake:
 
 
 class Tour:
-    """A table of mistakes; a program is entered by decorating it with what answers it."""
+    """A table of mistakes; a program is added by decorating it with the expected answer."""
 
     def __init__(self) -> None:
         self.mistakes: list[Mistake] = []
 
     def answered_by(self, answer: Answer, *parts: str) -> Callable[[Program], Program]:
-        """Return what enters a program: it must be answered by this, with these parts in its text."""
+        """Return a decorator that adds a program, which must be answered with this, and these parts in its message."""
 
         def enter(program: Program) -> Program:
             self.mistakes.append(Mistake(program, answer, parts))
@@ -54,7 +54,7 @@ class Tour:
 
     @property
     def cases(self) -> pytest.MarkDecorator:
-        """Return what gives a test each mistake, under its program's name."""
+        """Return a mark that parametrizes a test with all mistakes, under their programs' names."""
         names = [mistake.program.__name__ for mistake in self.mistakes]
         assert len(set(names)) == len(names), "two programs have one name: one would be lost"
         return pytest.mark.parametrize("mistake", self.mistakes, ids=names)

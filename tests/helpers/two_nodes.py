@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces that see each other, and neither this machine nor the world."""
+"""Two nodes on one machine: network namespaces that reach each other, but neither this machine nor the internet."""
 
 import contextlib
 import os
@@ -18,23 +18,23 @@ from programs import ForkedProgram
 
 INTERFACE = "node0"
 NOBODY = "02:00:00:00:00:01"
-"""An address of no interface."""
+"""An address that no interface has."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of two nodes: `command` in front of a program runs it there."""
+    """One of two nodes: `command` returns the command line that runs a program there."""
 
     namespace: str
     address: str
     main_address: str
-    """Of node 0."""
+    """The address of node 0."""
 
     def command(self, *words):
         return ["ip", "netns", "exec", self.namespace, *words]
 
     def processes(self):
-        """Return all processes that run here."""
+        """Return the ids of all processes on this node."""
         listed = ["ip", "netns", "pids", self.namespace]
         return [
             int(line) for line in subprocess.run(listed, capture_output=True, check=True, timeout=80).stdout.split()
@@ -43,7 +43,7 @@ class Node:
 
 @contextlib.contextmanager
 def cut(*ways):
-    """Let all be lost, without a word, that the first node of each pair sends to the second."""
+    """Silently drop everything that the first node of each pair sends to the second, inside the block."""
     with contextlib.ExitStack() as stack:
         for sender, receiver in ways:
             lead = ["ip", "-n", sender.namespace, "neigh"]
@@ -55,7 +55,7 @@ def cut(*ways):
 
 @contextlib.contextmanager
 def two_nodes():
-    """Give two nodes joined by a cable; skips where there can be none, and fails there in CI."""
+    """Provide two nodes joined by a cable; skip the test if they cannot be made, or fail it in CI."""
     names = [f"echelon-{os.getpid()}-{rank}" for rank in range(2)]
     nodes = [Node(name, f"10.77.0.{rank + 1}", "10.77.0.1") for rank, name in enumerate(names)]
     try:
@@ -70,7 +70,7 @@ def two_nodes():
 
 
 def _connect(nodes):
-    """Make the namespaces and the cable; return why it could not be done."""
+    """Make the namespaces and the cable; return the reason if it could not be done."""
     if shutil.which("ip") is None:
         return "there is no `ip` on PATH"
     first, second = (node.namespace for node in nodes)
@@ -90,7 +90,7 @@ def _connect(nodes):
 
 
 def _await_carrier(node):
-    """Wait until the kernel has seen both ends of the cable: until then TensorPipe takes the interface for absent."""
+    """Wait until the kernel has seen both ends of the cable: before that, TensorPipe considers the interface absent."""
     end = time.monotonic() + 80
     while time.monotonic() < end:
         shown = ["ip", "-n", node.namespace, "-oneline", "link", "show", "dev", INTERFACE]
@@ -101,16 +101,17 @@ def _await_carrier(node):
 
 
 def absent(reason):
-    """Skip a test that this machine cannot run; CI installs what it needs."""
+    """Skip a test that this machine cannot run; fail it in CI, which installs what it needs."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def run_together(commands, *, timeout=400.0, cwd=None):
-    """Run (command, variables) at once and return (exit code, output) of each.
+    """Run pairs of (command, variables) in parallel and return (exit code, output) of each.
 
-    Nothing that they start outlives the call. The variables come on top of a few: none of a launcher is passed on.
+    Nothing that they start outlives the call. The variables are added to a few basic ones: a launcher's are not passed
+    on.
     """
     mark = uuid.uuid4().hex
     end = time.monotonic() + timeout
@@ -134,7 +135,7 @@ def run_together(commands, *, timeout=400.0, cwd=None):
 
 
 def kill_marked(mark):
-    """Kill, and return, all processes that were started with MARK=mark; torchrun's are in sessions of their own."""
+    """Kill all processes started with MARK=mark, and return their ids; torchrun's are in sessions of their own."""
     killed = []
     for folder in _marked(mark):
         with contextlib.suppress(OSError):  # it has ended
@@ -144,9 +145,9 @@ def kill_marked(mark):
 
 
 def left_behind(mark, patience=60.0):
-    """Kill, and return the command lines of, all processes with MARK=mark that do not end soon.
+    """Kill all processes with MARK=mark that do not end soon, and return their command lines.
 
-    The fork server of a program sees the end of a pipe when the program has ended, and ends after it.
+    A program's fork server ends after the program, when it sees the end of a pipe.
     """
     end = time.monotonic() + patience
     while (left := running(mark)) and time.monotonic() < end:
@@ -173,7 +174,7 @@ def _marked(mark):
 
 
 def start(command, variables, output, cwd=None):
-    """Start a command that writes to a file; Python in a forked process, on a node as well."""
+    """Start a command that writes to a file; Python programs run in a forked process, also on a node."""
     environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": "1", **variables}
     namespace, words = (command[3], command[4:]) if command[:3] == ["ip", "netns", "exec"] else (None, command)
     if words[0] == sys.executable:
