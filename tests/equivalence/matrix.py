@@ -1,4 +1,4 @@
-"""The matrix: every strategy (a `Line`) times every way of training (a `Case`), each compared with one process."""
+"""The matrix: every strategy (a `Line`) with every way of training (a `Case`), each compared with one process."""
 
 import ctypes
 import math
@@ -31,7 +31,7 @@ from echelon.testing import run_ranks
 GLOBAL_BATCH = 24
 CLONE_NEWNET = 0x40000000
 EVEN, UNEVEN, ONE_LEFT = 72, 61, 49
-"""Training samples: three whole global batches; with a rest of 13; with a rest of one, less than there are ranks."""
+"""Training samples: three whole global batches; two and a rest of 13; two and a rest of one, fewer than ranks."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Case:
     samples: int = UNEVEN
     clip: float | None = None
     units: bool = False
-    """Whether the loss is a `Loss`, whose units differ by sample; the first samples have none."""
+    """Whether the loss is a `Loss` whose units differ by sample; the first samples have none."""
     by_engine: bool = False
-    """Whether an `Engine` trains, in a loop of one's own."""
+    """Whether a custom loop with an `Engine` trains."""
     cut: int | None = None
-    """The batch size where ``global_batch_size`` is given, and does not divide by it."""
+    """The batch size if ``global_batch_size`` is given, which is not a multiple of it."""
     precision: str = "64-true"
 
     @property
     def title(self):
-        """What the table and the ids of tests call it."""
+        """Its name in the table and in the ids of tests."""
         data = {EVEN: "even", UNEVEN: "uneven", ONE_LEFT: "one left"}[self.samples]
         parts = [self.optimizer, f"accumulate {self.accumulate}" if self.cut is None else f"cut in {self.cut}s", data]
         parts += ["clip"] * (self.clip is not None) + ["units"] * self.units
@@ -60,10 +60,10 @@ class Case:
 
     @property
     def bound(self):
-        """How much a parameter may differ."""
+        """The largest allowed difference of a parameter."""
         if self.precision == "64-true":
             return 1e-12
-        # Adam normalises gradients near zero, and with them their noise, up to the learning rate
+        # Adam scales up gradients near zero, including their noise, to the order of the learning rate
         return 1e-6 if self.optimizer == "sgd" else 1e-4
 
 
@@ -81,7 +81,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Line:
-    """A strategy on some processes, or on some devices of one."""
+    """A strategy on some number of processes, or on several devices of one process."""
 
     strategy: str
     processes: int = 1
@@ -89,19 +89,19 @@ class Line:
     nodes: int = 1
     note: str = ""
     make: Callable[[], Strategy] | None = None
-    """Where the name alone does not do."""
+    """Makes the strategy, if its name is not enough."""
     takes: Callable[[Case], bool] = lambda case: True
-    """Which cases it trains."""
+    """Whether it trains a case."""
     network: str = "dense"
     """A key of `NETWORKS`."""
     sharing: int = 1
-    """How many processes train on the same samples."""
+    """The number of processes that train on the same samples."""
     pieces: int = 1
-    """Into how many micro-batches those of a case are cut."""
+    """The number of micro-batches into which each one of a case is cut."""
 
     @property
     def title(self):
-        """What the table calls it."""
+        """Its name in the table."""
         if self.nodes > 1:
             return f"{self.strategy}, {self.nodes} nodes x {self.processes // self.nodes}"
         if not self.is_named and self.processes > 1:
@@ -111,48 +111,48 @@ class Line:
 
     @property
     def has_engine(self):
-        """Whether a loop of one's own takes the hard cases, too."""
+        """Whether a custom loop with an `Engine` also trains its hard cases."""
         is_small = self.nodes == 1 and (self.processes <= 2 or self.strategy == "hsdp")
         return is_small and self.network == "dense" and self.strategy in ENGINES
 
     @property
     def is_named(self):
-        """Whether the strategy is a name of Echelon's."""
+        """Whether `strategy` is the name of an Echelon strategy."""
         return self.network == "dense" or self.strategy == "pp"
 
     def build(self):
-        """Return the argument for the trainer, new for each run."""
+        """Return the trainer's `strategy` argument, made again for each run."""
         return self.strategy if self.make is None else self.make()
 
 
 def is_linear(case):
-    """Whether the mean of the updates that each rank makes by itself is the update with the mean of the gradients."""
+    """Return whether the mean of the ranks' own updates equals the update with the mean of their gradients."""
     return case.optimizer == "sgd" and case.clip is None
 
 
 def is_hard(case):
-    """Whether ranks have different numbers of samples, in several micro-batches."""
+    """Return whether ranks have different numbers of samples, in several micro-batches."""
     return case.accumulate == 2 and case.samples != EVEN
 
 
 def is_harder(case):
-    """Whether one of the hard cases tells what another does not: clipping, units, and a rest of one sample."""
+    """Return whether a hard case covers what the others do not: clipping, units, and a rest of one sample."""
     is_clipped_or_left = case.clip is not None or case.samples == ONE_LEFT
     return is_hard(case) and is_clipped_or_left and (case.units or case.optimizer == "adamw")
 
 
 def is_for_engine(case):
-    """Whether a case in double precision tells of how a loop of one's own weighs, cuts and clips."""
+    """Return whether a case in double precision shows how a custom loop weighs, cuts and clips."""
     return case.precision == "64-true" and (is_hard(case) or case.cut is not None)
 
 
 def is_hardest(case):
-    """Whether it is the one case for layouts that take many processes."""
+    """Return whether this is the one case for layouts that need many processes."""
     return is_harder(case) and case.units and case.clip is not None
 
 
 ENGINES = ("single", "ddp", "zero", "fsdp", "hsdp", "tp")
-"""The strategies that `Engine` takes."""
+"""The strategies that `Engine` supports."""
 DENSE_PLAN = {
     "net.0": "colwise_gather_output",
     "tied": "colwise_gather_output",  # the same weight
@@ -170,7 +170,7 @@ ATTENTION_PLAN = {
 
 
 def attention(title, processes, takes=is_harder, network="attention", **degrees):
-    """Return a line of `ParallelStrategy` with a network of attention blocks."""
+    """Return a `ParallelStrategy` line with a network of attention blocks."""
     return Line(
         title,
         processes,
@@ -183,7 +183,7 @@ def attention(title, processes, takes=is_harder, network="attention", **degrees)
 
 
 def stages(title, processes, takes=is_hardest, **degrees):
-    """Return a line of `ParallelStrategy` with a network of more blocks, in stages."""
+    """Return a `ParallelStrategy` line with a network of more blocks, in pipeline stages."""
     return attention(title, processes, takes, network="stages", **{"pp": 2, **degrees})
 
 
@@ -257,18 +257,18 @@ ALONE = {
         "stages of sequences": is_hardest,
     }.items()
 }
-"""One process, with which the lines of each network are compared."""
+"""The single-process line with which the lines of each network are compared."""
 
 
 @dataclass(frozen=True)
 class End:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     state: dict[str, torch.Tensor]
     metrics: dict[str, float]
-    """Of the last epoch, as a logger gets them, and of a validation and a test afterwards."""
+    """The metrics of the last epoch, as loggers get them, and of a validation and a test afterwards."""
     callback_metrics: dict[str, float]
-    """In float32."""
+    """These are in float32."""
     global_step: int
     samples_seen: int
 
@@ -284,7 +284,7 @@ class Difference:
 
 
 class Net(TrainModule):
-    """What both networks do with their samples: a loss, metrics of all stages, and an optimizer."""
+    """The base of all networks: a loss, metrics of all stages, and an optimizer."""
 
     def __init__(self, case):
         super().__init__()
@@ -338,11 +338,11 @@ class Dense(Net):
 
 
 class Attention(nn.Module):
-    """A block of causal attention and a frozen and a trained layer, the width of whose heads is fixed."""
+    """A block of causal attention with a fixed head width, and a frozen and a trained layer."""
 
     def __init__(self):
         super().__init__()
-        # a bias of keys would have no gradient but noise, which AdamW amplifies
+        # the gradient of a key bias would only be noise, which AdamW amplifies
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
         self.second_norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
         self.up.requires_grad_(False)
@@ -387,15 +387,15 @@ class Staged(Attending):
     def __init__(self, case):
         super().__init__(case)
         self.blocks = nn.ModuleList(Attention() for _ in range(4))
-        self.norm, self.head = self._modules.pop("norm"), self._modules.pop("head")  # behind the blocks
+        self.norm, self.head = self._modules.pop("norm"), self._modules.pop("head")  # after the blocks
 
     def test_step(self, batch, batch_idx):
-        errors = self.errors(*batch[:2])  # once through the blocks
+        errors = self.errors(*batch[:2])  # runs the blocks only once
         self.log_dict({"test_error": errors.sqrt().mean(), "test_mean": errors.mean()})
 
 
 class Sequenced(Attending):
-    """The same model of sequences that are in the batch, with their targets."""
+    """The same model for sequences from the batch, with their targets."""
 
     def forward(self, x):
         x = self.embed(x) + self.positions[self.trainer.strategy.positions(x.shape[1])]
@@ -408,11 +408,11 @@ class Sequenced(Attending):
 
 
 class StagedSequences(Staged, Sequenced):
-    """The model with more blocks, of sequences that are in the batch."""
+    """The model with more blocks, for sequences from the batch."""
 
 
 class Tabled(Net):
-    """A small regression over rows of an embedding that may be remote, one of which is never trained."""
+    """A small regression on rows of an embedding that may be remote; one of its rows is never trained."""
 
     def __init__(self, case):
         super().__init__(case)
@@ -437,7 +437,7 @@ NETWORKS = {
 
 
 def samples(number, seed, network="dense"):
-    """Samples, each with its index."""
+    """Return samples, each with its index."""
     generator = torch.Generator().manual_seed(seed)
     if "sequences" in network:
         tokens = torch.randint(12, (number, 9), generator=generator)
@@ -452,20 +452,20 @@ def batch_size_of(case, line):
 
 
 def cutting_of(case, line):
-    """Return how its batches make up a global batch."""
+    """Return the settings that make up a global batch from its batches."""
     if case.cut is None:
         return {"accumulate_grad_batches": case.accumulate * line.pieces}
     return {"global_batch_size": GLOBAL_BATCH}
 
 
 def loss_of(errors, index):
-    """Return the loss of samples, or of their tokens, which have different numbers of units."""
+    """Return the loss of samples, or of their tokens, with different numbers of units."""
     units = (index % 5 * (index > 3)).to(errors.dtype).view(-1, *[1] * (errors.ndim - 1)).expand_as(errors)
     return Loss((errors * units).sum(), units.sum())
 
 
 def train(case, line, **where):
-    """Train two epochs as the case says, evaluate, and return what is left; `where` says on which devices."""
+    """Train a case for two epochs, evaluate, and return the results; `where` selects the devices."""
     seed_everything(5, verbose=False)
     module = NETWORKS[line.network](case)
     batch_size, cutting = batch_size_of(case, line), cutting_of(case, line)
@@ -499,7 +499,7 @@ def train(case, line, **where):
 
 
 def whole_state(trainer, module):
-    """Return the state of a module on every rank, wherever its parameters lie."""
+    """Return the whole state of a module on every rank, wherever its parameters are."""
     if trainer.strategy.stage_collectives.world_size == 1:
         return gather_whole(module.state_dict(), is_kept=True)
     return trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
@@ -511,7 +511,7 @@ def plain(values):
 
 
 def train_all(line):
-    """Train every case of the line in a process of it; return what each leaves."""
+    """Train every case of the line, in one of its processes; return the results of each."""
     where = {"devices": line.devices if line.processes == 1 else "auto"}
     ends = {case: train(case, line, **where) for case in CASES if line.takes(case)}
     by_engine = [replace(case, by_engine=True) for case in CASES if line.has_engine and is_for_engine(case)]
@@ -519,7 +519,7 @@ def train_all(line):
 
 
 def train_in_own_loop(case, line, **where):
-    """Train two epochs as `train` does, in a loop with an `Engine`; return the weights."""
+    """Train two epochs like `train`, in a custom loop with an `Engine`; return the weights."""
     seed_everything(5, verbose=False)
     engine = Engine(strategy=line.build(), accelerator="cpu", precision=case.precision, **where)
     net = Dense(case)
@@ -539,7 +539,7 @@ def train_in_own_loop(case, line, **where):
 
 
 def run(line):
-    """Return what each case of the line leaves on each rank."""
+    """Return the results of each case of the line on each rank."""
     if line.processes == 1:
         return by_case([train_all(line)])
     if line.nodes == 1:
@@ -549,7 +549,7 @@ def run(line):
 
 
 def train_on_node(line, nodes):
-    """Train every case of the line in a process that moves to its node: a new one would import torch first."""
+    """Train every case of the line, in a process that moves to its node, as a new one would have to import torch."""
     rank, on_each = int(os.environ["RANK"]), line.processes // len(nodes)
     node = nodes[rank // on_each]
     with open(f"/run/netns/{node.namespace}") as namespace:
@@ -571,12 +571,12 @@ def train_on_node(line, nodes):
 
 
 def by_case(ranks):
-    """Return, for each case, what the ranks have left."""
+    """Return the ranks' results by case."""
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
 
 def compare(end, expected):
-    """Return how far an end is from another one."""
+    """Return the differences between the results of two runs."""
     return Difference(
         largest(end.state, expected.state),
         largest(end.metrics, expected.metrics),
@@ -586,7 +586,7 @@ def compare(end, expected):
 
 
 def largest(found, expected):
-    """Return the largest difference between things of the same names; infinity where they have others."""
+    """Return the largest difference between values with the same name; infinity if the names differ."""
     if found.keys() != expected.keys():
         return math.inf
     return max(torch.as_tensor(found[name] - value).abs().max().item() for name, value in expected.items())

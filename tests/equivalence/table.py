@@ -1,6 +1,6 @@
-"""Write docs/equivalence.md: for every line and case of the matrix how far it is from one process.
+"""Write docs/equivalence.md: for every line and case of the matrix, its difference from one process.
 
-Usage: python tests/equivalence/table.py, as root: two nodes are two network namespaces.
+Usage: python tests/equivalence/table.py, as root, since two nodes are two network namespaces.
 """
 
 import argparse
@@ -59,12 +59,12 @@ def main():
 
 
 def column(ends, expected):
-    """Return the squares of a line."""
+    """Return the table cells of a line."""
     return [square(ends.get(case), expected[case][0] if case in ends else None) for case in CASES]
 
 
 def square(ends, expected):
-    """Return what a square of the table says; a dash where the line has no such case."""
+    """Return the text of a table cell; a dash if the line does not have the case."""
     if ends is None:
         return "-"
     return f"{max(compare(end, expected).state for end in ends):.0e}".replace("0e+00", "0")

@@ -1,4 +1,4 @@
-"""Every layout goes on from what every other has saved, optimizer and scheduler included, as if nothing had stopped."""
+"""Every layout resumes from any other layout's checkpoint, with optimizer and scheduler, as if nothing had stopped."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import export, load_weights
 from echelon.trainer.checkpoint.manifest import read_manifest
 
-pytestmark = pytest.mark.timeout(1200)  # the first test waits for all runs, a minute of two cores
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for all runs, a minute on two cores
 
 GLOBAL_BATCH = 8
 SAVED_AT, LAST = 4, 7
-"""Optimizer steps; an epoch has six, so that it is inside of one that a run stops."""
+"""Optimizer steps; an epoch has six, so that runs stop in the middle of one."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters and optimizer state lie while a run goes on."""
+    """The placement of parameters and optimizer state during a run."""
 
     title: str
     processes: int
     make: Callable[[], Strategy | str]
     mesh: dict[str, int]
-    """What the manifest says."""
+    """The mesh in the manifest."""
     shared: tuple[str, ...] = ()
-    """The parts of a checkpoint of which every rank writes something."""
+    """The parts of a checkpoint to which every rank contributes."""
     sharing: int = 1
-    """How many processes train on the same samples."""
+    """The number of processes that train on the same samples."""
 
 
 BOTH = ("model", "optimizers")
-# the parts of a packed layer, one beside the other, are each cut
+# each of the parts that are packed side by side in a layer is cut
 TP_PLAN = {
     "blocks.0.0": "packed_colwise:3",
     "blocks.0.2": "packed_rowwise:3",
@@ -72,11 +72,11 @@ LAYOUTS = [
 ]
 TITLES = [layout.title for layout in LAYOUTS]
 BESIDE_STAGES = ("single", "zero x 2", "fsdp x 4", "fsdp 2 x tp 2")
-"""Layouts of every kind, which read what layouts with stages have saved, and are read by them."""
+"""Layouts of every kind that exchange checkpoints with layouts that have pipeline stages."""
 
 
 def is_read(writer: str, reader: str) -> bool:
-    """Return whether a layout goes on from another one's checkpoint: two without stages always do."""
+    """Return whether a layout is resumed from another one's checkpoint: two layouts without stages always are."""
     without_stages = [title for title in (writer, reader) if "pp" not in title]
     return len(without_stages) == 2 or all(title in BESIDE_STAGES for title in without_stages)
 
@@ -93,12 +93,12 @@ class Residual(nn.Sequential):
 
 
 class Net(TrainModule):
-    """Parameters whose rows no number of ranks divides, fewer than ranks, tied, frozen; and a buffer."""
+    """Parameters with row counts that no number of ranks divides or fewer rows than ranks, tied or frozen; a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
-        # torch warns of a unit of fully_shard that returns a view, as a linear layer does for sequences
+        # torch warns about a fully_shard unit that returns a view, as a linear layer does for sequences
         self.blocks = nn.ModuleList(Residual(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7), nn.Tanh()) for _ in range(2))
         self.tied = nn.Linear(5, 7, bias=False)
         self.tied.weight = self.first.weight
@@ -126,7 +126,7 @@ class Net(TrainModule):
 
 
 def train(layout: Layout, folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
-    """Train in a process of a layout up to so many steps, saving in `folder` at the end; return what the run is."""
+    """Train, in one process of a layout, up to `steps` steps, saving in `folder`; return the final state and rates."""
     seed_everything(3, verbose=False)
     x = torch.randn(6 * GLOBAL_BATCH, 2, 5).double()
     trainer = Trainer(
@@ -161,7 +161,7 @@ def write(layouts: list[Layout], root: Path) -> None:
 
 
 def read_all(layouts: list[Layout], root: Path, scratch: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Let each of these layouts go on from what every layout has saved; return the ends by reader and writer."""
+    """Resume each of these layouts from every layout's checkpoint; return the final states by reader and writer."""
     return {
         reader.title: {
             writer: train(reader, scratch / reader.title / writer, LAST, checkpoint_of(writer, root))
@@ -177,7 +177,7 @@ def checkpoint_of(title: str, root: Path) -> Path:
 
 
 def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function with the layouts of as many processes as it is called in; return what rank 0s gave."""
+    """Call a function for each number of processes, with the layouts of that number; return the results of rank 0."""
     found = []
     for number in sorted({layout.processes for layout in LAYOUTS}):
         layouts = [layout for layout in LAYOUTS if layout.processes == number]

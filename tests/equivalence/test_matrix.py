@@ -1,4 +1,4 @@
-"""Every strategy takes the steps of one process, on real processes, and the page of the results names every case."""
+"""Every strategy takes the steps of one process, on real processes, and the page of results lists every case."""
 
 import re
 from dataclasses import replace
@@ -19,12 +19,12 @@ LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2 and lin
 
 @pytest.fixture(scope="module")
 def ends_of():
-    """Return what every case of a line leaves on each rank; the first who asks for a line waits for its run."""
+    """Return the ends of every case of a line on each rank; the first request for a line waits for its run."""
     found = {}
 
     def get(line):
         if line not in found:
-            found[line] = None  # a run that fails is not tried again
+            found[line] = None  # a failed run is not repeated
             found[line] = run(line)
         assert found[line] is not None, f"the run of {line.title} failed: see its first test"
         return found[line]
@@ -34,7 +34,7 @@ def ends_of():
 
 @pytest.fixture(scope="module")
 def expected_of(ends_of):
-    """Return what one process leaves of a case and a network."""
+    """Return the end of a case for a network on one process."""
     return lambda network, case: ends_of(ALONE[network])[case][0]
 
 

@@ -1,4 +1,4 @@
-"""The steps of one process depend on the global batch alone: not on how it is cut, read, watched or compiled."""
+"""The steps of one process depend only on the global batch, not on how it is cut, read, watched or compiled."""
 
 import random
 
@@ -20,7 +20,7 @@ CUTS = {
 
 
 class Samples(Dataset):
-    """Some random samples, each with its index; random noise is added at each read, if asked for."""
+    """Random samples, each with its index; with `noise`, random noise is added at each read."""
 
     def __init__(self, num_samples, noise=False):
         generator = torch.Generator().manual_seed(3)
@@ -73,7 +73,7 @@ def weights(module):
 
 
 def trained(cut, module=Net, num_samples=85, **settings):
-    """The weights and the trainer after training on global batches of 32 that are cut in this way."""
+    """Return the module and the trainer after training on global batches of 32 that are cut in this way."""
     batch_size, cut_settings = CUTS[cut]
     seed_everything(5)
     module = module() if callable(module) else module
@@ -82,7 +82,7 @@ def trained(cut, module=Net, num_samples=85, **settings):
 
 
 def by_hand(windows, num_samples, optimizer, clip):
-    """The weights after a hand-written loop over these global batches."""
+    """Return the weights after a hand-written loop over these global batches."""
     seed_everything(5)
     module, data = Net(optimizer).double(), Samples(num_samples)
     optimizer = module.configure_optimizers()
@@ -112,7 +112,7 @@ def test_every_cut_of_the_global_batch_takes_the_steps_of_a_hand_written_loop(nu
 
 
 class Weighted(Net):
-    """Each sample counts as many units as its target says; some micro-batches count none."""
+    """Each sample counts a number of units that depends on its index; some micro-batches count none."""
 
     kind = "tensor"
 
@@ -150,7 +150,7 @@ def test_a_loss_with_a_count_is_exact_where_the_first_micro_batch_counts_nothing
 
 
 class Skipping(Net):
-    """Skips micro-batches that begin with an index that is divisible by 3."""
+    """Skips micro-batches whose first index is divisible by 3."""
 
     def training_step(self, batch, batch_idx):
         x, y, index = batch
@@ -164,7 +164,7 @@ def test_a_micro_batch_that_is_skipped_weighs_nothing():
     seed_everything(5)
     module = Skipping()
     trainer = fit(module, DataLoader(Samples(28), 4), accumulate_grad_batches=2, max_epochs=1)
-    # micro-batches begin with 0, 4, 8, ..., 24; those that are skipped with 0, 12 and 24
+    # micro-batches begin with 0, 4, 8, ..., 24; those that begin with 0, 12 and 24 are skipped
     windows = [range(4, 8), range(8, 12), range(16, 24)]
     assert trainer.global_step == 3
     torch.testing.assert_close(weights(module), by_hand(map(list, windows), 28, "sgd", None), rtol=0, atol=1e-12)
@@ -256,7 +256,7 @@ def test_logs_checkpoints_and_displays_do_not_change_a_run(tmp_path):
 
 
 class WithoutForward(TrainModule):
-    """The same net and steps, but its parts are called one by one."""
+    """The same net and steps, without a `forward` of its own."""
 
     def __init__(self):
         super().__init__()
