@@ -1,4 +1,4 @@
-"""Helpers for tests, ours and users': a function on several real ranks of this machine, and layouts held together."""
+"""Helpers for tests, ours and users': run a function on several real ranks of this machine, and compare layouts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ T = TypeVar("T")
 
 
 def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 240.0) -> list[T]:
-    """Return what ``function(*args)`` returned in each of `world_size` new processes, by rank.
+    """Run ``function(*args)`` in `world_size` new processes, and return the results in rank order.
 
-    Each process has the variables that torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), but has joined no
-    process group. The function may be defined anywhere; it, its arguments and its results are pickled by value::
+    Each process has the environment variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...), but has not
+    joined a process group. The function may be defined anywhere; it, its arguments and its results are pickled by
+    value::
 
         import torch.distributed as dist
         from echelon.testing import run_ranks
@@ -38,7 +39,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
         timeout: seconds after which all processes are killed.
 
     Raises:
-        ProcessError: if a process was killed or left early, or if ranks did not finish in time; with their stacks.
-        BaseException: what the function raised on a rank; a note names the rank.
+        ProcessError: if a process was killed or exited early, or if ranks did not finish in time; with their stacks.
+        BaseException: the error that the function raised on a rank; a note names the rank.
     """
     return launch_all(functools.partial(function, *args), num_processes=world_size, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Advice on errors of torch whose text names neither mistake nor remedy, as a note, and on what a GPU could do."""
+"""Advice: notes on torch errors whose text names neither the mistake nor the remedy, and on unused GPU speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..strategies.errors import ProcessError
 _log = logging.getLogger(__name__)
 
 _HAS_TF32: Final = (8, 0)
-"""The least compute capability that has it: that of Ampere."""
+"""The lowest compute capability with TF32, Ampere's."""
 
 _ADVICE: Final = {
     "expected target dtype to be Long|expected scalar type Long": (
@@ -79,21 +79,21 @@ _ADVICE: Final = {
         "Trainer(detect_anomaly=True)."
     ),
 }
-"""Patterns of texts, and what to do about them; the first that fits counts."""
+"""Patterns of error texts, and what to do about them; the first match is used."""
 
 
 _ABOUT_DATA: Final = (RuntimeError, TypeError, KeyError, IndexError)
-"""Errors that a step raises where a batch is other than expected; of these classes themselves."""
+"""Errors that a step raises for an unexpected batch; exactly these classes, not subclasses."""
 
 
 def show_batch(error: BaseException, batch: object, where: str) -> None:
-    """Add to an error of a step what the batch was made of."""
+    """Add the shapes of the batch to an error that a step raised."""
     if type(error) in _ABOUT_DATA:
         error.add_note(f"The batch of {where} is {shapes_of(batch)}.")
 
 
 def advise_precision(device: torch.device, precision: Precision) -> None:
-    """Say once in a process that float32 matrix products run at a fraction of the speed that the GPU has for TF32."""
+    """Log once per process that float32 matrix products run at a fraction of the GPU's TF32 speed."""
     if device.type != "cuda" or not precision.is_plain or torch.cuda.get_device_capability(device) < _HAS_TF32:
         return
     if torch.backends.cuda.matmul.fp32_precision != "tf32":
@@ -110,7 +110,7 @@ def _say_once(text: str) -> None:
 
 
 def advise(error: BaseException) -> None:
-    """Add to an error that is torch's what to do about it."""
+    """Add a note to an error from torch that says what to do about it."""
     text = str(error)
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
     if advice is not None and advice not in getattr(error, "__notes__", ()):
@@ -118,7 +118,7 @@ def advise(error: BaseException) -> None:
 
 
 def name_roles(error: BaseException, strategy: Strategy, *ranks: int) -> None:
-    """Add to an error which stages the ranks at fault have: those that it knows, else the ones that are given."""
+    """Add to an error the stages of the ranks at fault: those that the error names, else the given ones."""
     for rank in error.ranks or ranks if isinstance(error, ProcessError) else ranks:
         if role := strategy.role_of(rank):
             error.add_note(f"Rank {rank} has {role}.")

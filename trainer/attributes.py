@@ -25,7 +25,7 @@ from .session.train_state import Status, TrainerState, TrainState
 
 
 class TrainerAttributes:
-    """Lightning's names for the state, the parts and the processes of a run; read-only unless they say otherwise."""
+    """Lightning's names for the state, the parts and the processes of a run; read-only unless noted."""
 
     settings: Settings
     _runner: Runner
@@ -64,7 +64,7 @@ class TrainerAttributes:
 
     @property
     def state(self) -> TrainerState:
-        """The method that runs or ran last, what is running in it, and how it ended."""
+        """The current or last method, what is running in it, and how it ended."""
         runner = self._runner
         if runner.current is None:
             return TrainerState()
@@ -77,17 +77,17 @@ class TrainerAttributes:
         return self._runner.state
 
     def wrote_checkpoint(self, path: str | Path) -> bool:
-        """Return whether this run, or one that it goes on from, has written the checkpoint at `path`."""
+        """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""
         try:
             return (
                 not Path(path).is_symlink() and read_manifest(Path(path)).lineage == self._runner.session.origin.lineage
             )
-        except (CheckpointError, OSError):  # what cannot be read is not deleted
+        except (CheckpointError, OSError):  # an unreadable checkpoint is not deleted
             return False
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the current or last run was given; None without one."""
+        """The checkpoint given to the current or last run; None without one."""
         current = self._runner.current
         return str(current.resumed_from) if current is not None and current.resumed_from is not None else None
 
@@ -99,13 +99,13 @@ class TrainerAttributes:
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether SIGTERM has come to this run."""
+        """Whether this run has received SIGTERM."""
         current = self._runner.current
         return current is not None and current.interruption.signal == 15
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current micro-batch is the last of its epoch, as far as the data knows."""
+        """Whether the current micro-batch is the last of its epoch; False if the length is unknown."""
         current = self._runner.current
         if current is None or current.train_data is None:
             return False
@@ -148,7 +148,7 @@ class TrainerAttributes:
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loaders to predict of the current or last run; None without any."""
+        """The prediction loaders of the current or last run; None without any."""
         return self._evaluation_loaders("predict")
 
     def _evaluation_loaders(self, *tasks: str) -> Any:
@@ -158,7 +158,7 @@ class TrainerAttributes:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, if there is one; set it to exchange all for one, between runs."""
+        """The first logger, if there is one; setting it between runs replaces all loggers."""
         return next(iter(self._runner.loggers), None)
 
     @logger.setter
@@ -173,7 +173,7 @@ class TrainerAttributes:
 
     @property
     def default_root_dir(self) -> str:
-        """The folder that loggers and checkpoints are written to that have no other place."""
+        """The folder of loggers and checkpoints that have no other folder."""
         return str(self.settings.default_root_dir or ".")
 
     @property
@@ -183,7 +183,7 @@ class TrainerAttributes:
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first `ModelCheckpoint`, if there is one: what ``ckpt_path="best"`` asks."""
+        """The first `ModelCheckpoint`, if there is one; ``ckpt_path="best"`` refers to it."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -230,7 +230,7 @@ class TrainerAttributes:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """What a ``DistributedSampler`` of one's own must know, with ``use_distributed_sampler=False``."""
+        """The arguments for your own ``DistributedSampler``, with ``use_distributed_sampler=False``."""
         return {"num_replicas": self._runner.strategy.data_size, "rank": self._runner.strategy.data_rank}
 
     @property
@@ -250,7 +250,7 @@ class TrainerAttributes:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of a run in 16-mixed; None in other precisions, and before the first run."""
+        """The loss scaler of a ``16-mixed`` run; None in other precisions, and before the first run."""
         strategy = self._runner.strategy
         return strategy.scaler if self._runner.precision.uses_scaler and self._runner.current is not None else None
 
@@ -258,7 +258,7 @@ class TrainerAttributes:
         """Return the context in which a module is built in the precision and on the device of the strategy.
 
         Args:
-            empty_init: Lightning's; parameters are always initialized.
+            empty_init: accepted for Lightning; parameters are always initialized.
         """
         return self._runner.strategy.init_context()
 
@@ -271,11 +271,11 @@ class TrainerAttributes:
 
     @property
     def enable_validation(self) -> bool:
-        """Whether `fit` validates if it finds a loader and a step: ``limit_val_batches`` is not 0."""
+        """Whether `fit` validates, given a loader and a step: ``limit_val_batches`` is not 0."""
         return self.settings.limit_val_batches != 0
 
 
-# every other setting is an attribute of the trainer, too, as in Lightning; Trainer overrides those that change in a run
+# every other setting is also an attribute of the trainer, as in Lightning; Trainer overrides those that change in a run
 for _field in fields(Settings):
     if not hasattr(TrainerAttributes, _field.name):
         setattr(TrainerAttributes, _field.name, property(attrgetter(f"settings.{_field.name}")))

@@ -53,19 +53,19 @@ _REMOVED: Final = {
     "get_progress_bar_dict": "get_metrics of the progress bar",
     "tbptt_split_batch": "training_step, with manual optimization",
 }
-"""Hooks of Lightning 1.x, and what does their work now."""
+"""Hooks of Lightning 1.x, and their replacements."""
 
 _STEPS: Final = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _STEP_ARGUMENTS: Final = ("batch", "batch_idx", "dataloader_idx")
 _STAGES: Final = {"train", "training", "val", "valid", "validation", "test", "predict"}
-"""Keys of a dict that holds the loaders of a whole program."""
+"""Keys of a dict that holds loaders of several stages."""
 
 
 def check_module(module: object, datamodule: object, task: Task) -> None:
-    """Check that there is a module with the step that is needed.
+    """Check that there is a module with the required step.
 
     Raises:
-        ConfigError: if it is not a TrainModule, or the data module not a DataModule.
+        ConfigError: if the module is not a TrainModule, or the data module is not a DataModule.
         ModuleError: if it lacks a step or the optimizers.
     """
     if not isinstance(module, TrainModule):
@@ -97,7 +97,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
 
 
 def check_loaders(source: object, name: str) -> None:
-    """Check that a list or dict holds loaders and not batches, of which it would make one loader each.
+    """Check that a list or dict holds loaders and not batches, each of which would be read as a loader.
 
     Raises:
         DataError: if it holds tensors.
@@ -158,7 +158,7 @@ def _own_methods(instance: object, base: type) -> list[str]:
 
 
 def point_out_misspelt(instance: object, base: type) -> None:
-    """Warn of methods that look like a hook or a step, but for a slip: they would never be called."""
+    """Warn of methods that look like a misspelled hook or step: they would never be called."""
     hooks = [name for name in dir(base) if name in HOOK_NAMES or name.startswith("on_") or name.endswith("_step")]
     for name in _own_methods(instance, base):
         if name in _REMOVED:
@@ -177,10 +177,10 @@ def point_out_misspelt(instance: object, base: type) -> None:
 
 
 def check_manual(module: TrainModule, settings: Settings) -> None:
-    """Check that nothing is asked of the trainer that a module with manual optimization does itself.
+    """Check that no setting asks the trainer for what a module with manual optimization does itself.
 
     Raises:
-        ConfigError: if something is.
+        ConfigError: if one does.
     """
     if module.automatic_optimization:
         return
@@ -194,10 +194,10 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
 
 
 def check_sync_batchnorm(settings: Settings, hardware: Hardware) -> None:
-    """Check that batch norms can be computed over all ranks, if they shall be.
+    """Check that ``sync_batchnorm``, if set, is possible on these devices.
 
     Raises:
-        ConfigError: on other devices than GPUs.
+        ConfigError: on devices other than GPUs.
     """
     if settings.sync_batchnorm and hardware.environment.world_size > 1 and hardware.device_type != "cuda":
         raise ConfigError(
@@ -207,10 +207,10 @@ def check_sync_batchnorm(settings: Settings, hardware: Hardware) -> None:
 
 
 def check_loggers(loggers: Sequence[Logger]) -> None:
-    """Check that each is a logger, and that no two write to one folder.
+    """Check that each is a logger, and that no two write to the same folder.
 
     Raises:
-        ConfigError: for one that lacks a method, and if two write to one folder.
+        ConfigError: for one that lacks a method, and if two write to the same folder.
     """
     seen: dict[tuple[type, str], Logger] = {}
     for logger in loggers:
@@ -228,7 +228,7 @@ def check_loggers(loggers: Sequence[Logger]) -> None:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Check that callbacks are callbacks, and point out their misspelt hooks.
+    """Check that callbacks are callbacks, and warn of their misspelled hooks.
 
     Raises:
         ConfigError: for an object that is not a callback, or for two progress bars.
@@ -248,13 +248,13 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 def check_callbacks_of_fit(
     callbacks: Sequence[Callback], request: Request, settings: Settings, strategy: Strategy, hardware: Hardware
 ) -> None:
-    """Check that each callback can be part of a fit with this strategy, on so many devices.
+    """Check that each callback can be part of a fit with this strategy on these devices.
 
-    What finders look for must be there to be found, and set by nothing else.
+    The attribute that a finder sets must exist, and nothing else may set it.
 
     Raises:
-        ConfigError: by a callback that cannot, or for a setting or another callback that it cannot be combined with.
-        ModuleError: if the module lacks what a finder sets.
+        ConfigError: from a callback that cannot, or for a setting or another callback that it cannot be combined with.
+        ModuleError: if the module lacks the attribute that a finder sets.
     """
     world_size = hardware.environment.world_size
     for callback in callbacks:
@@ -282,7 +282,7 @@ def _find_in(owners: Sequence[Any], *names: str) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that files can be made in a folder, making it if need be.
+    """Check that files can be created in a folder, creating it if necessary.
 
     Raises:
         ConfigError: if they cannot.

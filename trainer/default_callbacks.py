@@ -15,15 +15,15 @@ from ..strategies.resilience.supervisor import Supervisor
 
 
 def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
-    """Return the callbacks of a run: the user's, and where it is elastic those that supervise its workers.
+    """Return the callbacks of a run: the user's and, for an elastic run, those that supervise its workers.
 
     The heartbeat comes before the user's callbacks, so that their work after a step does not count as part of it. A
-    class of which the user has an instance is not added again.
+    callback is not added if the user has one of the same class.
 
     Args:
-        strategy: that of the run.
-        callbacks: the user's.
-        logs: whether the run has a folder, for what reports.
+        strategy: the run's strategy.
+        callbacks: the user's callbacks.
+        logs: whether the run has a folder for reports.
     """
     supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None:

@@ -55,10 +55,10 @@ def fit(session: Session, request: Request) -> None:
         if saved is not None:
             load_weights(session, saved)
             load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
-            if not session.is_restarted:  # else it may be a snapshot, which the next one replaces
+            if not session.is_restarted:  # otherwise it may be a snapshot, which the next one replaces
                 session.progress.last_checkpoint = session.resumed_from
         session.is_built = True
-        # a run that asked for its last checkpoint, and was killed before there was one, starts its curves again
+        # a run that asked for its last checkpoint, but was killed before there was one, starts its curves again
         asks_to_resume = request.ckpt_path is not None or session.is_restarted
         session.strategy.collectives.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
         part_ranks(session.strategy.devices, session.state.seed, session.strategy.data_rank)
@@ -113,13 +113,13 @@ def run_evaluation(session: Session, request: Request) -> Results:
 
 
 def _trains(session: Session) -> bool:
-    """Return whether there is anything to train, unlike with ``max_epochs=0``. Collective: every rank calls it."""
+    """Return whether there is anything to train (not with ``max_epochs=0``, say). Collective: every rank calls it."""
     assert session.train_data is not None
     return session.train_data.num_batches > 0 and not is_over(session)
 
 
 def _read(session: Session, request: Request) -> dict[str, Any] | None:
-    """Return the content of the checkpoint, if there is one."""
+    """Return the contents of the checkpoint, if there is one."""
     if session.resumed_from is None:
         return None
     # the last checkpoint was verified when it was looked up
@@ -133,7 +133,7 @@ def _load_data(session: Session, request: Request, kind: LoaderKind) -> None:
         load_train_data(session, request.train_loaders)
     else:
         load_evaluation_data(session, kind, request.evaluation_loaders)
-    # as in Lightning, loaders for the sanity check alone are asked for again at the first validation
+    # as in Lightning, loaders used only for the sanity check are requested again at the first validation
     counts = kind == "train" or validates_in_this_epoch(session)
     session.progress.loaded_in[kind] = session.state.epoch + session.state.is_epoch_done if counts else -math.inf
     check_interval(session)

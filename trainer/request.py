@@ -21,7 +21,7 @@ from .session.session import Task
 
 @dataclass(frozen=True)
 class Request:
-    """One fit, validate, test or predict; it travels to the processes that carry it out."""
+    """One fit, validate, test or predict; it is sent to the processes that carry it out."""
 
     task: Task
     module: TrainModule
@@ -31,10 +31,10 @@ class Request:
     ckpt_path: str | Path | None = None
     optimizer_settings: Winner = "saved"
     checkpoint: Path | None = None
-    """What `ckpt_path` stands for."""
+    """The checkpoint that `ckpt_path` refers to."""
     keeps_predictions: bool = False
     saved_list: Path | None = None
-    """The file in which processes of the run list the checkpoints that they save."""
+    """The file in which the processes of the run list the checkpoints that they save."""
 
     def __post_init__(self) -> None:
         if self.datamodule is not None and (self.train_loaders is not None or self.evaluation_loaders is not None):
@@ -46,7 +46,7 @@ class Request:
             local_path("ckpt_path", self.ckpt_path)
 
     def parts(self) -> dict[str, object]:
-        """Return what the user passed, by the names of the arguments."""
+        """Return what the user passed, by argument name."""
         return {
             "module": self.module,
             "datamodule": self.datamodule,
@@ -59,14 +59,14 @@ M = TypeVar("M")
 
 
 def unwrapped(model: M, strategy: Strategy) -> M:
-    """Return the module inside ``torch.compile(module)``, compiled in place; anything else is returned as it is.
+    """Return the module inside ``torch.compile(module)``, compiled in place; return anything else as it is.
 
-    As in `Settings.compile`, it is ``forward`` that is compiled, or each child where the module has none.
+    As with `Settings.compile`, ``forward`` is compiled, or each child if the module has no ``forward``.
 
     Raises:
-        ConfigError: if it would have to travel to other processes, which compiled code cannot.
+        ConfigError: if it would have to be sent to other processes, since compiled code cannot be pickled.
     """
-    module = getattr(model, "_orig_mod", None)  # importing torch._dynamo, to ask for its class, takes a second
+    module = getattr(model, "_orig_mod", None)  # importing torch._dynamo to check its class takes a second
     if not isinstance(module, TrainModule):
         return model
     if strategy.starts_processes:

@@ -1,4 +1,4 @@
-"""Result: the end of a run in other processes, and its way into the objects that the caller holds."""
+"""Result: the outcome of a run in other processes, copied into the objects that the caller holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PACKAGE: Final = __name__.partition(".")[0]
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a run, as it travels: what a user reads from trainer, module, callbacks and loggers afterwards."""
+    """The outcome of a run, picklable: what a user reads from trainer, module, callbacks and loggers afterwards."""
 
     model: dict[str, Any] | None
     """The weights, under the plain module's names; None where they have not changed."""
@@ -42,7 +42,7 @@ class Result:
     metrics: dict[str, Any]
     callbacks: dict[str, dict[str, Any]]
     versions: list[int | str | None]
-    """Of the loggers: which folder of theirs is this run's."""
+    """For each logger, the version of this run: its folder."""
     signal: int | None
     should_stop: bool
     predictions: list[Any] | None
@@ -53,7 +53,7 @@ class Result:
 
 
 def result_of(session: Session) -> Result:
-    """Return what the caller gets of a run that has ended well. Collective: every rank calls it."""
+    """Return the result of a run that ended without an error. Collective: every rank calls it."""
     is_fit, progress = session.task == "fit", session.progress
     callbacks = callback_states(session.callbacks)
     if is_fit:
@@ -75,7 +75,7 @@ def result_of(session: Session) -> Result:
 
 
 def _make_room(session: Session) -> None:
-    """Free what nothing reads any more before this process ends, so that whole weights fit beside shards of them."""
+    """Free what is no longer read before this process ends, so that the whole weights fit beside their shards."""
     for parameter in session.module.parameters():
         parameter.grad = None
     if not any(map(_has_teardown, (*session.callbacks, session.module, session.datamodule))):
@@ -84,15 +84,15 @@ def _make_room(session: Session) -> None:
 
 
 def _has_teardown(owner: object) -> bool:
-    """Return whether the user has written its ``teardown``, which may still read or save the training state."""
+    """Return whether the user overrides ``teardown``, which may still read or save the training state."""
     return getattr(getattr(owner, "teardown", None), "__module__", __name__).partition(".")[0] != _PACKAGE
 
 
 @dataclass(kw_only=True, eq=False)
 class EndedRun:
-    """What the caller can read of a run that was carried out, and has ended, in other processes.
+    """The readable state of a run that was carried out, and has ended, in other processes.
 
-    It has the names of `Session`; what lived in those processes alone (optimizers, loaders) is empty here.
+    It has the names of `Session`; what existed only in those processes (optimizers, loaders) is empty here.
     """
 
     task: Task
@@ -113,7 +113,7 @@ class EndedRun:
 
 
 def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
-    """Put the end of a run into the objects that the caller holds."""
+    """Copy the result of a run into the objects that the caller holds."""
     if result.model is not None:
         _load_model(run.module, result.model)
     run.metrics.load_state_dict(result.metrics)
@@ -138,8 +138,8 @@ def _load_model(module: TrainModule, state: dict[str, Any]) -> None:
 def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
-    Their optimizers have ended with them: a checkpoint to resume from has the training state of the one that the run
-    saved last, if that is of its last step, and the weights of the caller's module.
+    Their optimizers are gone: a checkpoint to resume from gets the training state of the checkpoint that the run saved
+    last, if that is of its last step, and the weights of the caller's module.
 
     Raises:
         RunError: if the run saved no checkpoint at its last step.
@@ -156,5 +156,5 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
             f"(the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a ModelCheckpoint, "
             "or pass weights_only=True."
         )
-    state = {**saved, "model": dict(run.module.state_dict())}  # as the caller has it now
+    state = {**saved, "model": dict(run.module.state_dict())}  # the caller's current weights
     checkpoint.save(path, state, origin=run.origin.after())

@@ -62,10 +62,10 @@ Work = Callable[[Session, Request], Any]
 
 
 class Runner:
-    """The parts of a Trainer that runs are made of, and how a run begins and ends in good order.
+    """Holds the parts of a Trainer that its runs share, and begins and ends each run in order.
 
     Args:
-        settings: those of the trainer.
+        settings: the trainer's settings.
         run: the trainer, as hooks see it.
     """
 
@@ -84,10 +84,10 @@ class Runner:
         self._callbacks = make_callbacks(settings)
         self.profiler = profiler_by_name(settings.profiler)
         self.state = TrainState()
-        # all fits of a trainer are of one lineage: the next one goes on with what callbacks have kept
+        # all fits of a trainer have one lineage: the next one continues with what callbacks have kept
         self.origin = Origin(secrets.token_hex(16))
         self.current: Session | EndedRun | None = None
-        """The run that is going on, or the last one."""
+        """The current or last run."""
         self.is_running = self.has_finished = False
         self._has_fitted = False
         self._has_described = False
@@ -98,10 +98,10 @@ class Runner:
 
     @property
     def session(self) -> Session:
-        """The run in this process that is going on, or the last one.
+        """The current or last run in this process.
 
         Raises:
-            RunError: before the first, and after one in other processes, which have ended.
+            RunError: before the first run, and after a run in other processes, which have ended.
         """
         if self.current is None:
             raise RunError("trainer.session must be a run, found None; call fit, validate, test or predict first.")
@@ -118,11 +118,11 @@ class Runner:
         return self.current.progress.stage if self.is_running and self.current is not None else None
 
     def set_loggers(self, loggers: list[Logger]) -> None:
-        """Exchange the loggers, between runs.
+        """Replace the loggers, between runs.
 
         Raises:
-            RunError: while a run is going on.
-            ConfigError: if two of them write to one folder.
+            RunError: during a run.
+            ConfigError: if two of them write to the same folder.
         """
         if self.is_running:
             raise RunError(f"trainer.loggers was set while {self.stage} runs; set it before or after the run.")
@@ -131,7 +131,7 @@ class Runner:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The trainer's callbacks and, once there was a run, those that its module brought."""
+        """The trainer's callbacks and, after the first run, those of its module."""
         return list(self.current.callbacks) if self.current is not None else self._callbacks
 
     def execute(self, work: Work, request: Request) -> Any:
@@ -144,7 +144,7 @@ class Runner:
 
     @contextmanager
     def _guarded(self, request: Request) -> Iterator[Request]:
-        """Check a request in the caller's process, before anything starts; and allow one run at a time."""
+        """Check a request in the caller's process before anything starts, and allow one run at a time."""
         if self.is_running:
             running = self.current.task if self.current is not None else "another call"
             raise RunError(
@@ -158,7 +158,7 @@ class Runner:
         self.strategy.validate_module(request.module)
         if request.task == "fit":
             check_callbacks_of_fit(self._callbacks, request, self.settings, self.strategy, self.hardware)
-        is_external = self.hardware.environment.is_external  # the ranks look at the disk once they have met
+        is_external = self.hardware.environment.is_external  # the ranks look at the disk once they are connected
         if not is_external:
             check_root_dir(self.settings, request.task)
         checkpoint = None if is_external else self._find_checkpoint(request)
@@ -170,9 +170,10 @@ class Runner:
             self.is_running = False
 
     def _choose_strategy(self, request: Request) -> None:
-        """Let ``strategy="auto"`` be a layout on which the module fits the devices of this machine.
+        """Choose, for ``strategy="auto"``, a layout with which the module fits on the devices of this machine.
 
-        With one device there is no choice; nodes and a launcher's ranks would choose before they can agree.
+        With one device there is nothing to choose; several nodes, or ranks of a launcher, would have to choose before
+        they can agree.
         """
         environment = self.hardware.environment
         is_here = not environment.is_external and environment.num_nodes == 1 < environment.world_size
@@ -219,7 +220,7 @@ class Runner:
 
         parts = {**request.parts(), "callbacks": self._callbacks, "loggers": self.loggers, "strategy": self.strategy}
         before = self.current
-        with NodeFolder.create(Path(gettempdir())) as folder:  # which the next run removes if this process is killed
+        with NodeFolder.create(Path(gettempdir())) as folder:  # the next run removes it if this process is killed
             saved_list = folder.path / "saved"
             job = partial(self._report, work, replace(request, saved_list=saved_list), capture_rng())
             try:
@@ -247,14 +248,14 @@ class Runner:
         return self._result, value
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the last run behind: a trainer that travels to another process begins one there."""
+        """Leave out the last run: a trainer that is sent to another process begins a new one there."""
         return {**self.__dict__, "current": None, "_result": None}
 
     # --- in this process ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def _connected(self, request: Request) -> Iterator[Session]:
-        """Open the session of a run in this process, and end it in good order whatever happens."""
+        """Open the session of a run in this process, and end it in order, also after an error."""
         self.strategy.connect(self.hardware, self.precision)
         session = self.current = self._open_session(request)
         status = "failed"
@@ -305,10 +306,10 @@ class Runner:
             self.profiler.teardown(task)
 
     def _agree(self, session: Session, request: Request) -> None:
-        """Let all ranks go by rank 0's seed, checkpoint and folders."""
+        """Make all ranks use rank 0's seed, checkpoint and folders."""
         strategy, environment = self.strategy, self.hardware.environment
         session.resumed_from = request.checkpoint
-        if environment.is_external:  # nobody has looked at the disk; there may be one process, too
+        if environment.is_external:  # nobody has looked at the disk yet, even with one process
             with strategy.collectives.fail_together():
                 check_root_dir(self.settings, request.task)
             session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
@@ -344,7 +345,7 @@ class Runner:
         return callbacks
 
     def _metrics_of(self, request: Request) -> Metrics:
-        """Return what ``self.log`` of a run writes to, attached to the module."""
+        """Return the metrics that ``self.log`` writes to in a run, attached to the module."""
         metrics = Metrics(self.strategy, request.module)
         metrics.position = self.state.global_step
         request.module.attach(self._run, None if self.settings.barebones else metrics)
@@ -382,7 +383,7 @@ class Runner:
         if status == "failed":
             session.writer.abandon()
         end_snapshots(session, has_failed=status == "failed")
-        with suppress(CheckpointError):  # after an error: it is that one which is raised, and the writer logs its own
+        with suppress(CheckpointError):  # after an error, that error is raised, and the writer logs its own
             session.writer.close()
         if session.train_data is not None:
             session.train_data.close()

@@ -69,7 +69,7 @@ def make_callbacks(settings: Settings) -> list[Callback]:
     """Return the user's callbacks and the default ones, in the order in which they are called.
 
     Raises:
-        ConfigError: for an object that is not a Callback, and for one that another setting switches off.
+        ConfigError: for an object that is not a Callback, and for a callback that another setting switches off.
     """
     given = settings.callbacks
     mine = [] if given is None else [given] if isinstance(given, Callback) else list(given)
@@ -79,7 +79,7 @@ def make_callbacks(settings: Settings) -> list[Callback]:
         ("enable_progress_bar", ProgressDisplay, TQDMProgressBar),
         # once, before training
         ("enable_model_summary", ModelSummary, ModelSummary),
-        # last, so that it saves what all others have done at this step
+        # last, so that it saves what all the others have done at this step
         ("enable_checkpointing", ModelCheckpoint, ModelCheckpoint),
     )
     for name, kind, default in switches:
@@ -106,7 +106,7 @@ def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) -> list[Callback]:
-    """Return the callbacks with those that the module brings along, which replace others of their class."""
+    """Return the callbacks with those of the module, which replace others of their class."""
     brought = module.configure_callbacks()
     brought = [brought] if isinstance(brought, Callback) else list(brought or [])
     check_callbacks(brought)
@@ -115,13 +115,13 @@ def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) ->
 
 
 def source_of(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
-    """Return the loaders passed to the trainer, else the data module's, else the module's; None if nobody has any."""
+    """Return the loaders passed to the trainer, else the data module's, else the module's; None if there are none."""
     if given is not None:
         return given
     hook = _LOADER_HOOKS[kind]
     for owner in (datamodule, module):
         is_own = owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner))
-        loader = getattr(owner, hook) if is_own else None  # None, too, switches a loader off
+        loader = getattr(owner, hook) if is_own else None  # None also switches a loader off
         if loader is not None:
             return loader()
     return None
@@ -161,7 +161,7 @@ def load_train_data(session: Session, given: Any) -> None:
 
 
 def warn_if_endless(session: Session) -> None:
-    """Say that nothing ends a run on data without a length."""
+    """Warn if nothing ends a run on data without a length."""
     settings, data = session.settings, session.train_data
     has_limit = any(limit is not None for limit in (settings.max_epochs, settings.last_step, settings.max_time))
     if data is not None and data.num_batches == math.inf and not has_limit:
@@ -206,7 +206,7 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
 
 
 def _ranks(session: Session) -> DataRanks:
-    """Return who reads the data."""
+    """Return which ranks read the data."""
     strategy = session.strategy
     return DataRanks(
         strategy.data_rank,
@@ -218,10 +218,10 @@ def _ranks(session: Session) -> DataRanks:
 
 
 def check_interval(session: Session) -> None:
-    """Check that the first validation comes at all.
+    """Check that an epoch is long enough for its first validation.
 
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if it is not.
     """
     data, interval = session.train_data, session.settings.val_check_interval
     assert data is not None
@@ -243,7 +243,7 @@ def build_optimizers(session: Session) -> None:
     """Ask the module for its optimizers, over the parameters as the strategy has left them.
 
     Raises:
-        ModuleError: if it returns something else.
+        ModuleError: if ``configure_optimizers`` returns something else.
     """
     module, strategy = session.module, session.strategy
     try:
@@ -279,12 +279,12 @@ def build_optimizers(session: Session) -> None:
         )
     strategy.setup_optimizers(configured.optimizers)
     session.optimizers, session.schedulers = configured.optimizers, configured.schedulers
-    if not session.state.optimizer_steps:  # a resumed run has them
+    if not session.state.optimizer_steps:  # a resumed run has them already
         session.state.optimizer_steps = [0] * len(configured.optimizers)
 
 
 def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
-    """Say which parameters the module has got since its optimizers were made, and no optimizer has."""
+    """Warn of parameters that were added to the module after its optimizers were made, and that no optimizer has."""
     groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
     known = known.union(*(group["params"] for group in groups))
     late = [name for name, parameter in session.module.named_parameters() if parameter not in known]
@@ -298,7 +298,7 @@ def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
 
 
 def set_up(session: Session) -> None:
-    """Call the hooks that get the data and build the module."""
+    """Call the hooks that prepare the data and build the module."""
     datamodule, module, stage = session.datamodule, session.module, session.task
     for owner in (datamodule, module):
         if owner is not None and session.strategy.local_rank == 0:
@@ -307,7 +307,7 @@ def set_up(session: Session) -> None:
     if datamodule is not None:
         datamodule.setup(stage)
     if stage == "fit":
-        for callback in session.callbacks:  # the module's are known here only
+        for callback in session.callbacks:  # the module's callbacks are known only here
             callback.check_strategy(session.strategy, session.strategy.world_size, len(session.strategy.devices))
     session.hooks.call("setup", stage)
     with session.strategy.init_context():
@@ -315,7 +315,7 @@ def set_up(session: Session) -> None:
 
 
 def set_up_module(session: Session) -> None:
-    """Convert and compile the module as the settings say, and give it to the strategy."""
+    """Convert and compile the module as configured, and give it to the strategy."""
     sharers = session.strategy.loss_collectives
     if session.settings.sync_batchnorm and sharers.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
@@ -324,7 +324,7 @@ def set_up_module(session: Session) -> None:
             gather_once(part, session.strategy)
     compiled = session.settings.compile
     if compiled:
-        # where ranks communicate between blocks, each is compiled by itself; they share the code
+        # where ranks communicate between blocks, each block is compiled by itself; they share the code
         by_blocks = session.strategy.forward_is_collective
         blocks = [block for _, block in repeated_blocks(session.module)] if by_blocks else []
         _compile_in_place(session.module, blocks, {} if compiled is True else dict(compiled))
@@ -333,13 +333,13 @@ def set_up_module(session: Session) -> None:
 
 
 def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
-    """Compile blocks, if any, else ``forward`` where the module has one, else each child; names stay as they are."""
+    """Compile the blocks, if any, else ``forward`` if the module has one, else each child; names do not change."""
     for part in blocks or ([module] if overrides(module, "forward", nn.Module) else module.children()):
         compile_calls(part, partial(torch.compile, **options))
 
 
 def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
-    """Let loggers take their folders, those of the run that is resumed, and return the versions of these."""
+    """Let loggers open their folders, those of a resumed run, and return their versions."""
     if resumed_from is not None:
         tell(loggers, "continue_run", resumed_from)
         if (
@@ -352,7 +352,7 @@ def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[i
 
 
 def introduce(session: Session, *, is_resumed: bool) -> None:
-    """Tell the loggers what is run, on rank 0."""
+    """Send the hyperparameters and the graph to the loggers, on rank 0."""
     hparams = logged_hparams(session.module, session.datamodule) if session.settings.enable_autolog_hparams else {}
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array
@@ -367,7 +367,7 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
 
 
 def check_root_dir(settings: Settings, task: Task) -> None:
-    """Check that files can be made in ``default_root_dir``, if a run will write there.
+    """Check that files can be created in ``default_root_dir``, if a run will write there.
 
     Raises:
         ConfigError: if they cannot.

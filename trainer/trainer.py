@@ -1,4 +1,4 @@
-"""Trainer: settings, fit / validate / test / predict, and the state of a run for its hooks."""
+"""Trainer: settings, fit / validate / test / predict, and the state of the run that hooks read."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from .trials import Trials
 class Trainer(TrainerAttributes, Trials):
     """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
 
-    Hooks see it as a `callbacks.run.Run`, which says what each property means.
+    Hooks see it as a `callbacks.run.Run`, which documents each property.
 
     Raises:
-        ConfigError: for an argument that does not exist or cannot be, with the value and what to do.
+        ConfigError: for an unknown argument or an invalid value; the message says what to do.
     """
 
     @accepting(Settings)
@@ -67,23 +67,23 @@ class Trainer(TrainerAttributes, Trials):
         *,
         optimizer_settings: Winner = "saved",
     ) -> None:
-        """Train the module, validating as the settings say.
+        """Train the module, with validation as configured.
 
         Args:
-            model: what to train, or ``torch.compile(module)``; it has the trained weights afterwards.
+            model: the module to train, or ``torch.compile(module)``; it has the trained weights afterwards.
             train_dataloaders: a DataLoader or any iterable of batches, or a list, dict or `CombinedLoader` of them; a
-                `DataModule` is taken as one.
-            val_dataloaders: likewise.
-            datamodule: brings the loaders instead.
-            ckpt_path: a checkpoint to resume from; ``"last"`` for the newest valid one there is, if any.
-            weights_only: Lightning's; a checkpoint is never unpickled, so that both values mean the same.
-            optimizer_settings: which learning rate, weight decay, length of schedule and so on count where the
-                checkpoint was saved with others: the ``"saved"`` or the ``"configured"`` ones. What differs is logged.
+                `DataModule` is accepted here, too.
+            val_dataloaders: the same for validation, except a `DataModule`.
+            datamodule: provides the loaders instead.
+            ckpt_path: a checkpoint to resume from; ``"last"`` for the newest valid one, if there is one.
+            weights_only: accepted for Lightning; it has no effect, since a checkpoint is never unpickled.
+            optimizer_settings: which learning rate, weight decay, schedule length and so on to use where they differ
+                from the checkpoint's: the ``"saved"`` or the ``"configured"`` ones. Differences are logged.
 
         Raises:
-            EchelonError: for what is wrong with settings, module, data or checkpoint.
-            KeyboardInterrupt: after Ctrl-C, once the step is finished and a checkpoint saved; the trainer can go on.
-            SystemExit: with code 143 after SIGTERM or SIGUSR1, likewise.
+            EchelonError: for errors in settings, module, data or checkpoint.
+            KeyboardInterrupt: after Ctrl-C, once the step is finished and a checkpoint saved; training can be resumed.
+            SystemExit: with code 143 after SIGTERM or SIGUSR1, in the same way.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -101,14 +101,14 @@ class Trainer(TrainerAttributes, Trials):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> Results:
-        """Run the validation data once; return, for each loader, what was logged.
+        """Run the validation data once; return the logged metrics of each loader.
 
         Args:
-            model: by default the one of the last run.
+            model: by default the module of the last run.
             dataloaders: by default the data module's or the module's ``val_dataloader``.
-            ckpt_path: load these weights before: a path, ``"best"`` or ``"last"``.
+            ckpt_path: the checkpoint whose weights are loaded first: a path, ``"best"`` or ``"last"``.
             verbose: print the results.
-            datamodule: brings the loaders instead.
+            datamodule: provides the loaders instead.
             weights_only: as in `fit`.
         """
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -122,7 +122,7 @@ class Trainer(TrainerAttributes, Trials):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> Results:
-        """Run the test data once; as `validate` otherwise."""
+        """Run the test data once; otherwise as `validate`."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
@@ -134,9 +134,9 @@ class Trainer(TrainerAttributes, Trials):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Return what ``predict_step`` returns for every batch, in order and on the CPU; for several loaders, lists.
+        """Return what ``predict_step`` returns for every batch, in order and on the CPU; a list per loader for several.
 
-        With ``return_predictions=False`` nothing is kept: a `BasePredictionWriter` takes each batch.
+        With ``return_predictions=False`` nothing is kept; a `BasePredictionWriter` can write each batch.
         """
         module = unwrapped(model, self.strategy)
         request = evaluation_request("predict", module, dataloaders, datamodule, ckpt_path, last=self._runner.current)
@@ -146,14 +146,14 @@ class Trainer(TrainerAttributes, Trials):
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: None = None, *, wait: bool = True
     ) -> None:
-        """Write a checkpoint directory at `filepath`; it exists whole or not at all. Collective: every rank calls it.
+        """Write a checkpoint directory at `filepath`, atomically. Collective: every rank calls it.
 
-        With ``wait=False`` this returns when the state is copied; it is written while training goes on, and an error
-        in that is raised at the next step boundary.
+        With ``wait=False`` this returns once the state is copied; it is written while training continues, and a write
+        error is raised at the next step boundary.
 
         Raises:
-            ConfigError: for a URL, and for `storage_options`, as only Lightning's plugins know any.
-            RunError: if there is no run whose state could be saved.
+            ConfigError: for a URL, and for `storage_options`, which only Lightning's plugins use.
+            RunError: if there is no run to save.
             CheckpointError: if it cannot be written, or its state holds something that is neither a tensor nor JSON.
         """
         if storage_options is not None:
@@ -165,19 +165,19 @@ class Trainer(TrainerAttributes, Trials):
             save_checkpoint(self.session, path, weights_only=bool(weights_only), wait=wait)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint directory of this run or of one it goes on from; anything else is left alone."""
+        """Delete a checkpoint directory of this run or of a run it resumes; leave anything else alone."""
         if self.is_global_zero:
             self.session.writer.remove(Path(path), self.session.origin.lineage)
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
-        """Make `link` stand for the checkpoint at `path`, atomically."""
+        """Make `link` point to the checkpoint at `path`, atomically."""
         if self.is_global_zero:
             self.session.writer.point(Path(link), Path(path))
 
     def roll_back(self) -> Path | None:
-        """Go back to the newest checkpoint of this run and skip the data read since; return it, None if there is none.
+        """Go back to this run's newest checkpoint, skip the data read since, and return its path; None without one.
 
-        To be called in ``on_train_step_end`` only. Collective: every rank calls it.
+        Call it only in ``on_train_step_end``. Collective: every rank calls it.
         """
         path = self.session.progress.last_checkpoint
         if path is not None:
@@ -277,7 +277,7 @@ class Trainer(TrainerAttributes, Trials):
 
     @property
     def should_stop(self) -> bool:
-        """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
+        """Set to True to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
         return self._ran.progress.should_stop
 
     @should_stop.setter
@@ -286,7 +286,7 @@ class Trainer(TrainerAttributes, Trials):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of an optimizer step; set it in ``on_train_epoch_start``, for that epoch and those after it."""
+        """Micro-batches per optimizer step; set it in ``on_train_epoch_start``, for that epoch and later ones."""
         current = self._runner.current
         return self.settings.accumulate_grad_batches if current is None else current.progress.accumulate_grad_batches
 
@@ -343,17 +343,17 @@ class Trainer(TrainerAttributes, Trials):
 
     @property
     def session(self) -> Session:
-        """The run in this process that is going on, or the last one: internals, without promises.
+        """The current or last run in this process: internal, without compatibility guarantees.
 
         Raises:
-            RunError: before the first run, and after one in other processes, which have ended.
+            RunError: before the first run, and after a run in other processes, which have ended.
         """
         return self._runner.session
 
     @property
     def _ran(self) -> Session | EndedRun:
         if self._runner.current is None:
-            return self._runner.session  # which raises
+            return self._runner.session  # raises
         return self._runner.current
 
     @property
@@ -362,7 +362,7 @@ class Trainer(TrainerAttributes, Trials):
 
     @property
     def profiler(self) -> Profiler:
-        """What measures the parts of a step."""
+        """The profiler that measures the parts of a step."""
         return self._runner.profiler
 
     @property
@@ -395,6 +395,6 @@ class Trainer(TrainerAttributes, Trials):
         return self._ran.progress.prediction_indices
 
 
-for _name, _member in vars(Trainer).items():  # what `Run` says of a property is its documentation here, too
+for _name, _member in vars(Trainer).items():  # properties without a docstring take it from `Run`
     if isinstance(_member, property) and _member.__doc__ is None and _name in vars(Run):
         _member.__doc__ = vars(Run)[_name].__doc__

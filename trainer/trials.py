@@ -1,4 +1,4 @@
-"""Trials: what callbacks that look for a setting ask of the trainer (`callbacks.run.Tunable`)."""
+"""Trials: the part of the trainer that callbacks use to search for a setting (`callbacks.run.Tunable`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tuning import attribute, configure_again, trial
 
 
 class Trials:
-    """Steps of the current fit that are taken back, and settings that are found by them."""
+    """Steps of the current fit that are undone, and the settings that they find."""
 
     _runner: Runner
 
@@ -24,7 +24,7 @@ class Trials:
         micro_batch_size: int | None = None,
         num_micro_batches: int | None = None,
     ) -> None:
-        """Train some steps with no other callback than this, then put everything back as it was. Collective."""
+        """Train some steps with this callback only, then restore everything as it was. Collective."""
         trial.try_steps(
             self._runner.session,
             callback,
@@ -49,24 +49,24 @@ class Trials:
         configure_again.configure_again(self._runner.session)
 
     def find_attribute(self, *names: str) -> str | None:
-        """Return the first of these names that the module, the data module, or the ``hparams`` of one has."""
+        """Return the first of these names that the module, the data module, or the ``hparams`` of either has."""
         session = self._runner.session
         return attribute.find_attribute((session.module, session.datamodule), names)
 
     def set_attribute(self, name: str, value: float, *, is_saved: bool = True) -> None:
-        """Set an attribute of the module, the data module, or their ``hparams``; in the caller's objects, too."""
+        """Set an attribute of the module, the data module, or their ``hparams``, also in the caller's objects."""
         session = self._runner.session
         attribute.set_attribute((session.module, session.datamodule), name, value, is_saved=is_saved)
         session.progress.found[name] = value
 
     @property
     def samples_per_step(self) -> int | None:
-        """The samples of an optimizer step in the current fit; None where its data does not tell."""
+        """The samples per optimizer step in the current fit; None if the data does not tell."""
         data = self._runner.session.train_data
         return data.global_batch_size if data is not None else None
 
     def set_micro_batch_size(self, size: int) -> None:
-        """Cut the steps of the current fit into micro-batches of a size; the steps stay the same."""
+        """Cut the steps of the current fit into micro-batches of this size; the steps stay the same."""
         session = self._runner.session
         data = session.train_data
         assert data is not None
