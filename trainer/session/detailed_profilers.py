@@ -1,4 +1,4 @@
-"""Profilers that look into actions, at each function or each operator, and the names of all profilers."""
+"""Profilers that look inside actions, at each function or each operator, and the names of all profilers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .profiler import PassThroughProfiler, Profiler, SimpleProfiler
 
 
 class AdvancedProfiler(Profiler):
-    """Measures each function that is called inside each action, with ``cProfile``: many lines, and much slower.
+    """Measures every function called inside each action, with ``cProfile``: a long report, and a much slower run.
 
-    Inside an action that is inside another one, only the inner one is measured.
+    When one action runs inside another, only the inner one is measured.
 
     Args:
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
         line_count_restriction: how many functions of an action to show: a number of lines, or a fraction of them.
-        dump_stats: also write what ``pstats`` reads, a file for each action.
+        dump_stats: also write one file per action, for ``pstats``.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class AdvancedProfiler(Profiler):
         self._running: list[str] = []
 
     def start(self, action_name: str) -> None:
-        """Begin to measure an action, and pause the one that it is inside."""
+        """Begin to measure an action, and pause the enclosing one."""
         if self._running:
             self._profiles[self._running[-1]].disable()
         self._running.append(action_name)
         self._profiles.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """End the measurement of an action, and go on with the one that it is inside.
+        """End the measurement of an action, and resume the enclosing one.
 
         Raises:
             ConfigError: if it is not the one that was started last.
@@ -60,7 +60,7 @@ class AdvancedProfiler(Profiler):
             self._profiles[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return a table of functions for each action; write the statistics, if asked to."""
+        """Return a table of functions for each action; write the statistics if `dump_stats` is set."""
         tables = []
         for action_name, profile in self._profiles.items():
             if self.dump_stats:
@@ -72,7 +72,7 @@ class AdvancedProfiler(Profiler):
         return "\n\n".join(tables)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Forget the run: what cProfile holds cannot travel to other processes."""
+        """Forget the run: cProfile's data cannot be sent to other processes."""
         self._profiles, self._running = {}, []
 
 
@@ -80,8 +80,9 @@ class PyTorchProfiler(Profiler):
     """Records every operator of a few steps with ``torch.profiler``, on the host and on the accelerator.
 
     Skips `wait` steps, warms up for `warmup`, records `active`, and does so `repeat` times (0: to the end of the run).
-    Each recording becomes ``rank<rank>.<step>.pt.trace.json`` in `dirpath`, else in the run's folder, which TensorBoard
-    and https://ui.perfetto.dev open. The table shows the `row_limit` operators with the most of `sort_by_key`.
+    Each recording is written to ``rank<rank>.<step>.pt.trace.json`` in `dirpath`, by default the run's folder;
+    TensorBoard and https://ui.perfetto.dev open it. The table shows the `row_limit` operators that rank highest by
+    `sort_by_key`.
 
     Raises:
         ConfigError: for a schedule that records nothing.
@@ -130,7 +131,7 @@ class PyTorchProfiler(Profiler):
         self._profile.start()
 
     def profile(self, action_name: str) -> AbstractContextManager[object]:
-        """Return a context under whose name the operators inside it stand in the trace."""
+        """Return a context that groups its operators under the action's name in the trace."""
         return torch.profiler.record_function(action_name)
 
     def start(self, action_name: str) -> None:
@@ -147,12 +148,12 @@ class PyTorchProfiler(Profiler):
         if self._profile is None:
             return
         with warnings.catch_warnings():
-            # each recording is written when it ends, so that torch may forget it when the next begins
+            # each recording is written when it ends, so torch may forget it when the next begins
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profile.step()
 
     def summary(self) -> str:
-        """End a recording that still runs, and return the costliest operators of the last one."""
+        """End a recording that is still running, and return the costliest operators of the last one."""
         if self._profile is None:
             return ""
         steps = self._profile.step_num
@@ -182,10 +183,10 @@ _BY_NAME: Final[dict[str, type[Profiler]]] = {
 
 
 def profiler_by_name(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler of that name with its defaults; a profiler is returned as it is.
+    """Return the profiler of that name with its defaults; return a profiler as it is.
 
     Raises:
-        ConfigError: for a name that no profiler has.
+        ConfigError: for an unknown name.
     """
     if profiler is None:
         return PassThroughProfiler()

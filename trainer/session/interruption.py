@@ -22,11 +22,11 @@ class Interruption:
     """Asks training to end at the next step boundary; a second signal ends the process at once.
 
     SIGINT ends `fit` with KeyboardInterrupt, SIGTERM and SIGUSR1 with ``SystemExit(143)``, the code by which SLURM and
-    Kubernetes know a preempted job; in all three cases after a checkpoint. ``max_time`` ends it without an error.
+    Kubernetes recognize a preempted job; in all three cases after a checkpoint. ``max_time`` ends it without an error.
 
     Args:
         max_time: how long training may take.
-        is_alone: whether what happens here counts at once. Several ranks first tell each other, with `agree`.
+        is_alone: whether a signal takes effect at once. Several ranks first tell each other, with `agree`.
     """
 
     def __init__(self, max_time: timedelta | None = None, *, is_alone: bool = True) -> None:
@@ -36,34 +36,34 @@ class Interruption:
         self._agreed_seconds = 0.0
         self.start(0.0)
         self.received: int | None = None
-        """The signal that has come to this process."""
+        """The signal that this process has received."""
         self.signal: int | None = None
-        """The signal that ends training, on all ranks alike."""
+        """The signal that ends training, the same on all ranks."""
 
     def start(self, elapsed: float) -> None:
         """Start the clock of a run that has already trained for `elapsed` seconds."""
         self._began = time.monotonic() - elapsed
 
     def elapsed(self) -> float:
-        """Return the seconds of training, those before a resume included."""
+        """Return the seconds of training, including those before a resume."""
         return time.monotonic() - self._began
 
     def agreed(self) -> float:
-        """Return the seconds of training, the same on all ranks: those at their last meeting."""
+        """Return the seconds of training at the ranks' last meeting, the same on all of them."""
         return self.elapsed() if self._is_alone else self._agreed_seconds
 
     def agree(self, signal: int, seconds: float) -> None:
-        """Set what the ranks agreed on: a signal that came to any of them (0 for none), and the longest time."""
+        """Set what the ranks agreed on: a signal that any of them received (0 for none), and the longest time."""
         self.signal = signal or None
         self._agreed_seconds = seconds
 
     @property
     def is_requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal was received."""
         return self.signal is not None
 
     def is_time_up(self) -> bool:
-        """Whether ``max_time`` is over."""
+        """Whether ``max_time`` has passed."""
         return self.agreed() >= self._seconds
 
     def listening(self) -> AbstractContextManager[None]:
@@ -78,7 +78,7 @@ class Interruption:
             self.signal = number
 
     def raise_if_requested(self, checkpoint: Path | None) -> None:
-        """End as the signal asks, once training has been brought to an end; say where it can go on from.
+        """Raise what the signal asks for once training has ended; the message says where to resume.
 
         Raises:
             KeyboardInterrupt: after SIGINT.
@@ -93,9 +93,9 @@ class Interruption:
 
 
 def _interrupted(message: str) -> KeyboardInterrupt:
-    """Return the end that Ctrl-C asked for; where nobody catches it, it is shown without a traceback.
+    """Return the exception for Ctrl-C; if nobody catches it, it is shown without a traceback.
 
-    It is of no class of its own, because Python looks at that to end the program as SIGINT does.
+    It is not a subclass, because Python checks the class to end the program as SIGINT does.
     """
     error = KeyboardInterrupt(message)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {message}"]  # for IPython and notebooks

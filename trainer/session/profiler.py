@@ -1,4 +1,4 @@
-"""Profiler: what measures a run, and the table of its actions."""
+"""Profiler: measures the actions of a run, and shows them as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING: Final = nullcontext()
 
 
 class Profiler(ABC):
-    """What measures a run, as Lightning's: a subclass defines `start`, `stop` and `summary`, or `profile` itself.
+    """Base of profilers, as in Lightning: a subclass defines `start`, `stop` and `summary`, or overrides `profile`.
 
     The trainer profiles ``fetch``, ``training_step``, ``backward``, ``optimizer_step``, ``validation_step`` and
     ``checkpoint``; a module adds its own with ``with self.trainer.profiler.profile("decode"): ...``. A profiler can
@@ -28,7 +28,7 @@ class Profiler(ABC):
 
     Args:
         dirpath: the folder of its files; by default that of the run.
-        filename: what the files are called, between the stage and the rank; the summary is then not printed.
+        filename: the name of the files, between the stage and the rank; if given, the summary is not printed.
     """
 
     is_active: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class Profiler(ABC):
         """End the measurement of an action."""
 
     def profile(self, action_name: str) -> AbstractContextManager[object]:
-        """Return a context whose time counts as the action; called several times a step."""
+        """Return a context whose time counts toward the action; called several times per step."""
         return self._started_and_stopped(action_name)
 
     @contextmanager
@@ -80,7 +80,7 @@ class Profiler(ABC):
         """Note that an optimizer step has ended."""
 
     def summary(self) -> str:
-        """Return what was measured, as text, which may be empty."""
+        """Return the measurements as text, which may be empty."""
         return ""
 
     def describe(self) -> None:
@@ -105,7 +105,7 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing, in 0.2 us an action."""
+    """Measures nothing, at 0.2 us per action."""
 
     is_active: ClassVar[bool] = False
 
@@ -116,7 +116,7 @@ class PassThroughProfiler(Profiler):
         """Do nothing."""
 
     def profile(self, action_name: str) -> AbstractContextManager[object]:
-        """Return one and the same empty context."""
+        """Return a shared empty context."""
         return _NOTHING
 
     def measured(self, action_name: str, function: Callable[P, R]) -> Callable[P, R]:
@@ -125,12 +125,12 @@ class PassThroughProfiler(Profiler):
 
 
 class SimpleProfiler(Profiler):
-    """Measures how often and how long each action ran: host time, so work queued on a GPU counts where it is awaited.
+    """Measures how often and how long each action ran, in host time: work queued on a GPU counts where it is awaited.
 
     Args:
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
-        extended: show the number of calls and the part of the whole run, too.
+        extended: also show the number of calls and the fraction of the whole run.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -171,7 +171,7 @@ class SimpleProfiler(Profiler):
         timer.__exit__()
 
     def summary(self) -> str:
-        """Return the table, the costliest action first; actions inside others count in both."""
+        """Return the table, the costliest action first; an action inside another counts in both."""
         elapsed = perf_counter() - self._started
         rows = [_row(self.extended, "action", "calls", "mean (ms)", "total (s)", "%")]
         rows.append("-" * len(rows[0]))
@@ -190,7 +190,7 @@ def _row(extended: bool, action: str, calls: str, mean: str, total: str, percent
 
 
 class _Timer:
-    """The calls of one action; a context that can be entered again inside itself."""
+    """The calls of one action; a reentrant context."""
 
     __slots__ = ("_starts", "calls", "total")
 

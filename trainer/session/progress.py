@@ -1,4 +1,4 @@
-"""Progress: the state of a run that is not saved, as a resumed run works it out again."""
+"""Progress: the state of a run that is not saved, since a resumed run works it out again."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ LoaderKind = Literal["train", "validate"]
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is inside its epoch, beside the counters of `TrainState`."""
+    """The position of a run inside its epoch, beside the counters of `TrainState`."""
 
     stage: Stage | None = None
     batch_idx: int = 0
-    """Of the micro-batch that runs, or ran last."""
+    """The index of the current or last micro-batch."""
     micro_batch: MicroBatch | None = None
-    """The training micro-batch that runs, or ran last."""
+    """The current or last training micro-batch."""
     is_in_step: bool = False
     """Whether a training micro-batch has begun whose gradients have not updated the parameters yet."""
     first_version: int = 0
-    """What training began with: a number that grows with each change of a parameter."""
+    """The version of the parameters when training began: a number that grows with each change of one."""
     should_stop: bool = False
     """Whether a hook asked to end training."""
     next_log: float = math.inf
-    """The global step at which the loggers get the step's values."""
+    """The next global step at which the loggers get the step's values."""
     next_check: float = math.inf
-    """The global step after which to ask whether training is over: the last one, or when the ranks meet."""
+    """The next global step after which to ask whether training is over: the last one, or a meeting of the ranks."""
     loaded_in: dict[LoaderKind, float] = field(default_factory=dict)
-    """The epoch for which the loaders were asked for last."""
+    """The epoch in which the loaders were last requested."""
     num_batches: float = 0
-    """Micro-batches of the epoch; infinity where only reading tells."""
+    """Micro-batches of the epoch; infinity if only reading can tell."""
     validates_inside: bool = False
     """Whether the epoch has validations before its end."""
     validation_interval: float = 1
@@ -43,22 +43,22 @@ class Progress:
     validated_at: int = -1
     """The global step of the newest validation."""
     validated_seconds: float = 0.0
-    """The training time of the newest validation, or of the beginning, on the clock that all ranks agree on."""
+    """The training time of the newest validation, or of the start, on the clock that all ranks agree on."""
     batch_indices: list[int] = field(default_factory=list)
-    """Of the samples of the evaluation batch that runs, or ran last; empty where they are not known."""
+    """The sample indices of the current or last evaluation batch; empty if unknown."""
     predictions: list[Any] | None = None
-    """Of each loader; of all ranks from the end of the epoch on."""
+    """The predictions for each loader; those of all ranks from the end of the epoch on."""
     prediction_indices: list[list[list[int]]] = field(default_factory=list)
-    """Of the samples of all ranks' predictions, for each batch of each loader."""
+    """The sample indices of all ranks' predictions, for each batch of each loader."""
     last_checkpoint: Path | None = None
     """The newest checkpoint of this run that training can be resumed from."""
     known_folders: set[Path] = field(default_factory=set)
-    """The folders whose checkpoints all are older than what this run saves next."""
+    """The folders whose checkpoints are all older than what this run saves next."""
     checkpoint_seconds: float = 0.0
-    """How long training has waited for checkpoints and snapshots."""
+    """The time for which training has waited for checkpoints and snapshots."""
     is_taking_snapshot: bool = False
     """Whether the state is being taken for a snapshot in memory."""
     accumulate_grad_batches: int = 1
-    """Micro-batches of a step, from the next epoch on."""
+    """Micro-batches per step, from the next epoch on."""
     found: dict[str, float] = field(default_factory=dict)
     """The attributes of module and data module that finders have set."""

@@ -38,19 +38,19 @@ Task = Literal["fit", "validate", "test", "predict"]
 
 @dataclass(slots=True)
 class ElasticFit:
-    """A fit of an elastic strategy, whose workers may have been started again."""
+    """A fit of an elastic strategy, whose workers may have been restarted."""
 
     fit: int
-    """Which fit of its process this is."""
+    """The number of this fit in its process."""
     snapshots: MemoryWriter
     """Takes snapshots into memory."""
     is_restarted: bool = False
-    """Whether the run has had other workers before."""
+    """Whether the run had other workers before."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Session:
-    """What one call of the Trainer works with. Set up once; what changes is in `state` (saved) and in `progress`."""
+    """The parts of one call of the Trainer. Set up once; what changes is in `state` (saved) and in `progress`."""
 
     task: Task
     run: Run
@@ -67,33 +67,33 @@ class Session:
     interruption: Interruption
     state: TrainState
     origin: Origin
-    """The lineage of the run, and when it saved last."""
+    """The lineage of the run, and the time of its last save."""
     progress: Progress = field(default_factory=Progress)
     meetings: Meetings = field(init=False)
     transfer: Transfer | None = field(init=False)
-    """Brings a batch to the device; None where it is there already and no hook wants it."""
+    """Moves a batch to the device; None if it is already there and no hook is overridden."""
     count: CountSamples = field(init=False)
-    """Counts the samples of a batch that no sampler has counted."""
+    """Counts the samples of a batch whose size no sampler knows."""
 
     # set when the run is set up
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
     reload: Callable[[LoaderKind], None] | None = None
-    """Asks the user's hooks for loaders again."""
+    """Requests loaders from the user's hooks again."""
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRSchedulerConfig] = ()
     resumed_from: Path | None = None
-    """The checkpoint that this run begins with."""
+    """The checkpoint that this run begins from."""
     named_checkpoint: Path | None = None
-    """The checkpoint that the user named to begin with, by its path or as ``best``."""
+    """The checkpoint that the user named, by its path or as ``best``, to begin from."""
     saved_list: Path | None = None
     """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""
     is_built: bool = False
-    """Whether all that a checkpoint holds is there: the strategy has the module, a fit its data and optimizers."""
+    """Whether everything that a checkpoint holds exists: the strategy has the module, a fit its data and optimizers."""
     has_failed: bool = False
     """Whether an error has ended it."""
     recovery: ElasticFit | None = None
-    """In a fit of an elastic strategy."""
+    """Set in a fit of an elastic strategy."""
 
     def __post_init__(self) -> None:
         self.meetings = Meetings(self.strategy, self.interruption)
@@ -107,12 +107,12 @@ class Session:
 
     @property
     def is_restarted(self) -> bool:
-        """Whether the run has had other workers before."""
+        """Whether the run had other workers before."""
         return self.recovery is not None and self.recovery.is_restarted
 
     @property
     def module_metrics(self) -> Metrics | None:
-        """What ``self.log`` writes to; None to ignore it."""
+        """The metrics that ``self.log`` writes to; None to ignore it."""
         return None if self.settings.barebones else self.metrics
 
     def log(self, values: Mapping[str, Tensor | float]) -> None:
@@ -121,10 +121,10 @@ class Session:
             self.log_numbers(to_numbers(values))
 
     def log_numbers(self, numbers: Mapping[str, float]) -> None:
-        """Send numbers to the loggers, with the epoch, at the current step or at the one logged as ``step``."""
+        """Send numbers to the loggers, with the epoch, at the current step or at the value logged as ``step``."""
         if self.strategy.rank != 0:
             return
-        if "step" in numbers:  # what is logged under this name is the axis, as Lightning's
+        if "step" in numbers:  # a value logged under this name is the axis, as in Lightning
             numbers = dict(numbers)
             step = int(numbers.pop("step"))
         else:

@@ -1,4 +1,4 @@
-"""Types of settings: a field whose default None stands for, and the check of values against annotations."""
+"""Types of settings: a field for which None means its default, and the check of values against annotations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Defaulted(Generic[T]):
-    """A field of a dataclass in which None stands for the default, as in Lightning."""
+    """A dataclass field in which None means the default, as in Lightning."""
 
     def __init__(self, default: T) -> None:
         self._default = default
@@ -31,7 +31,7 @@ class Defaulted(Generic[T]):
 
 
 def fits(value: object, annotation: Any) -> bool:
-    """Return whether a value is of an annotated type, as far as it can be seen from outside; a bool is not a number."""
+    """Return whether a value has an annotated type, as far as can be seen from outside; a bool is not a number."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return any(fits(value, part) for part in get_args(annotation))
@@ -49,7 +49,7 @@ def fits(value: object, annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Return an annotation as a reader of an error message would say it."""
+    """Return an annotation in the words of an error message."""
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(describe(part) for part in get_args(annotation))
     if get_origin(annotation) is Defaulted:

@@ -35,7 +35,7 @@ _WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     ),
     "model_registry": "upload the checkpoint in a callback's on_fit_end",
 }
-"""Arguments of Lightning's Trainer, and what to do instead."""
+"""Arguments of Lightning's Trainer that have no counterpart, and what to do instead."""
 
 OF_LIGHTNING_1: Final[Mapping[str, str]] = {
     **dict.fromkeys(("gpus", "num_gpus", "auto_select_gpus"), "accelerator='gpu' and devices=, the number of them"),
@@ -61,13 +61,13 @@ OF_LIGHTNING_1: Final[Mapping[str, str]] = {
     "prepare_data_per_node": "rank_zero_first(local=True) in setup",
     "move_metrics_to_cpu": "nothing: metrics need no memory of the device",
 }
-"""Arguments of the Trainer of Lightning 1, and what does their work now."""
+"""Arguments of Lightning 1's Trainer, and their replacements."""
 
 _SWITCHED_OFF: Final = (
     *("logger", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
     *("num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler"),
 )
-"""By ``barebones``."""
+"""The settings that ``barebones`` switches off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Settings:
     """The arguments of `Trainer`. Names and meanings are Lightning's; ``global_batch_size`` and ``compile`` are ours.
 
     Raises:
-        ConfigError: for a value, or a combination of values, that cannot be.
+        ConfigError: for an invalid value or combination of values.
     """
 
     # --- where ---
@@ -88,11 +88,11 @@ class Settings:
     precision: Defaulted[str | int] = Defaulted("32-true")
     """``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``."""
     sync_batchnorm: bool = False
-    """Replace BatchNorm layers by ``torch.nn.SyncBatchNorm``; on GPUs."""
+    """Replace BatchNorm layers with ``torch.nn.SyncBatchNorm``; GPUs only."""
 
     # --- how long ---
     max_epochs: int | None = None
-    """-1 for no limit; 1000 where neither this nor ``max_steps`` nor ``max_time`` is given."""
+    """-1 for no limit; 1000 if neither this nor ``max_steps`` nor ``max_time`` is given."""
     min_epochs: Defaulted[int] = Defaulted(0)
     max_steps: int = -1
     """In optimizer steps; -1 for no limit."""
@@ -103,12 +103,12 @@ class Settings:
     # --- the optimizer step ---
     accumulate_grad_batches: int = 1
     global_batch_size: int | None = None
-    """Samples of an optimizer step over all ranks; the loader's batch size is then the largest micro-batch."""
+    """Samples per optimizer step over all ranks; the loader's batch size is then the largest micro-batch."""
     gradient_clip_val: float | None = None
     """None or 0: no clipping."""
     gradient_clip_algorithm: Defaulted[Literal["norm", "value"]] = Defaulted("norm")
     activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None
-    """What forward does not keep for backward: all of each repeated block or of each n-th, or what is cheap."""
+    """Recompute activations in backward: all of each repeated block or of every n-th, or only cheap operations."""
 
     # --- how much of the data: an int counts batches, a float up to 1.0 is a fraction ---
     limit_train_batches: Defaulted[int | float] = Defaulted(1.0)
@@ -120,7 +120,7 @@ class Settings:
     overfit_batches: int | float = 0.0
     """Train and validate on the same first batches, unshuffled."""
     fast_dev_run: bool | int = False
-    """Run this number of batches of everything (True: 1), without loggers, checkpoints and sanity check."""
+    """Run this many batches of everything (True: 1), without loggers, checkpoints and sanity check."""
 
     # --- evaluation and logging ---
     val_check_interval: Defaulted[int | float | str | timedelta | Mapping[str, int]] = Defaulted(1.0)
@@ -132,7 +132,7 @@ class Settings:
     log_every_n_steps: Defaulted[int] = Defaulted(50)
     """0: never."""
     logger: Defaulted[bool | Logger | Sequence[Logger]] = Defaulted(True)
-    """True: a TensorBoardLogger, or a CSVLogger where tensorboard is not installed."""
+    """True: a TensorBoardLogger, or a CSVLogger if tensorboard is not installed."""
     enable_autolog_hparams: bool = True
     """Send the hyperparameters to the loggers when a run begins."""
 
@@ -153,12 +153,12 @@ class Settings:
     inference_mode: bool = True
     """Evaluate under ``torch.inference_mode`` rather than ``torch.no_grad``."""
     use_distributed_sampler: bool = True
-    """Cut the samples of every batch among the ranks; False: the user's samplers already do."""
+    """Divide the samples of every batch among the ranks; False: the user's samplers already do."""
     reload_dataloaders_every_n_epochs: int = 0
     compile: bool | Mapping[str, Any] = False
-    """True, or arguments of ``torch.compile``: compile the module in place."""
+    """Compile the module in place: True, or a dict of arguments for ``torch.compile``."""
     barebones: bool = False
-    """Switch off what costs time: loggers, checkpoints, progress bar, summary, sanity check, ``self.log``."""
+    """Switch off all that costs time: loggers, checkpoints, progress bar, summary, sanity check, ``self.log``."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -174,19 +174,19 @@ class Settings:
 
     @property
     def last_epoch(self) -> int | None:
-        """After how many epochs training ends; None for no limit."""
+        """The number of epochs after which training ends; None for no limit."""
         if self.max_epochs is None:
             return 1000 if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
 
     @property
     def last_step(self) -> int | None:
-        """After how many optimizer steps training ends; None for no limit."""
+        """The number of optimizer steps after which training ends; None for no limit."""
         return None if self.max_steps == -1 else self.max_steps
 
     @property
     def validation_seconds(self) -> float | None:
-        """The time between validations; None where ``val_check_interval`` counts batches."""
+        """The time between validations; None if ``val_check_interval`` counts batches."""
         interval = self.val_check_interval
         if isinstance(interval, int | float):
             return None
@@ -194,7 +194,7 @@ class Settings:
         return None if duration is None else duration.total_seconds()
 
     def effective(self) -> Settings:
-        """Return the settings with what ``fast_dev_run``, ``overfit_batches`` and ``barebones`` mean for the others."""
+        """Return the settings with ``fast_dev_run``, ``overfit_batches`` and ``barebones`` applied to the others."""
         amounts = {name: getattr(self, name) for name in _AMOUNTS}
         changed: dict[str, Any] = {
             name: int(amount) for name, amount in amounts.items() if isinstance(amount, float) and amount > 1.0
@@ -214,7 +214,7 @@ class Settings:
         return replace(self, **changed) if changed else self
 
     def _development_run(self, num_batches: int) -> dict[str, Any]:
-        """Return what ``fast_dev_run`` means for the others."""
+        """Return the other settings that ``fast_dev_run`` changes."""
         return {
             **dict.fromkeys(_LIMITS, num_batches),
             "max_epochs": 1,
@@ -246,7 +246,7 @@ def _unknown_argument(name: str, value: object, known: Sequence[str]) -> ConfigE
 def accepting(
     build: Callable[P, Settings],
 ) -> Callable[[Callable[[S, Settings], None]], Callable[Concatenate[S, P], None]]:
-    """Give a constructor that takes one `Settings` the arguments of `Settings`, and point out a misspelt one."""
+    """Give a constructor that takes one `Settings` the arguments of `Settings`, and point out a misspelled one."""
 
     def decorate(initialise: Callable[[S, Settings], None]) -> Callable[Concatenate[S, P], None]:
         known = [field.name for field in fields(Settings)]
@@ -255,7 +255,7 @@ def accepting(
             if args:
                 raise ConfigError(f"Trainer takes keyword arguments only, got {args!r}; write Trainer(max_epochs=3).")
             unneeded = [name for name in _WITHOUT_COUNTERPART if name in kwargs and not kwargs[name]]
-            for name in unneeded:  # None or an empty list asks for nothing
+            for name in unneeded:  # None or an empty list requests nothing
                 del kwargs[name]
             for name, value in kwargs.items():
                 if name not in known:

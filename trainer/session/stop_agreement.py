@@ -1,4 +1,4 @@
-"""Meetings of the ranks of a run, in which they agree on signals, failures and wishes to stop."""
+"""Meetings of the ranks of a run, in which they agree on signals, failures and requests to stop."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SECONDS_APART: Final = 1.0
 
 
 class Meetings:
-    """Ranks agree on a signal, the time and a wish to stop, at steps that they know beforehand.
+    """Lets ranks agree on a signal, the time and a request to stop, at steps that they know in advance.
 
     A signal reaches one process, and clocks differ; a rank that stopped by itself would leave the others waiting for
     its gradients. Agreeing at every step would cost 0.2 ms a step. So each meeting sets the next one, about a second of
-    steps ahead; ranks with slow steps meet at each. A run of one process needs no meetings.
+    steps ahead; ranks with slow steps meet at each step. A run of one process needs no meetings.
 
-    Where ranks may be ahead of each other, a meeting begins at a step and ends at the first one at which every rank
-    has begun it: nobody waits for a slower one. Between epochs all meet at once.
+    Where ranks may be ahead of each other, a meeting begins at one step and ends at the first step by which every rank
+    has begun it: nobody waits for a slower rank. Between epochs all ranks meet at once.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption) -> None:
@@ -34,7 +34,7 @@ class Meetings:
     def meet(
         self, step: int, *, should_stop: bool, has_failed: bool, is_between_epochs: bool = True
     ) -> tuple[bool, bool, int]:
-        """Return whether any rank wishes to stop, whether any failed, and the step of the next meeting.
+        """Return whether any rank requests to stop, whether any failed, and the step of the next meeting.
 
         Collective: every rank calls it.
         """
@@ -61,6 +61,6 @@ class Meetings:
     def _agree(self, step: int, flags_of_all: Sequence[float]) -> tuple[bool, bool, int]:
         wishes, failures, signal, elapsed, slowest, steps = flags_of_all
         self._interruption.agree(int(signal), elapsed)
-        if steps:  # at most twice as far as the last time: the first steps of a run are far from the usual
+        if steps:  # at most twice as far ahead as the last time: the first steps of a run are not typical
             self._ahead = max(1, min(int(steps * _SECONDS_APART / slowest), 2 * self._ahead))
         return bool(wishes), bool(failures), step + self._ahead

@@ -12,7 +12,7 @@ from .settings import Settings
 
 @contextmanager
 def numerics(settings: Settings) -> Iterator[None]:
-    """Set torch's switches as the settings say, and put them back."""
+    """Set torch's flags from the settings, and restore them afterwards."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmarked = torch.backends.cudnn.benchmark

@@ -1,4 +1,4 @@
-"""TrainState: the counters of a run, which are saved; TrainerState: what the trainer does, which is not."""
+"""TrainState: the saved counters of a run; TrainerState: what the trainer is doing, which is not saved."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _SCHEMA: Final = {
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run is. Between two optimizer steps this, the weights and the random generators say everything."""
+    """The position of a run. Between two optimizer steps this, weights and random generators determine everything."""
 
     seed: int = 0
-    """What the order of the samples is made of, with the epoch."""
+    """The seed that, with the epoch, determines the order of the samples."""
     global_step: int = 0
     """Optimizer steps completed."""
     optimizer_steps: list[int] = field(default_factory=list)
-    """How often each optimizer was stepped; in manual optimization not once a step each."""
+    """The number of steps of each optimizer; in manual optimization this may differ from `global_step`."""
     skipped_steps: int = 0
-    """Updates that were left out because scaled gradients overflowed (16-mixed)."""
+    """Updates that were skipped because scaled gradients overflowed (16-mixed)."""
     epoch: int = 0
-    """The epoch that runs, or that has just been completed."""
+    """The current epoch, or the one that was just completed."""
     is_epoch_done: bool = False
     """Whether everything due at the end of `epoch` has been done."""
     batches_in_epoch: int = 0
@@ -53,14 +53,14 @@ class TrainState:
     seconds: float = 0.0
     """Time spent in training, for ``max_time``."""
     data_size: int = 0
-    """For how many data ranks the run began: what the loaders' batch size and the accumulation are meant for."""
+    """The data ranks with which the run began, for which batch size and accumulation were chosen."""
     global_batch_size: int | None = None
-    """Samples of an optimizer step; None where the data does not tell."""
+    """Samples per optimizer step; None if the data does not tell."""
     is_epoch_over: bool = False
     """Whether the epoch has ended for this run, its checkpoint included; not saved, since a resumed run may go on."""
 
     def begin_epoch(self) -> None:
-        """Go to the next epoch, unless this one is still running (or has been resumed)."""
+        """Move on to the next epoch, unless this one is still running (or was resumed)."""
         if self.is_epoch_done:
             self.epoch += 1
             self.batches_before_epoch += self.batches_in_epoch
@@ -70,7 +70,7 @@ class TrainState:
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs, from 0; before and after, the number of epochs that have ended."""
+        """The current epoch, from 0; before and after, the number of epochs that have ended."""
         return self.epoch + self.is_epoch_over
 
     @property
@@ -79,11 +79,11 @@ class TrainState:
         return self.batches_before_epoch + self.batches_in_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all numbers that are saved."""
+        """Return all saved counters."""
         return {name: value for name, value in asdict(self).items() if name != _UNSAVED}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take all numbers back.
+        """Restore all counters.
 
         Raises:
             CheckpointError: if they are not those of a TrainState.
@@ -102,21 +102,21 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a trainer does; the strings equal the members of Lightning's enums."""
+    """What a trainer is doing; the strings equal the members of Lightning's enums."""
 
     status: Status = "initializing"
-    """Of the current or last run: ``interrupted`` by a signal or an error."""
+    """The status of the current or last run; ``interrupted`` by a signal or an error."""
     fn: Literal["fit", "validate", "test", "predict"] | None = None
-    """Which method runs, or ran last."""
+    """The current or last method."""
     stage: Stage | None = None
-    """What is running in it; None before and after."""
+    """The stage that is running in it; None before and after."""
 
     @property
     def finished(self) -> bool:
-        """Whether the last run came to its end."""
+        """Whether the last run completed."""
         return self.status == "finished"
 
     @property
     def stopped(self) -> bool:
-        """Whether the last run has ended, one way or the other."""
+        """Whether the last run has ended, however it ended."""
         return self.status in ("finished", "interrupted")

@@ -9,18 +9,18 @@ from .session import Session
 
 
 class TrainedSamples:
-    """Reads the samples of a run off its micro-batches, which cost nothing more if nobody asks."""
+    """Reads the samples of a run from its micro-batches; this costs nothing unless it is used."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def sources(self) -> Sequence[Source]:
-        """Return what is known of the order of each training loader in this epoch."""
+        """Return what is known about the order of each training loader in this epoch."""
         data = self._session.train_data
         return data.sources() if data is not None else ()
 
     def readings(self) -> Sequence[Reading]:
-        """Return what each loader gave to the micro-batch that was trained on last."""
+        """Return what each loader contributed to the last training micro-batch."""
         micro_batch = self._session.progress.micro_batch
         if micro_batch is None:
             return ()
