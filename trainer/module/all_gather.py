@@ -1,4 +1,4 @@
-"""All-gather as a module offers it: Lightning's shapes, and an error on every rank where sizes differ."""
+"""All-gather for modules: Lightning's shapes, and an error on every rank if sizes differ."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ...strategies.errors import RunError
 
 
 def all_gather(data: Any, strategy: Strategy, group: ProcessGroup | None, *, sync_grads: bool) -> Any:
-    """Return every tensor and number of all data ranks, stacked in a new first dimension; unchanged on one.
+    """Return the tensors and numbers of all data ranks, stacked in a new first dimension; unchanged on one rank.
 
     Collective: every rank of the group calls it.
 
     Args:
         data: tensors and numbers, in lists, tuples, dicts and dataclasses.
-        strategy: whose ranks they are.
-        group: some of the ranks; None for all data ranks.
+        strategy: the strategy of these ranks.
+        group: a group of the ranks; None for all data ranks.
         sync_grads: let gradients flow back to the rank that a tensor came from.
 
     Raises:
-        RunError: on every rank, if shapes or names differ between all ranks; in a group they are not compared.
+        RunError: on every rank, if shapes or names differ between ranks; in a group they are not compared.
     """
     data = map_tensors(Tensor.contiguous, data, lambda leaf: _as_tensor(leaf, strategy.device))
     if strategy.world_size == 1 or (group is None and strategy.data_size == 1):

@@ -1,4 +1,4 @@
-"""Arguments of a module's steps: how many of them a user's step takes, and whether it can take them."""
+"""Arguments of a module's steps and hooks: how many a user's step takes, and whether the trainer can call it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CALLED: Final = (
     *("setup", "teardown"),
     *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 )
-"""Methods beside steps and hooks that the trainer calls by position."""
+"""Methods, besides steps and hooks, that the trainer calls with positional arguments."""
 
 
 def num_step_arguments(module: nn.Module, step_name: str, most: int) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) to give to a step of the user: `most`, or all it needs."""
+    """Return how many of (batch, batch_idx, dataloader_idx) to pass to a user's step: those it takes, up to `most`."""
     parameters = inspect.signature(getattr(module, step_name)).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return most
@@ -33,7 +33,7 @@ def num_step_arguments(module: nn.Module, step_name: str, most: int) -> int:
 
 
 def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ...]) -> None:
-    """Check that a step takes the arguments of these names by position, or the first of them.
+    """Check that a step takes these positional arguments, or the first of them.
 
     Raises:
         ModuleError: if it cannot be called with them.
@@ -68,7 +68,7 @@ def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ..
 
 
 def check_called_methods(owner: object, base: type) -> None:
-    """Check that the methods of `base` that a user overrides take what the trainer calls them with.
+    """Check that the methods of `base` that a user overrides take the arguments that the trainer passes.
 
     Raises:
         ModuleError: if one does not.

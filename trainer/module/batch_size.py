@@ -19,9 +19,9 @@ def size_of(batch: Any) -> int:
 
 
 def warn_of_unclear_size(batch: Any) -> None:
-    """Warn if the tensors of a batch differ in their first dimension, which `size_of` takes for the batch size.
+    """Warn if the tensors of a batch differ in their first dimension, which `size_of` takes as the batch size.
 
-    To be called with the first batch of a loader whose batch size is not known.
+    Call it with the first batch of a loader whose batch size is unknown.
     """
     sizes = [(name, leaf.shape[0]) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     other = next((each for each in sizes if each[1] != sizes[0][1]), None)

@@ -25,7 +25,7 @@ class DataHooks:
     """Loaders, and hooks for moving a batch to the device, which a module and a data module can both define."""
 
     def prepare_data(self) -> None:
-        """Download or unpack: called once a node, before ``setup``. Set nothing on ``self``."""
+        """Download or unpack data: called once per node, before ``setup``. Do not set attributes on ``self``."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or a list, dict or `CombinedLoader` of them."""
@@ -42,32 +42,32 @@ class DataHooks:
         raise DataError(f"{type(self).__name__} has no test_dataloader; define it, or pass dataloaders= to test().")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader to predict, or a list or dict of them."""
+        """Return the prediction loader, or a list or dict of them."""
         raise DataError(
             f"{type(self).__name__} has no predict_dataloader; define it, or pass dataloaders= to predict()."
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to be moved to the device."""
+        """Return the batch to move to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device; override for batches of types that cannot ``.to(device)``."""
+        """Return the batch on the device; override for types of batches without ``.to(device)``."""
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch for the step; it is on the device."""
+        """Return the batch for the step, from the batch on the device."""
         return batch
 
 
 class DataModule(DataHooks, HyperparametersMixin):
-    """Define `setup` and the loaders you need; Lightning's names and order.
+    """Define `setup` and the loaders you need; names and order are Lightning's.
 
-    `prepare_data` and `setup` run before the module's own of the same name.
+    `prepare_data` and `setup` run before the module's methods of the same name.
     """
 
     CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
-    """Under which a checkpoint holds the hyper-parameters."""
+    """The checkpoint key of the hyper-parameters."""
 
     trainer: Run | None = None
 
@@ -78,10 +78,10 @@ class DataModule(DataHooks, HyperparametersMixin):
         """Release what `setup` built; also called after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when anything raises."""
+        """Called when an exception is raised in a run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the data that a resumed run needs: JSON values and tensors."""
+        """Return the state that a resumed run needs, as JSON values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -98,15 +98,15 @@ class DataModule(DataHooks, HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Return a data module with a plain loader for each data set, or several; those for training shuffle.
+        """Return a data module with a plain loader for each data set; those for training shuffle.
 
         Args:
-            train_dataset: a data set, or a list, tuple or dict of them; so are those of the other tasks.
+            train_dataset: a data set, or a list, tuple or dict of them; the other tasks accept the same.
             val_dataset: data to validate.
             test_dataset: data to test.
             predict_dataset: data to predict.
-            batch_size: of every loader; also given to the constructor, if it takes it.
-            num_workers: of every loader; also given to the constructor, if it takes it.
+            batch_size: of every loader; also passed to the constructor, if it takes it.
+            num_workers: of every loader; also passed to the constructor, if it takes it.
             datamodule_kwargs: further arguments of the constructor.
         """
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
@@ -130,14 +130,14 @@ class DataModule(DataHooks, HyperparametersMixin):
         """Build the data module with its saved hyper-parameters (those in `kwargs` win) and load its state.
 
         Args:
-            checkpoint_path: a checkpoint of Echelon.
-            map_location: anything; a data module has no device.
+            checkpoint_path: an Echelon checkpoint.
+            map_location: ignored; a data module has no device.
             hparams_file: a YAML or CSV file with hyper-parameters that replace the saved ones.
-            weights_only: anything; a checkpoint holds no pickled objects, so that loading one never runs its code.
-            kwargs: arguments of the constructor, for what was not, or could not be, saved; others are left out.
+            weights_only: ignored; a checkpoint holds no pickled objects, so loading one never runs its code.
+            kwargs: arguments of the constructor that were not, or could not be, saved; unknown ones are left out.
 
         Raises:
-            CheckpointError: if the checkpoint is absent or damaged.
+            CheckpointError: if the checkpoint is missing or damaged.
         """
         module, state = load_datamodule(cls, checkpoint_path, hparams_file, kwargs)
         if state:

@@ -1,4 +1,4 @@
-"""Exporting: a module's forward pass as a program that runs without its class: ONNX, torch.export, TorchScript."""
+"""Exporting: a module's forward as a program that runs without its class, in ONNX, torch.export or TorchScript."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 _LARGEST_FILE: Final = 1 << 30
-"""Bytes of weights beyond which an ONNX model keeps them in a second file: a protobuf message ends at 2 GiB."""
+"""Bytes of weights above which an ONNX model stores them in a second file: a protobuf message is limited to 2 GiB."""
 
 Sample = Any
 """A tensor, a tuple of arguments, or a dict of keyword arguments of ``forward``."""
 
 
 class Exporting:
-    """Methods that write what ``forward`` computes in eval mode; the module and its modes stay as they are.
+    """Methods that export ``forward`` in eval mode; the module and its modes are left unchanged.
 
-    Files appear whole or not at all. In a run whose strategy cuts parameters, export when `fit` has returned, or load
-    the checkpoint.
+    Files are written atomically. With a strategy that shards parameters, export after `fit` has returned, or load the
+    checkpoint.
     """
 
     example_input_array: Any
@@ -48,7 +48,7 @@ class Exporting:
         Args:
             file_path: the file; None to write none. Weights of more than 1 GiB go to ``<file_path>.data`` beside it.
             input_sample: a tensor, a tuple of arguments, or a dict of keyword arguments; by default
-                `example_input_array`. Its sizes are fixed but for those in ``dynamic_shapes``.
+                `example_input_array`. Its sizes are fixed, except those in ``dynamic_shapes``.
             kwargs: arguments of ``torch.onnx.export``, such as ``dynamic_shapes`` and ``input_names``.
 
         Returns:
@@ -57,7 +57,7 @@ class Exporting:
         Raises:
             MissingDependencyError: if onnx or onnxscript is not installed.
             ModuleError: without an input.
-            RunError: if this rank holds parts of parameters only.
+            RunError: if this rank holds only parts of the parameters.
         """
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
         if missing:
@@ -84,13 +84,13 @@ class Exporting:
         """Return ``forward`` as a program of ``torch.export``, and write it for ``torch.export.load``.
 
         Args:
-            file_path: the file, ``.pt2`` by custom; None to write none.
+            file_path: the file, ``.pt2`` by convention; None to write none.
             input_sample: as in `to_onnx`.
             kwargs: arguments of ``torch.export.export``, such as ``dynamic_shapes``.
 
         Raises:
             ModuleError: without an input.
-            RunError: if this rank holds parts of parameters only.
+            RunError: if this rank holds only parts of the parameters.
         """
         module = self._exported()
         args, named = _arguments(module, "to_exported_program", "input_sample", input_sample)
@@ -110,13 +110,13 @@ class Exporting:
 
         Args:
             file_path: the file for ``torch.jit.load``; None to write none.
-            method: ``"script"`` compiles the code of ``forward``; ``"trace"`` notes what it does with an input.
-            example_inputs: for ``"trace"``, as `to_onnx` takes it.
+            method: ``"script"`` compiles the code of ``forward``; ``"trace"`` records what it does with an input.
+            example_inputs: for ``"trace"``, in the forms that `to_onnx` accepts.
             kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
             ModuleError: for another method, or without an input to trace.
-            RunError: if this rank holds parts of parameters only.
+            RunError: if this rank holds only parts of the parameters.
         """
         if method not in ("script", "trace"):
             raise ModuleError(f"to_torchscript: method must be 'script' or 'trace', got {method!r}; give one of them.")
@@ -127,7 +127,7 @@ class Exporting:
         )
         module = self._exported()
         with _in_eval_mode(module), _with_trainer(module, object()), torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch.jit")  # that each of its functions is deprecated
+            warnings.filterwarnings("ignore", "`torch.jit")  # each of its functions is deprecated
             if method == "script":
                 scripted: Any = torch.jit.script(module, **kwargs)
             else:
@@ -137,7 +137,7 @@ class Exporting:
         return scripted  # type: ignore[no-any-return]
 
     def _exported(self) -> nn.Module:
-        """Return this module, if it can be exported here."""
+        """Return this module if it can be exported here."""
         assert isinstance(self, nn.Module)
         sharded = [name for name, parameter in self.named_parameters() if is_dtensor(parameter) or parameter.is_meta]
         if sharded:
@@ -166,8 +166,8 @@ def _arguments(module: nn.Module, method: str, name: str, sample: Sample) -> tup
 
 @contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put all parts in eval mode, uncompiled; afterwards each has its own mode again."""
-    names = ("training", "_compiled_call_impl")  # of the second torch has no public name
+    """Put all submodules in eval mode, uncompiled; restore their modes afterwards."""
+    names = ("training", "_compiled_call_impl")  # torch has no public name for the second
     before = [
         (vars(part), {name: vars(part)[name] for name in names if name in vars(part)}) for part in module.modules()
     ]
@@ -182,7 +182,7 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) -> None:
-    """Write a file, and others that lie beside it, under their names only when they are whole; or a buffer."""
+    """Write a file, and any others beside it, atomically; or write to a buffer."""
     if target is None or isinstance(target, BytesIO):
         if target is not None:
             write(target)
@@ -191,7 +191,7 @@ def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) 
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.{secrets.token_hex(4)}") as folder:
         write(Path(folder, target.name))
-        written = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)  # the one that refers last
+        written = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)  # the target last
         for file in written:
             file.replace(target.parent / file.name)
     sync(target.parent)
@@ -199,7 +199,7 @@ def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) 
 
 @contextmanager
 def _with_trainer(module: nn.Module, trainer: object) -> Iterator[None]:
-    """Let a module and those inside of it have a trainer that has nothing: TorchScript asks for every attribute."""
+    """Give a module and its submodules an empty trainer: TorchScript reads every attribute."""
     parts = [vars(part) for part in module.modules() if isinstance(part, Exporting)]
     before = [part.get("_trainer") for part in parts]
     for part in parts:

@@ -14,7 +14,7 @@ C = TypeVar("C", bound=type)
 
 
 def documented_by(source: type) -> Callable[[C], C]:
-    """Give each method that has no docstring that of the method of the same name in `source`."""
+    """Give each method without a docstring the docstring of the method of the same name in `source`."""
 
     def document(mirror: C) -> C:
         for name, method in vars(mirror).items():
@@ -27,7 +27,7 @@ def documented_by(source: type) -> Callable[[C], C]:
 
 @documented_by(Callback)
 class ModuleHooks:
-    """The hooks that a module shares with callbacks; it is called after them, and reads ``self.trainer``.
+    """The hooks that a module shares with callbacks; its hooks run after theirs, and can use ``self.trainer``.
 
     `Callback` documents them and shows their order in a run.
     """
@@ -114,10 +114,10 @@ class ModuleHooks:
     # --- hooks of the module alone ---
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation inside `fit`; override to drop the gradients' memory."""
+        """Called before a validation inside `fit`; override to free the gradients' memory."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Drop the gradients of an optimizer, at the first micro-batch of each step."""
+        """Reset the gradients of an optimizer, at the first micro-batch of each step."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -128,19 +128,19 @@ class ModuleHooks:
             scheduler.step(metric)
 
     def on_validation_model_eval(self) -> None:
-        """Called before a validation, when the module has been put in eval mode."""
+        """Called before a validation, once the module is in eval mode."""
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation, when every submodule is back in the mode it was in."""
+        """Called after a validation, once every submodule is back in its previous mode."""
 
     def on_test_model_eval(self) -> None:
-        """Called before a test, when the module has been put in eval mode."""
+        """Called before a test, once the module is in eval mode."""
 
     def on_test_model_train(self) -> None:
-        """Called after a test, when every submodule is back in the mode it was in."""
+        """Called after a test, once every submodule is back in its previous mode."""
 
     def on_predict_model_eval(self) -> None:
-        """Called before a prediction, when the module has been put in eval mode."""
+        """Called before a prediction, once the module is in eval mode."""
 
     def on_predict_model_train(self) -> None:
-        """Called after a prediction, when every submodule is back in the mode it was in."""
+        """Called after a prediction, once every submodule is back in its previous mode."""

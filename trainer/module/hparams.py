@@ -1,4 +1,4 @@
-"""Hyper-parameters: the arguments with which a module was built, kept to be logged and to build it again."""
+"""Hyper-parameters: the arguments that a module was built with, kept to log them and to build it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            if name.startswith("__"):  # copy and pickle ask for what is not there
+            if name.startswith("__"):  # copy and pickle look for missing attributes
                 raise AttributeError(name) from None
             raise AttributeError(f"There is no hyper-parameter {name!r}.{did_you_mean(name, self)}") from None
 
@@ -39,7 +39,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Adds ``save_hyperparameters`` and ``hparams`` to a class, an nn.Module too."""
+    """Adds ``save_hyperparameters`` and ``hparams`` to a class, also to an nn.Module."""
 
     def save_hyperparameters(
         self,
@@ -48,17 +48,17 @@ class HyperparametersMixin:
         frame: types.FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of this object's ``__init__`` (subclasses' included) in ``hparams``.
+        """Keep the arguments of this object's ``__init__`` (including those of subclasses) in ``hparams``.
 
         Args:
-            args: Names of the only ones to keep; or a dict, Namespace or dataclass to keep instead, or an OmegaConf
-                container, which stays one.
-            ignore: Names not to keep, even if a base class has kept them.
-            frame: Of the ``__init__`` whose arguments are meant; by default the caller's.
-            logger: Whether the loggers receive them when `fit` starts.
+            args: the names of the arguments to keep; or a dict, Namespace, dataclass or OmegaConf container to keep
+                instead (the last stays a container).
+            ignore: names not to keep, even if a base class has kept them.
+            frame: the frame of the ``__init__`` whose arguments are kept; by default the caller's.
+            logger: whether the loggers receive them when `fit` starts.
 
         Raises:
-            ConfigError: for a name that is not an argument, or an object that has no names.
+            ConfigError: for a name that is not an argument, or an object without names.
             ModuleError: when called outside ``__init__`` with no object to keep.
         """
         caller = frame or _caller()
@@ -73,7 +73,7 @@ class HyperparametersMixin:
             chosen.update(_items(given))
 
         if len(objects) == 1 and not names and is_omegaconf(objects[0]):
-            self._hparams = copy.copy(objects[0])  # Lightning keeps the container, in place of what was there
+            self._hparams = copy.copy(objects[0])  # as in Lightning, the container replaces what was kept before
         elif is_omegaconf(self.hparams):
             self._hparams = AttributeDict(chosen)
         else:
@@ -87,31 +87,31 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Any:
-        """The kept hyper-parameters, an `AttributeDict` or the OmegaConf container that was given; may be changed."""
+        """The hyper-parameters, an `AttributeDict` or the OmegaConf container that was given; they may be changed."""
         return self.__dict__.setdefault("_hparams", AttributeDict())
 
     @property
     def hparams_initial(self) -> Any:
-        """A copy of the hyper-parameters as `save_hyperparameters` kept them, whatever has been changed since."""
+        """A copy of the hyper-parameters as `save_hyperparameters` kept them, without later changes."""
         return _copy(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     @property
     def hparams_argument(self) -> str | None:
-        """The argument of ``__init__`` whose items ``hparams`` are; None if its items are arguments themselves."""
+        """The argument of ``__init__`` whose items ``hparams`` holds; None if ``hparams`` holds the arguments."""
         argument: str | None = self.__dict__.get("_hparams_argument")
         return argument
 
     @property
     def hparams_logged(self) -> bool:
-        """Whether the loggers are to receive `hparams_initial`."""
+        """Whether the loggers receive `hparams_initial`."""
         return bool(self.__dict__.get("_hparams_initial")) and bool(self.__dict__.get("_hparams_logged"))
 
 
 def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str, Any] | None:
     """Return the arguments of every ``__init__`` of `owner` that is running, seen from `frame`; None if none is.
 
-    A subclass calls its base's ``__init__``, so several run at once; where two have one argument, the subclass's
-    counts. ``**kwargs`` are taken apart, ``*args`` have no names and are left out. For a dataclass, its fields.
+    A subclass calls its base's ``__init__``, so several run at once; if two have the same argument, the subclass's
+    wins. ``**kwargs`` are unpacked; ``*args`` have no names and are left out. For a dataclass, return its fields.
     """
     if dataclasses.is_dataclass(owner) and not isinstance(owner, type):
         return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner) if field.init}
@@ -130,11 +130,11 @@ def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str,
 def init_arguments(
     cls: type, hparams: Mapping[str, Any], argument: str | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments that make an instance of `cls` again from its (loaded) hyper-parameters.
+    """Return the keyword arguments that build an instance of `cls` again from its (loaded) hyper-parameters.
 
-    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. What is `given`
-    wins over what was saved; if ``__init__`` has no such argument, it replaces an item of `argument`. A mapping becomes
-    the dataclass that its argument is annotated with.
+    Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. Values in
+    `given` override saved ones; if ``__init__`` has no such argument, they replace items of `argument`. A mapping is
+    converted to the dataclass that its argument is annotated with.
     """
     parameters = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -150,10 +150,10 @@ def init_arguments(
 
 
 def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> dict[str, Any]:
-    """Return what the loggers receive of a module and a data module.
+    """Return the hyper-parameters of a module and a data module that the loggers receive.
 
     Raises:
-        ConfigError: if they keep different values under one name.
+        ConfigError: if they keep different values under the same name.
     """
     of_module, of_data = (
         _marked(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
@@ -175,7 +175,7 @@ def _marked(hparams: Any) -> dict[str, Any]:
 
 
 def is_omegaconf(value: object) -> bool:
-    """Return whether a value is a container of OmegaConf, which is not imported for that."""
+    """Return whether a value is an OmegaConf container, without importing OmegaConf."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, omegaconf.DictConfig)
 
@@ -219,7 +219,7 @@ def _name_of(given: object, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _copy(value: Any) -> Any:
-    """Copy the containers and share what they hold: a hyper-parameter may be a whole network."""
+    """Copy the containers and share their contents: a hyper-parameter may be a whole network."""
     if type(value) in (dict, AttributeDict):
         return type(value)({key: _copy(item) for key, item in value.items()})
     if type(value) in (list, tuple, set):
@@ -230,7 +230,7 @@ def _copy(value: Any) -> Any:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls.__init__)  # type: ignore[misc]
-    except NameError:  # an annotation that only the type checker imports
+    except NameError:  # an annotation imported only for the type checker
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters as JSON values, which a checkpoint without pickle can hold, and back."""
+"""Hyper-parameters as JSON values, which a checkpoint can hold without pickle, and back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .unresolved import marked_container
 
 
 def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the hyper-parameters as strict JSON values, and the names of those that have no such form.
+    """Return the hyper-parameters as strict JSON values, and the names of those that cannot be converted.
 
-    Stored are None, bool, numbers, strings, and dicts, lists, tuples, sets, Namespaces, dataclasses and OmegaConf
-    containers of such; paths, enum members, ``torch.dtype``, ``torch.device``; all encoded as in a checkpoint. Modules,
-    tensors and functions are omitted, and a container that holds one is omitted whole: half a list would be another
-    list.
+    None, bool, numbers, strings, paths, enum members, ``torch.dtype`` and ``torch.device`` are stored, as are dicts,
+    lists, tuples, sets, Namespaces, dataclasses and OmegaConf containers of them, all encoded as in a checkpoint.
+    Modules, tensors and functions are omitted, and so is the whole of a container that holds one: half a list would be
+    a different list.
     """
     stored: dict[str, Any] = {}
     omitted: list[str] = []
@@ -40,7 +40,7 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_jsonable(stored: Mapping[str, Any]) -> AttributeDict:
-    """Return the hyper-parameters that `jsonable` stored. Imports and calls nothing that the stored values name.
+    """Return the hyper-parameters that `jsonable` stored, without importing or calling anything that they name.
 
     An enum member whose class is not imported becomes its value, an unknown ``torch.dtype`` its name, a dataclass or
     Namespace an `AttributeDict`.
@@ -52,10 +52,10 @@ def from_jsonable(stored: Mapping[str, Any]) -> AttributeDict:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as one of the types that a checkpoint holds exactly: a list for any sequence.
+    """Return a value as one of the types that a checkpoint stores exactly: a list for any sequence.
 
     Raises:
-        TypeError: for a value that hyper-parameters do not keep.
+        TypeError: for a value that hyper-parameters cannot hold.
     """
     if value is None or isinstance(value, bool | torch.dtype | torch.device):
         return value
@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
         return Path(value)
     if isinstance(value, str):
         return value if isinstance(value, FromEnvironment) else str(value)
-    if isinstance(value, numbers.Real):  # subclasses, and those of NumPy
+    if isinstance(value, numbers.Real):  # subclasses, and NumPy's numbers
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return _plain_container(value)
 

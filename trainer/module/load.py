@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     class classmethod_only(classmethod):  # noqa: N801 - the name of a decorator
-        """A class method that refuses to be called on an instance, whose caller expects the instance to change."""
+        """A class method that cannot be called on an instance, since a caller would expect the instance to change."""
 
         def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
             if instance is None:
@@ -47,7 +47,7 @@ else:
 
 
 NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
-"""The parts of a checkpoint that hooks see under Lightning's names."""
+"""The entries of a checkpoint that hooks see under Lightning's names."""
 
 
 def as_hooks_see(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def load_module(
     """Build a module with its saved hyper-parameters, some replaced by `given`, and load its weights.
 
     Raises:
-        CheckpointError: if the checkpoint is absent or damaged, the module cannot be built, or the weights do not fit.
+        CheckpointError: if the checkpoint is missing or damaged, the module cannot be built, or the weights do not fit.
         ConfigError: if `strict` contradicts the ``strict_loading`` that the module sets.
     """
     state = as_hooks_see(_load(path))
@@ -94,7 +94,7 @@ def load_datamodule(
     """Build a data module with its saved hyper-parameters, some replaced by `given`; return it and its saved state.
 
     Raises:
-        CheckpointError: if the checkpoint is absent or damaged, or the data module cannot be built.
+        CheckpointError: if the checkpoint is missing or damaged, or the data module cannot be built.
     """
     state = _load(path)
     return _build(cls, state, "datamodule_", hparams_file, given), state.get("datamodule", {})
@@ -112,7 +112,7 @@ def _load(path: str | Path) -> dict[str, Any]:
 def _build(
     cls: type[M], state: Mapping[str, Any], prefix: str, hparams_file: str | Path | None, given: Mapping[str, Any]
 ) -> M:
-    """Call the constructor with the hyper-parameters that are saved under names with this prefix."""
+    """Call the constructor with the hyper-parameters saved under this prefix."""
     key = f"{prefix}hyper_parameters"
     saved: Any = from_jsonable(state.get(key, {})) if hparams_file is None else _read_hparams(Path(hparams_file))
     unknown = [name for name, value in saved.items() if is_from_environment(value)]
@@ -142,7 +142,7 @@ def _build(
 
 
 def _reason(names: Sequence[str], from_environment: Sequence[str]) -> str:
-    """Say why hyper-parameters are not in a checkpoint."""
+    """Return why hyper-parameters are not in a checkpoint."""
     read = [name for name in names if name in from_environment]
     if not read:
         return f"{list(names)} could not be stored as JSON"
@@ -180,7 +180,7 @@ def _literal(text: str) -> Any:
 
 
 def _device(map_location: MapLocation) -> torch.device:
-    """Return where a module goes whose weights were read on the CPU."""
+    """Return the device for a module whose weights were read on the CPU."""
     if map_location is None:
         return torch.device("cpu")
     if isinstance(map_location, str | torch.device):

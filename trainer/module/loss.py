@@ -1,4 +1,4 @@
-"""Losses: what a training step returns, in one form."""
+"""Losses: the result of a training step, in one form."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...strategies.errors import ModuleError
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum of losses and what it is a sum over, where the unit is not the sample: tokens, pixels, boxes.
+    """A sum of losses and the number of its terms, where the unit is not the sample: tokens, pixels, boxes.
 
-    The gradient of an optimizer step is then the sum of all totals over the sum of all counts, over micro-batches and
-    ranks: a batch with few tokens weighs little, as it would in one large batch.
+    The gradient of an optimizer step is then that of the sum of all totals divided by the sum of all counts, over
+    micro-batches and ranks: a batch with few tokens weighs little, as it would in one large batch.
 
     Args:
-        total: scalar, with gradient.
-        count: how many units `total` sums over; a tensor stays on its device.
+        total: a scalar with a gradient.
+        count: the number of units that `total` sums over; a tensor stays on its device.
     """
 
     total: Tensor
@@ -35,21 +35,21 @@ class Loss:
 
     @property
     def mean(self) -> Tensor:
-        """The loss per unit of this micro-batch; 0 where it has none."""
+        """The loss per unit of this micro-batch; 0 if it has no units."""
         return self.total / nonzero(self.count)
 
     def __add__(self, other: Loss) -> Loss:
-        """Return the loss over the units of both, of which each computed some."""
+        """Return the loss over the units of both."""
         return Loss(self.total + other.total, self.count + other.count)
 
 
 def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | None = None) -> Tensor | Loss | None:
     """Return the loss in what a training step returned: a tensor, a mapping with ``"loss"``, `Loss`, or None to skip.
 
-    The module is named if it is frozen.
+    The error names the module if it is frozen.
 
     Raises:
-        ModuleError: when it is something else, is no scalar, or has no gradient.
+        ModuleError: if it is something else, is not a scalar, or has no gradient.
     """
     if isinstance(output, Mapping):
         if "loss" not in output:
@@ -85,17 +85,17 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
 
 
 def nonzero(count: Tensor | float) -> Tensor | float:
-    """Return a count, or 1 for none: a sum over nothing is 0, and stays it when it is divided."""
+    """Return a count, or 1 for 0: a sum over nothing is 0, and so is its mean."""
     return count + (count == 0)
 
 
 def mean_of(loss: Tensor | Loss) -> Tensor:
-    """Return the loss of a micro-batch that is a whole step."""
+    """Return the mean loss of a micro-batch that is a whole step."""
     return loss.mean if isinstance(loss, Loss) else loss
 
 
 def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
-    """Return what ``on_train_batch_end`` gets: the detached ``"loss"`` and what was returned beside it."""
+    """Return the `outputs` of ``on_train_batch_end``: the detached ``"loss"`` and whatever else the step returned."""
     if output is None:
         return None
     if isinstance(output, Mapping):
@@ -104,6 +104,6 @@ def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
 
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number as a detached float64 tensor where `like` is (float32 on a device without float64)."""
+    """Return a number as a detached float64 tensor on the device of `like` (float32 on devices without float64)."""
     dtype = torch.float32 if like.device.type == "mps" else torch.float64
     return torch.as_tensor(value, device=like.device).detach().to(dtype)

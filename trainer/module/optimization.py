@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Optimization:
-    """Methods with which a module is optimized; override some, call the others in manual optimization."""
+    """Methods that optimize a module; override some, call the others in manual optimization."""
 
     automatic_optimization: bool = True
-    """False: `training_step` calls `manual_backward` and steps its optimizers itself (a GAN, say)."""
+    """False: `training_step` calls `manual_backward` and steps the optimizers itself, as for a GAN."""
 
     _managed_optimizers: Sequence[ManagedOptimizer] = ()
     _manual_backward: Callable[..., None]
@@ -35,12 +35,12 @@ class Optimization:
         def trainer(self) -> Run: ...
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer; or several, with schedulers or without.
+        """Return an optimizer, or several, with or without schedulers.
 
-        That is: an optimizer; a list of them; two lists, of optimizers and schedulers; a dict with ``"optimizer"``,
-        ``"lr_scheduler"`` and ``"monitor"``; a list of such dicts; None to train without one. A scheduler is given
-        bare, or as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``), ``frequency``, ``monitor``,
-        ``strict``, ``name``, ``reduce_on_plateau``.
+        The forms are: an optimizer; a list of them; two lists, of optimizers and schedulers; a dict with
+        ``"optimizer"``, ``"lr_scheduler"`` and ``"monitor"``; a list of such dicts; None to train without an optimizer.
+        A scheduler is given as it is, or as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``),
+        ``frequency``, ``monitor``, ``strict``, ``name``, ``reduce_on_plateau``.
         """
         raise ModuleError(
             f"{type(self).__name__} defines no configure_optimizers; define it to return an optimizer, "
@@ -48,29 +48,29 @@ class Optimization:
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; override to do it in another way."""
+        """Compute the gradients of a loss; override to do it differently."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Update the parameters of one optimizer; override for a warm-up, say, and call ``optimizer.step(closure)``.
+        """Update the parameters of one optimizer; override it, for a warm-up say, and call ``optimizer.step(closure)``.
 
-        The gradients are complete and clipped; the closure returns the loss (and computes it again for an optimizer
-        that asks repeatedly, such as LBFGS).
+        The gradients are complete and clipped; the closure returns the loss (and recomputes it for an optimizer that
+        calls it repeatedly, such as LBFGS).
         """
         optimizer.step(optimizer_closure)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients before an update; override to clip in another way."""
+        """Clip the gradients before an update; override to clip differently."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of an optimizer, by their global ``norm`` or each by ``value``; None does nothing."""
+        """Clip the gradients of an optimizer, by their global ``norm`` or each ``value``; None does nothing."""
         if gradient_clip_val is None:
             return
         algorithm = gradient_clip_algorithm or "norm"
@@ -81,22 +81,22 @@ class Optimization:
         strategy.clip(unwrap(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of several; their ``step`` obeys precision and strategy.
+        """Return the optimizer, or a list of several; their ``step`` applies precision and strategy.
 
         Args:
-            use_pl_optimizer: False for the bare torch optimizers (the name is Lightning's).
+            use_pl_optimizer: False for the plain torch optimizers (the name is Lightning's).
         """
         managed = self._managed_optimizers
         optimizers = list(managed) if use_pl_optimizer else [each.optimizer for each in managed]
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, a list of several, or None; manual optimization steps them itself."""
+        """Return the scheduler, a list of several, or None; in manual optimization, step them yourself."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Call instead of ``loss.backward()`` in manual optimization, so that precision and strategy are obeyed."""
+        """Call instead of ``loss.backward()`` in manual optimization, to apply precision and strategy."""
         if self.automatic_optimization:
             raise RunError(
                 f"manual_backward was called with automatic_optimization={self.automatic_optimization}; "
@@ -105,7 +105,7 @@ class Optimization:
         self._manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Let only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
+        """Make only the parameters of this optimizer require gradients, until `untoggle_optimizer`."""
         if self._toggled:
             raise RunError(
                 f"toggle_optimizer was called twice, and {len(self._toggled)} parameters are still switched off; "
@@ -134,7 +134,7 @@ class Optimization:
             self.untoggle_optimizer(optimizer)
 
     def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer], backward: Callable[..., None]) -> None:
-        """Take what `optimizers` returns, and what `manual_backward` does."""
+        """Set what `optimizers` returns and what `manual_backward` calls."""
         self._managed_optimizers, self._manual_backward = optimizers, backward
 
 

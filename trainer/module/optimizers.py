@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of a module: `configure_optimizers` in one form, and optimizers as the user holds them."""
+"""Optimizers and schedulers of a module: `configure_optimizers` in one form, and the optimizers that users hold."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _KEYS: Final = ("optimizer", "lr_scheduler", "monitor")
 
 @dataclass
 class LRSchedulerConfig:
-    """A learning rate scheduler and when it is stepped; the keys are Lightning's."""
+    """A learning rate scheduler and when to step it; the keys are Lightning's."""
 
     scheduler: Any
     interval: str = "epoch"
     """``epoch``: when an epoch ends; ``step``: after each optimizer step."""
     frequency: int = 1
-    """The number of epochs or steps between two of its steps."""
+    """The number of epochs or steps from one of its steps to the next."""
     monitor: str | None = None
     """The metric that a ReduceLROnPlateau is stepped with."""
     strict: bool = True
-    """Whether a monitored metric that is absent is an error; otherwise the scheduler is not stepped."""
+    """Whether a missing monitored metric is an error; otherwise the scheduler is not stepped."""
     name: str | None = None
     """The name that `LearningRateMonitor` gives it."""
     reduce_on_plateau: bool | None = None
@@ -71,9 +71,9 @@ class Optimizers:
 
 
 class ManagedOptimizer:
-    """An optimizer as ``self.optimizers()`` gives it: its `step` obeys precision and strategy; all else is torch's.
+    """An optimizer from ``self.optimizers()``: its `step` applies precision and strategy; all else is torch's.
 
-    It passes for an instance of its optimizer's class, also with a torch scheduler.
+    It passes as an instance of its optimizer's class, also for torch's schedulers.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], None]) -> None:
@@ -85,11 +85,11 @@ class ManagedOptimizer:
         return type(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters; with a closure, which computes loss and gradients, call that first."""
+        """Update the parameters; a closure, which computes loss and gradients, is called first."""
         self._step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Reset the gradients."""
         if set_to_none:
             self._drop_gradients()
         else:
@@ -103,10 +103,10 @@ class ManagedOptimizer:
 
 
 def zero_grad_of(optimizer: Optimizer) -> Callable[[], None]:
-    """Return the optimizer's `zero_grad`, or what does the same to the gradients in an eighth of the time.
+    """Return the optimizer's `zero_grad`, or a function that does the same in an eighth of the time.
 
-    `torch.optim.Optimizer.zero_grad` opens a range for the profiler and looks at each gradient before it drops it; for
-    a small model that is 5% of a step.
+    `torch.optim.Optimizer.zero_grad` opens a profiler range and looks at each gradient before it drops it; for a small
+    model that is 5% of a step.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         return optimizer.zero_grad
@@ -120,10 +120,10 @@ def zero_grad_of(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the optimizer's `step`, without the range that torch opens for a profiler while there is none.
+    """Return the optimizer's `step`, without the profiler range that torch opens even when nothing is profiled.
 
-    That takes 12 us, which is 10% of a small model's step. Hooks of the optimizer, profilers, and what has replaced the
-    method see each step as ever; but a scheduler, which only notes that there was one, sees the first.
+    That range takes 12 us, 10% of a small model's step. Hooks of the optimizer, profilers, and whatever has replaced
+    the method see each step as usual; a scheduler, which only notes that there was one, sees the first.
     """
     attributes, method = vars(optimizer), type(optimizer).step
     inner: Any = getattr(method, "__wrapped__", None) if getattr(method, "hooked", False) else None
@@ -149,7 +149,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def parse_optimizers(returned: Any) -> Optimizers:
-    """Bring what ``configure_optimizers`` returned into one form.
+    """Convert what ``configure_optimizers`` returned into one form.
 
     Raises:
         ModuleError: for a form that Lightning does not accept either.
@@ -187,7 +187,7 @@ def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
 
 
 def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
-    """Return a scheduler's config; a metric to monitor beside it is for a ReduceLROnPlateau that is given bare."""
+    """Return a scheduler's config; `monitor` is used for a ReduceLROnPlateau given without a config."""
     if not isinstance(given, Mapping):
         return LRSchedulerConfig(given, monitor=monitor if isinstance(given, ReduceLROnPlateau) else None)
     if "scheduler" not in given:
@@ -232,10 +232,10 @@ def _wrong(value: object) -> ModuleError:
 
 
 def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Check that the optimizers hold parameters of the module, as it is after setup.
+    """Check that the optimizers hold parameters of the module as it is after setup.
 
     Raises:
-        ModuleError: if one holds none of them: it would train nothing.
+        ModuleError: if one holds none of them, since it would train nothing.
     """
     own = set(module.parameters())
     for optimizer in optimizers:
@@ -248,7 +248,7 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
 
 
 def tell_of_several(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Say that all of several optimizers step with every loss, where Lightning asks for manual optimization."""
+    """Log that all of several optimizers step with every loss, where Lightning requires manual optimization."""
     if len(optimizers) > 1:
         kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         _log.info(
@@ -259,7 +259,7 @@ def tell_of_several(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
 
 
 def warn_of_shared_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Say that a parameter is in two optimizers, where each of them steps with every loss."""
+    """Warn that a parameter is in two optimizers, each of which steps with every loss."""
     owners: dict[nn.Parameter, str] = {}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
@@ -278,7 +278,7 @@ def warn_of_shared_parameters(optimizers: Sequence[Optimizer], module: nn.Module
 
 
 def check_monitors(schedulers: Sequence[LRSchedulerConfig]) -> None:
-    """Check that schedulers that are stepped with a metric name it.
+    """Check that each scheduler that is stepped with a metric names the metric.
 
     Raises:
         ModuleError: if one does not.

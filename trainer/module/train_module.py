@@ -1,4 +1,4 @@
-"""TrainModule: a torch module with its training step, its optimizers and its logging."""
+"""TrainModule: a torch module with its training step, optimizers and logging."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from .optimization import Optimization
 
 
 class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, HyperparametersMixin, nn.Module):
-    """A model, its steps and its optimizers, with Lightning's names: port a ``LightningModule`` by its base class.
+    """A model, its steps and its optimizers, with Lightning's names: change the base class to port a module.
 
-    Define `training_step` and `configure_optimizers` to fit, `validation_step`, `test_step` and `predict_step` for the
-    other three. Everything else has a default.
+    Define `training_step` and `configure_optimizers` for ``fit``; `validation_step`, `test_step` and `predict_step` for
+    the other three methods. Everything else has a default.
     """
 
     example_input_array: Any = None
-    """An input of ``forward``, for the graph in TensorBoard and the shapes in the model summary."""
+    """An example input of ``forward``, for the graph in TensorBoard and the shapes in the model summary."""
     strict_loading: bool = True
-    """Whether a checkpoint must have exactly this module's weights."""
+    """Whether a checkpoint must contain exactly this module's weights."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
-    """Under which `on_save_checkpoint` and `on_load_checkpoint` see the hyper-parameters."""
+    """The key under which `on_save_checkpoint` and `on_load_checkpoint` see the hyper-parameters."""
     CHECKPOINT_HYPER_PARAMS_NAME = "hyper_parameters_argument"
-    """Under which they see the name of the argument that holds them, or None."""
+    """The key of the name of the argument that holds them, or None."""
     CHECKPOINT_HYPER_PARAMS_TYPE = "hyper_parameters_type"
-    """Under which they see ``"omegaconf"`` if the hyper-parameters are such a container, or None."""
+    """The key of ``"omegaconf"`` if the hyper-parameters are an OmegaConf container, else None."""
 
     _trainer: Run | None = None
     _metrics: Metrics | None = None
@@ -87,33 +87,34 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
             raise
 
     def batch_size_of(self, batch: Any) -> int:
-        """Return the number of samples in a batch: what `log` and the mean over micro-batches and ranks weigh it by.
+        """Return the number of samples in a batch: its weight in `log` and in means over micro-batches and ranks.
 
-        Override for batches of another kind. By default it is the length of the first tensor; where the loader's
-        sampler knows the number, that is used without asking.
+        Override it for other kinds of batches. The default is the length of the first tensor. It is not called if the
+        loader's sampler knows the number.
         """
         return size_of(batch)
 
     # --- what the user builds ----------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Build layers here rather than in ``__init__`` when the strategy should decide where; may be called twice."""
+        """Build layers here, not in ``__init__``, to let the strategy decide where; may be called more than once."""
 
     def configure_sharding(self, mesh: Any) -> None:
-        """Shard parts of the module with torch's ``fully_shard(part, mesh=mesh)``, inner ones first.
+        """Shard submodules with torch's ``fully_shard(submodule, mesh=mesh)``, inner ones first.
 
-        Called by a strategy that shards parameters, which then shards the rest; by default it chooses the parts, too.
+        Called by a strategy that shards parameters, which then shards the rest; by default it also chooses the
+        submodules.
         """
 
     def sequence_dims(self, batch: Any) -> Any:
-        """Return which dimension of each tensor in a batch is a sequence, None for no one, in the batch's structure.
+        """Return the sequence dimension of each tensor in a batch, or None, in the structure of the batch.
 
-        Asked by a strategy that cuts sequences over ranks (``cp``); by default its ``sequence_dim`` holds for all.
+        Called by a strategy that splits sequences over ranks (``cp``); by default its ``sequence_dim`` applies to all.
         """
         return None
 
     def configure_callbacks(self) -> Callback | Sequence[Callback]:
-        """Return callbacks that this module brings along; they replace the trainer's of the same class."""
+        """Return callbacks to add for this module; they replace the trainer's callbacks of the same class."""
         return []
 
     # --- logging -----------------------------------------------------------------------------------------------------
@@ -136,25 +137,25 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a number under a name; it stays a tensor until someone reads it.
+        """Log a number under a name; it stays a tensor until it is read.
 
         Args:
-            name: how loggers, the progress bar and ``monitor`` call it; with both `on_step` and `on_epoch` also
+            name: the name for loggers, the progress bar and ``monitor``; with both `on_step` and `on_epoch` also
                 ``name_step`` and ``name_epoch``.
             value: a scalar tensor, a number, or a torchmetrics ``Metric``.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers.
-            on_step: report each step's value; by default in training batches only.
-            on_epoch: report the epoch's; by default everywhere else.
-            reduce_fx: how an epoch's values become one: ``mean`` or ``avg`` (weighted by samples), ``sum``, ``min``,
+            on_step: report each step's value; by default only in training batches.
+            on_epoch: report the epoch's value; by default everywhere else.
+            reduce_fx: how an epoch's values are reduced: ``mean`` or ``avg`` (weighted by samples), ``sum``, ``min``,
                 ``max``, or a function of the stacked values.
-            enable_graph: keep the autograd graph of the value, as long as one process computes it.
-            sync_dist: reduce over all ranks (when read, not when logged); False: each rank keeps its own.
-            sync_dist_group: None; values are reduced over all ranks.
-            add_dataloader_idx: append ``/dataloader_idx_N`` where several loaders are evaluated.
+            enable_graph: keep the autograd graph of the value, if a single process computes it.
+            sync_dist: reduce over all ranks (when read, not when logged); False: each rank keeps its own value.
+            sync_dist_group: must be None; values are reduced over all ranks.
+            add_dataloader_idx: append ``/dataloader_idx_N`` if several loaders are evaluated.
             batch_size: the weight of this value; by default the number of samples in the batch.
-            metric_attribute: name of the attribute that holds a ``Metric``; it is found without, too.
-            rank_zero_only: the value of rank 0 counts for all.
+            metric_attribute: the name of the attribute that holds a ``Metric``; not needed, since it is found anyway.
+            rank_zero_only: use rank 0's value on all ranks.
 
         Raises:
             ModuleError: if the value is not a scalar, or nothing can be logged here.
@@ -190,13 +191,13 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         metrics.log(name, value, scope, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several numbers at once, each by `log` with these options; also a torchmetrics ``MetricCollection``."""
+        """Log several numbers, or a torchmetrics ``MetricCollection``, each with `log` and these options."""
         if not hasattr(dictionary, "items"):
             raise ModuleError(
                 f"self.log_dict must get a dict of names and numbers, got {type(dictionary).__name__} "
                 f"({dictionary!r:.60}); use self.log for one number."
             )
-        # a copy of the state, the default, would end the sharing of it among a collection's metrics
+        # the default, a copy of the state, would end its sharing among a collection's metrics
         items: Any = dictionary.items
         if _is_collection(dictionary):
             items = partial(items, copy_state=False)
@@ -213,14 +214,14 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
             print(*values, sep=sep, end=end, file=file)
 
     def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
-        """Return tensors and numbers of all ranks, stacked in a new first dimension; unchanged on one process.
+        """Return tensors and numbers of all ranks, stacked in a new first dimension; unchanged with one process.
 
-        Collective: every rank of the group calls it, with the same structure and the same shapes. On all ranks, sizes
-        are compared before; nothing is padded.
+        Collective: every rank of the group calls it, with the same structure and shapes. Without a `group`, shapes are
+        compared first; nothing is padded.
 
         Args:
             data: tensors and numbers, in lists, tuples and dicts.
-            group: a process group of torch's; by default all ranks.
+            group: a torch process group; by default all data ranks.
             sync_grads: let gradients flow back to the rank that a tensor came from.
 
         Raises:
@@ -235,7 +236,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         """The trainer that runs this module.
 
         Raises:
-            RunError: while none does.
+            RunError: if there is none.
         """
         if self._trainer is None:
             raise RunError(f"{type(self).__name__}.trainer is None outside a run; call trainer.fit(module) first.")
@@ -246,7 +247,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         self.attach(trainer, None)
 
     def attach(self, trainer: Run | None, metrics: Metrics | None) -> None:
-        """Let a trainer run this module and those inside it, with what `log` writes to; None to ignore it."""
+        """Attach this module and its submodules to a trainer, and to the metrics that `log` writes to (or None)."""
         self._trainer, self._metrics = trainer, metrics
         for child in self.children():
             if isinstance(child, TrainModule):
@@ -286,7 +287,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of a strategy that lets the module parallelize itself; None, as there is no such strategy."""
+        """Always None: no strategy lets the module parallelize itself over a mesh."""
         return None
 
     @property
@@ -307,13 +308,13 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> Self:
-        """Let no parameter require gradients, switch to eval mode, and return the module."""
+        """Freeze all parameters, switch to eval mode, and return the module."""
         for parameter in self.parameters():
             parameter.requires_grad = False
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Let every parameter require gradients, switch to train mode, and return the module."""
+        """Make all parameters require gradients, switch to train mode, and return the module."""
         for parameter in self.parameters():
             parameter.requires_grad = True
         return self.train()
@@ -330,32 +331,32 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     ) -> Self:
         """Build the module with its saved hyper-parameters (those in `kwargs` win) and load its weights.
 
-        `configure_model` and `on_load_checkpoint` are called before.
+        `configure_model` and `on_load_checkpoint` are called before the weights are loaded.
 
         Args:
-            checkpoint_path: a checkpoint of Echelon.
-            map_location: the device to put the module on; or, as for ``torch.load``, a dict or a function that names
-                it for ``"cpu"``, where checkpoints are read.
+            checkpoint_path: an Echelon checkpoint.
+            map_location: the device of the module; or, as for ``torch.load``, a dict or a function that maps ``"cpu"``,
+                where checkpoints are read, to it.
             hparams_file: a YAML or CSV file with hyper-parameters that replace the saved ones.
             strict: whether names and shapes must match exactly; by default `strict_loading`.
-            weights_only: anything; a checkpoint holds no pickled objects, so that loading one never runs its code.
-            kwargs: arguments of the constructor, for what was not, or could not be, saved; others are left out.
+            weights_only: ignored; a checkpoint holds no pickled objects, so loading one never runs its code.
+            kwargs: arguments of the constructor that were not, or could not be, saved; unknown ones are left out.
 
         Raises:
-            CheckpointError: if the checkpoint is absent or damaged, or the weights do not fit.
-            ModuleError: if it is called on an instance, which stays as it is: the new module is returned.
+            CheckpointError: if the checkpoint is missing or damaged, or the weights do not fit.
+            ModuleError: if it is called on an instance, which would not change: the new module is returned.
             ConfigError: if `strict` contradicts the `strict_loading` that the module sets.
         """
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the run and compiled code behind: a copied or pickled module belongs to no trainer."""
+        """Leave out the run and compiled code: a copied or pickled module belongs to no trainer."""
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         return {key: value for key, value in state.items() if key not in _OF_THE_RUN}
 
 
 _kinds = TrainModule.__mro__[:-2]
-# TorchScript leaves alone what asks for a trainer, and what it has no type for
+# TorchScript skips properties that need a trainer, and those whose type it does not know
 TrainModule.__jit_unused_properties__ = [  # type: ignore[attr-defined]
     name for kind in _kinds for name, value in vars(kind).items() if isinstance(value, property)
 ]

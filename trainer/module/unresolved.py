@@ -1,4 +1,4 @@
-"""Interpolations kept in stored values: what came from the environment is stored as ``${oc.env:TOKEN}``."""
+"""Interpolations kept in stored values: a value from the environment is stored as ``${oc.env:TOKEN}``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _RESOLVER: Final = re.compile(r"\$\{[^{}]*:")
 
 
 def unresolved(raw: Any, value: Any) -> Any:
-    """Return a resolved value with the interpolations left in it whose result came from a resolver.
+    """Return a resolved value in which the interpolations that used a resolver are kept.
 
-    A plain reference copies the value that it refers to: what holds a secret is found by its text.
+    A plain reference copies the value that it refers to, so values that contain a secret are found by their text.
     """
     return _merged(raw, value, {"${", *_results_of_resolvers(raw, value)})
 
 
 def without_environment(value: Any) -> Any:
-    """Return hyper-parameters in which texts from the environment are replaced by their interpolations."""
+    """Return hyper-parameters with strings from the environment replaced by their interpolations."""
     if isinstance(value, FromEnvironment):
         return value.interpolation
     if type(value).__module__.startswith("omegaconf."):
@@ -32,7 +32,7 @@ def without_environment(value: Any) -> Any:
 
 
 def marked_container(container: Any) -> Any:
-    """Return the content of a container of OmegaConf, where texts carry the interpolations that gave them."""
+    """Return the contents of an OmegaConf container, with strings that carry the interpolations they came from."""
     from omegaconf import OmegaConf
 
     raw, value = (OmegaConf.to_container(container, resolve=resolve) for resolve in (False, True))
@@ -40,7 +40,7 @@ def marked_container(container: Any) -> Any:
 
 
 def is_from_environment(value: Any) -> bool:
-    """Return whether a text from the environment is in a hyper-parameter."""
+    """Return whether a hyper-parameter contains a string from the environment."""
     if isinstance(value, Mapping):
         return any(map(is_from_environment, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -49,7 +49,7 @@ def is_from_environment(value: Any) -> bool:
 
 
 def with_marks(value: Any) -> Any:
-    """Return what a logger has written, with its interpolations as texts from the environment."""
+    """Return what a logger has written, with interpolations marked as strings from the environment."""
     if isinstance(value, dict):
         return {name: with_marks(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -58,7 +58,7 @@ def with_marks(value: Any) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Return loaded values in which OmegaConf finds no interpolation: a file may not call resolvers."""
+    """Return loaded values with interpolations escaped for OmegaConf: a file may not call resolvers."""
     if isinstance(value, Mapping):
         return {name: escaped(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ def escaped(value: Any) -> Any:
 
 
 def _merged(raw: Any, value: Any, kept: Set[str]) -> Any:
-    """Return a resolved value with those interpolations left in it whose result holds one of the texts in `kept`."""
+    """Return a resolved value in which the interpolations whose result contains a string of `kept` are kept."""
     if isinstance(raw, dict):
         return {str(key): _merged(item, value[key], kept) for key, item in raw.items()}
     if isinstance(raw, list):
@@ -78,7 +78,7 @@ def _merged(raw: Any, value: Any, kept: Set[str]) -> Any:
 
 
 def _results_of_resolvers(raw: Any, value: Any) -> Iterator[str]:
-    """Yield the texts inside a resolved value that come from resolvers, such as ``${oc.env:TOKEN}``."""
+    """Yield the strings inside a resolved value that come from resolvers, such as ``${oc.env:TOKEN}``."""
     if isinstance(raw, dict):
         for key, item in raw.items():
             yield from _results_of_resolvers(item, value[key])
