@@ -1,6 +1,6 @@
 """Callbacks, one file each: parts that plug into the hooks of the loop.
 
-The contract is in `run` (what a hook may ask), `callback` (the hooks and their order) and `dispatch` (who overrides
+The contract is in `run` (what a hook may use), `callback` (the hooks and their order) and `dispatch` (who overrides
 which). To add a callback to the package, add its file here and its line below; code that several share is in `helpers`.
 """
 

@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: set the number of micro-batches per step by epoch."""
+"""GradientAccumulationScheduler: set the number of micro-batches per step, by epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GradientAccumulationScheduler(Callback):
     """Set ``accumulate_grad_batches`` when an epoch begins.
 
     Args:
-        scheduling: maps an epoch (from 0) to the micro-batches per step from that epoch on; before the first it is 1.
+        scheduling: maps an epoch (from 0) to the micro-batches per step from that epoch on; 1 before the first.
 
     Raises:
         ConfigError: for an empty mapping, an epoch below 0 or fewer than 1 micro-batch.
@@ -42,7 +42,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Refuse a trainer that sets the number, too."""
+        """Refuse a trainer that also sets the number."""
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
                 "GradientAccumulationScheduler sets accumulate_grad_batches, but the trainer has it, too, got "
@@ -50,7 +50,7 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Set the number of this epoch."""
+        """Set the number for this epoch."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
 

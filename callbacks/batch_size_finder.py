@@ -1,4 +1,4 @@
-"""BatchSizeFinder: find the largest micro-batch that fits into memory, and cut the same optimizer steps into such."""
+"""BatchSizeFinder: find the largest micro-batch that fits into memory; the optimizer steps stay the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Mode = Literal["power", "binsearch"]
 
 _DEFAULT_NAME: Final = "batch_size"
 _AT_A_TIME: Final = 2
-"""Micro-batches of a step that is tried: with the second there are gradients of another one."""
+"""Micro-batches of a trial step: during the second, the gradients of the first are in memory."""
 _STATE: Final = {"batch_size": COUNT, "trials": [{"size": COUNT, "fits": bool, "samples_per_second": NUMBER}]}
 
 _log = logging.getLogger(__name__)
@@ -32,26 +32,26 @@ _log = logging.getLogger(__name__)
 class BatchSizeFinder(Callback):
     """Try larger and larger micro-batches when `fit` begins, until memory runs out, and train with the largest.
 
-    The steps stay the same: what is found is how many samples go through the module at once, and the accumulation
-    follows. A step has ``Trainer(global_batch_size=)`` samples, by default the loader's ``batch_size`` times
-    ``accumulate_grad_batches``, and no micro-batch is larger. The steps that are tried are taken back. Layers that
-    compute over the micro-batch, such as BatchNorm, see another one.
+    The optimizer steps stay the same: the search determines how many samples go through the module at once, and the
+    accumulation follows. A step has ``Trainer(global_batch_size=)`` samples, by default the loader's ``batch_size``
+    times ``accumulate_grad_batches``, and no micro-batch is larger. The trial steps are undone. Layers that compute
+    over the micro-batch, such as BatchNorm, see a different one.
 
-    It searches in one process, for data of one DataLoader; a run that is resumed has the size of its checkpoint.
+    It searches in one process, for data from one DataLoader; a resumed run uses the size in its checkpoint.
 
     Args:
         mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then looks between the last two.
-        steps_per_trial: optimizer steps with each size, after a first one that makes the optimizer's state.
-        init_val: the first size; if it does not fit, its halves are tried.
-        max_trials: how many sizes are tried at most.
+        steps_per_trial: optimizer steps with each size, after a first one that creates the optimizer's state.
+        init_val: the first size; if it does not fit, it is halved until one does.
+        max_trials: the maximum number of sizes to try.
         batch_arg_name: the attribute of module, data module or their ``hparams`` that gets the size, if there is one;
-            with another name than the default there must be one. A loader that is made with it for another `fit` makes
-            larger steps, unless ``global_batch_size`` is given.
+            a name other than the default must exist. If a loader is built with it for another `fit`, the steps are
+            larger there, unless ``global_batch_size`` is given.
         margin: with ``"binsearch"``, the fraction of the found size that is left free.
         max_val: the largest size.
 
     Raises:
-        ConfigError: for arguments that cannot be.
+        ConfigError: for invalid arguments.
     """
 
     SUPPORTED_MODES: ClassVar[tuple[str, ...]] = get_args(Mode)
@@ -87,18 +87,18 @@ class BatchSizeFinder(Callback):
         self._margin, self._max_val = margin, max_val
         self._is_fit = False
         self.optimal_batch_size: int | None = None
-        """The size that was found; None before."""
+        """The size that was found; None before the search."""
         self.trials: list[dict[str, Any]] = []
-        """The sizes that were tried, in order: ``size``, ``fits`` and ``samples_per_second`` (0 if it does not)."""
+        """The sizes tried, in order: ``size``, ``fits`` and ``samples_per_second`` (0 if it does not fit)."""
 
     # --- the search --------------------------------------------------------------------------------------------------
 
     def scale_batch_size(self, trainer: Run, module: nn.Module) -> None:
-        """Search now, between two optimizer steps, and cut the steps anew.
+        """Search now, between two optimizer steps, and recut the steps.
 
         Raises:
-            ConfigError: for data that is not cut by samples, and as `validate`.
-            ModuleError: as `validate`.
+            ConfigError: for data that is not cut by samples, and as in `validate`.
+            ModuleError: as in `validate`.
         """
         tunable = cast(Tunable, trainer)
         if tunable.fast_dev_run:
@@ -118,16 +118,16 @@ class BatchSizeFinder(Callback):
         say(f"BatchSizeFinder sets micro-batches of {size} samples, {parts} a step, which has {whole} as before.")
 
     def validate(self, module: nn.Module, strategy: Strategy, find_attribute: Callable[..., str | None]) -> None:
-        """Raise what is wrong with a search in this run; also called in the user's process, before others start.
+        """Raise if this run cannot be searched; also called in the user's process, before others start.
 
         Args:
-            module: what is trained.
-            strategy: how.
+            module: the module to train.
+            strategy: the strategy of the run.
             find_attribute: returns the first of some names that the module, the data module or their ``hparams`` have.
 
         Raises:
-            ConfigError: with several processes, a strategy that cannot take steps back, or manual optimization.
-            ModuleError: if there is no attribute of the name that was given.
+            ConfigError: with several processes, a strategy that cannot undo steps, or manual optimization.
+            ModuleError: if there is no attribute with the given name.
         """
         num_processes = strategy.environment.world_size
         if num_processes > 1:
@@ -144,7 +144,7 @@ class BatchSizeFinder(Callback):
             )
 
     def _search(self, tunable: Tunable, most: int) -> int:
-        """Return the largest size that fits, as far as the trials go."""
+        """Return the largest size that fits, among those tried."""
         size, best, too_large = min(self._init_val, most), 0, 0
         while self._may_try():
             if self._fits(tunable, size):
@@ -162,7 +162,7 @@ class BatchSizeFinder(Callback):
             best, too_large = (middle, too_large) if self._fits(tunable, middle) else (best, middle)
         if self._mode == "binsearch" and best and too_large:
             best = max(1, int(best * (1 - self._margin)))
-        # in many micro-batches the allocator's gaps grow
+        # the allocator's fragmentation grows over many micro-batches
         while best and not self._fits(tunable, best, in_whole_steps=True):
             best = best // 2 if self._mode == "power" else int(best * 0.9)
         if not best:
@@ -198,11 +198,11 @@ class BatchSizeFinder(Callback):
         return fits
 
     def plot(self, show: bool = False, ax: Any = None) -> Any:
-        """Draw the samples per second over the sizes that fit, with those that do not, and return the figure.
+        """Plot the samples per second of the sizes that fit, mark those that do not, and return the figure.
 
         Args:
             show: open a window with it.
-            ax: the axes of Matplotlib to draw on; by default those of a new figure.
+            ax: the Matplotlib axes to draw on; by default those of a new figure.
 
         Raises:
             MissingDependencyError: if Matplotlib is not installed.
@@ -237,18 +237,18 @@ class BatchSizeFinder(Callback):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Note whether this is a fit: it is not searched in others."""
+        """Note whether this is a fit, the only stage with a search."""
         self._is_fit = stage == "fit"
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Cut the steps of a resumed run as those of its checkpoint, before its position is loaded."""
+        """Cut the steps of a resumed run as in its checkpoint, before its position is loaded."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if self._is_fit and state:
             check(state, _STATE, "The saved state of BatchSizeFinder")
             cast(Tunable, trainer).set_micro_batch_size(state["batch_size"])
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Search, unless a resumed run has the size."""
+        """Search, unless a resumed run already has the size."""
         if self.optimal_batch_size is None or trainer.global_step == 0:
             self.scale_batch_size(trainer, module)
 

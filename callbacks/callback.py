@@ -14,9 +14,9 @@ from .run import Run
 
 
 class Callback:
-    """A part that plugs into a run: override the hooks you need; the others are never called.
+    """Base of callbacks: override the hooks you need; the others are never called.
 
-    A fit calls the hooks in this order; evaluation and what is due less often are only named where they happen::
+    A fit calls the hooks in this order; evaluation and hooks that are due less often are named where they happen::
 
         setup
         on_load_checkpoint; load_state_dict         # of a run that is resumed
@@ -52,22 +52,22 @@ class Callback:
             on_validation_epoch_end
             on_validation_end
 
-    Each hook runs on every rank, for the callbacks in the order of the list and then for the module (`ModuleHooks`).
-    Collectives are allowed in every hook but those of single batches and losses: a rank may have fewer of these.
-    A callback is pickled into the processes that `fit` starts; create what cannot be pickled in `setup`.
-    A callback asks `trainer` (a `Run`) and writes only the two fields of it that `Run` names.
+    Each hook runs on every rank, first for the callbacks in list order, then for the module (`ModuleHooks`).
+    Collectives are allowed in every hook except those of single batches and losses, which a rank may have fewer of.
+    A callback is pickled into the processes that `fit` starts; create unpicklable objects in `setup`.
+    A callback reads `trainer` (a `Run`), and sets only the two fields that `Run` lists.
     Names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
     """
 
     @property
     def state_key(self) -> str:
-        """The name under which this callback's state is saved; two callbacks with state need two names."""
+        """The key under which this callback's state is saved; two callbacks with state need different keys."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs and what is read after the run, as JSON values and tensors.
+        """Return the state that a resumed run or the caller needs afterwards, as JSON values and tensors.
 
-        Called on every rank; rank 0's is saved, and loaded by the caller's callback where `fit` starts processes.
+        Called on every rank; rank 0's is saved, and loaded into the caller's callback if `fit` starts processes.
         """
         return {}
 
@@ -75,18 +75,18 @@ class Callback:
         """Restore what `state_dict` returned, before `on_fit_start` of a resumed run or after a launched `fit`."""
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
-        """Raise a `ConfigError` if this callback cannot be part of a fit with a strategy or on so many devices.
+        """Raise a `ConfigError` if this callback cannot be part of a fit with this strategy or this many devices.
 
-        Called in the user's process before `fit` starts others, and again in each of them.
+        Called in the user's process before `fit` starts others, and again in each of those.
 
         Args:
             strategy: the strategy, not yet connected at the first call.
             world_size: the number of processes.
-            num_devices: the number of devices on which each of them computes.
+            num_devices: the number of devices that each process computes on.
         """
 
     def log(self, name: str, value: Any, **options: Any) -> None:
-        """Log a value as `TrainModule.log` does, from `setup` to `teardown`.
+        """Log a value like `TrainModule.log`, from `setup` to `teardown`.
 
         Raises:
             RunError: outside of a run.
@@ -94,7 +94,7 @@ class Callback:
         raise RunError(f"{type(self).__name__}.log({name!r}, ...) needs a run; call it in a hook.")
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several values as `TrainModule.log_dict` does, from `setup` to `teardown`.
+        """Log several values like `TrainModule.log_dict`, from `setup` to `teardown`.
 
         Raises:
             RunError: outside of a run.
@@ -104,20 +104,20 @@ class Callback:
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Called first, in every process, before the module is moved to its device.
 
-        `stage` is the method of the trainer: ``fit``, ``validate``, ``test`` or ``predict``.
+        `stage` is the trainer's method: ``fit``, ``validate``, ``test`` or ``predict``.
         """
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Called last, also after an error."""
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called when `fit` begins: the optimizers are made, a checkpoint to resume from is loaded."""
+        """Called when `fit` begins, once the optimizers exist and a checkpoint to resume from is loaded."""
 
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
         """Called when `fit` ends without an error."""
 
     def on_sanity_check_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called before the validation batches that check the module before training."""
+        """Called before the sanity check: the validation batches that are run before training."""
 
     def on_sanity_check_end(self, trainer: Run, module: nn.Module) -> None:
         """Called after the sanity check; what it logged is dropped."""
@@ -126,32 +126,32 @@ class Callback:
         """Called before the first epoch, after the sanity check."""
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last epoch, also of an interrupted run."""
+        """Called after the last epoch, also in an interrupted run."""
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called when an epoch begins, and again when a run is resumed inside it."""
+        """Called when an epoch begins, and again when a run is resumed inside one."""
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Called when an epoch ends, after its last validation."""
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> int | None:
-        """Called before each micro-batch, which is on the device. The module's may return -1 to end the epoch here."""
+        """Called before each micro-batch, on the device. The module's hook may return -1 to end the epoch here."""
         return None
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after each micro-batch, and after its update if it has one; `outputs` is from ``training_step``."""
+        """Called after each micro-batch and, if it has one, its update; `outputs` come from ``training_step``."""
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after each optimizer step, with its validation and its epoch's end; the place to save a checkpoint."""
+        """Called after each optimizer step, its validation and its epoch's end; the place to save a checkpoint."""
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
         """Called after the last `on_train_step_end`, however training ends: the last chance to save a checkpoint.
 
-        An epoch that is cut short has its `on_train_epoch_end` after it.
+        If an epoch is cut short, its `on_train_epoch_end` comes after this.
         """
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Called before a validation, that of the sanity check included."""
+        """Called before a validation, including the sanity check."""
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
         """Called after a validation; `trainer.callback_metrics` has its metrics."""
@@ -204,7 +204,7 @@ class Callback:
         """Called after `on_predict_start`, before the first batch."""
 
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last batch; `trainer.predictions` holds the predictions of all ranks."""
+        """Called after the last prediction batch; `trainer.predictions` holds the predictions of all ranks."""
 
     def on_predict_batch_start(
         self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -223,7 +223,7 @@ class Callback:
         """Called with the loss that ``training_step`` returned, before its gradients are computed."""
 
     def on_after_backward(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the backward pass of a micro-batch; gradients are still scaled with ``16-mixed``."""
+        """Called after the backward pass of a micro-batch; with ``16-mixed``, gradients are still scaled."""
 
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
         """Called when the gradients are complete and unscaled, before they are clipped."""
@@ -232,7 +232,7 @@ class Callback:
         """Called before `teardown` when anything raises, KeyboardInterrupt included."""
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written; add tensors and JSON values to it."""
+        """Called before a checkpoint is written; tensors and JSON values may be added to it."""
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Called after a checkpoint was read, before it is loaded."""
+        """Called after a checkpoint was read, before its state is loaded."""

@@ -26,15 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 class ChaosMonkey(Callback):
-    """Kills, stops or slows down workers, or removes their nodes, as a `Chaos` says: each event once in a run.
+    """Kills, stops or slows down workers, or removes their nodes, as a `Chaos` specifies: each event once per run.
 
-    Each event is marked before it happens, so that the resumed run passes the point unharmed. The hooks run on every
+    Each event is marked before it happens, so that the resumed run passes that point unharmed. The hooks run on every
     rank; only `setup` is collective. A step costs 0.2 us while nothing is due.
 
     Args:
         chaos: the faults to inject.
-        marks: remembers past events, and must outlive the worker; or a folder for them, which all nodes share.
-        round: number of times that the workers have been started again.
+        marks: remembers past events, and must outlive the worker; or a folder for them that all nodes share.
+        round: the number of times that the workers have been restarted.
         leave: tells the agent of this node to leave the run; needed for the action of that name.
         lose: kills the agent of this node; needed for the action of that name.
 
@@ -74,7 +74,7 @@ class ChaosMonkey(Callback):
     # --- the points --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Take this worker's rank and node, and begin the round. Collective: every rank calls it."""
+        """Note this worker's rank and node, and begin the round. Collective: every rank calls it."""
         if stage != "fit":
             return
         strategy, pid = trainer.strategy, os.getpid()
@@ -126,7 +126,7 @@ class ChaosMonkey(Callback):
         faults = self._chaos.at_random
         assert faults is not None
         if self._trains_since is None:
-            # a fault that fell due while nothing trained would hit the first step of every round
+            # a fault that became due while nothing trained would hit the first step of every round
             self._drawn_at = self._trains_since = time.time()
         while (before := self._marks.time_of(f"random-{self._num_drawn}")) is not None:
             self._drawn_at, self._num_drawn = max(before, self._trains_since), self._num_drawn + 1

@@ -23,19 +23,19 @@ _OF_CUDA: Final = (
     "num_alloc_retries",
     "num_ooms",
 )
-"""The keys of ``torch.cuda.memory_stats`` that show how full a GPU is, and whether its allocator has retried."""
+"""The keys of ``torch.cuda.memory_stats`` that show how full a GPU is and whether its allocator has retried."""
 
 
 class DeviceStatsMonitor(Callback):
     """Log the state of the device whenever the trainer logs a step, as ``DeviceStatsMonitor/...``.
 
-    Of a GPU: torch's memory statistics in bytes, under torch's names. Of the CPU: ``cpu_percent`` of this process (100
-    is one core) since the last reading, its memory ``rss_bytes`` (where the system reports it, else
-    ``peak_rss_bytes``), and the machine's ``load_1min``. The hooks run on every rank, rank 0 logs its own numbers,
+    For a GPU: torch's memory statistics in bytes, under torch's names. For the CPU: ``cpu_percent`` of this process
+    (100 is one core) since the last reading, its memory as ``rss_bytes`` (where the system reports it, else
+    ``peak_rss_bytes``), and the machine's ``load_1min``. The hooks run on every rank, rank 0 logs its own numbers, and
     nothing communicates.
 
     Args:
-        cpu_stats: whether to log the CPU's numbers; None: if the CPU is the device.
+        cpu_stats: whether to log the CPU's numbers; None: only if the CPU is the device.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -75,7 +75,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _memory() -> dict[str, float]:
-    """Return the memory of this process; nothing on a system that does not report it."""
+    """Return the memory of this process; empty on a system that does not report it."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         resident = int(pages.read_text(encoding="ascii").split()[1])

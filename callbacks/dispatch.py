@@ -1,4 +1,4 @@
-"""Dispatch of hooks: for each hook those that override it, resolved once per run instead of once per step."""
+"""Dispatch of hooks: for each hook, who overrides it, resolved once per run instead of once per step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HOOK_NAMES: Final = tuple(name for name in vars(Callback) if not name.startswith
 
 
 class Hooks:
-    """The hooks of one run: for each, an attribute with the callables to call, callbacks first, the module last.
+    """The hooks of one run: an attribute for each, with the callables to call, callbacks first, the module last.
 
-    The callables of callbacks already hold the trainer and the module: all of one name take the same arguments.
+    The callables of callbacks are bound to the trainer and the module, so all of one name take the same arguments.
     Between `setup` and `teardown` the callbacks' ``log`` and ``log_dict`` are the module's.
     """
 
@@ -46,17 +46,17 @@ class Hooks:
         raise AttributeError(f"{name!r} is not a hook.{did_you_mean(name, HOOK_NAMES)}")
 
     def call(self, name: str, *args: Any) -> None:
-        """Call every callback, then the module, that overrides the hook."""
+        """Call the hook of every callback, then of the module, that overrides it."""
         for hook in getattr(self, name):
             hook(*args)
 
 
 def _fitted(hook: Callable[..., Any], name: str, owner: object) -> Callable[..., Any]:
-    """Return a hook that takes what `Callback`'s does, its author having left ``dataloader_idx`` out or not.
+    """Return a hook that takes the arguments of `Callback`'s, even if the user's leaves out ``dataloader_idx``.
 
     Raises:
         ConfigError: for a callback's hook that takes other arguments.
-        ModuleError: for a module's.
+        ModuleError: for such a hook of a module.
     """
     names = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
     if not isinstance(owner, Callback):
@@ -74,7 +74,7 @@ def _fitted(hook: Callable[..., Any], name: str, owner: object) -> Callable[...,
 
 
 def _takes(signature: inspect.Signature, number: int) -> bool:
-    """Return whether what has this signature can be called with a number of arguments by position."""
+    """Return whether a function with this signature can be called with this number of positional arguments."""
     try:
         signature.bind(*range(number))
     except TypeError:
@@ -83,7 +83,7 @@ def _takes(signature: inspect.Signature, number: int) -> bool:
 
 
 def _lend_log(module: nn.Module, callbacks: Iterable[Callback], stage: str) -> None:
-    """Let each callback log as the module does, except with a name that it uses for something else."""
+    """Let each callback log as the module does, except under a name that it uses for something else."""
     for callback in callbacks:
         for name in ("log", "log_dict"):
             if getattr(getattr(callback, name), "__func__", None) is getattr(Callback, name):
@@ -122,7 +122,7 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
 
 
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, dict[str, Any]]:
-    """Return the state of every callback that has any, by its key."""
+    """Return the state of every callback that has one, by its key."""
     states = ((callback.state_key, callback.state_dict()) for callback in callbacks)
     return {key: state for key, state in states if state}
 

@@ -34,24 +34,24 @@ class EarlyStopping(Callback):
 
     Checks are made in `on_train_step_end`, each with a value that was computed at that step: a check that is due before
     the metric is computed waits for it. The trainer still completes ``min_epochs`` and ``min_steps``. The hooks run on
-    every rank; a check communicates, and every rank decides by rank 0's value.
+    every rank; a check communicates, and every rank uses rank 0's value.
 
     Args:
-        monitor: the metric, under the name under which it is logged.
+        monitor: the name under which the metric is logged.
         min_delta: the smallest change that counts as an improvement.
         patience: the number of checks without improvement after which training ends.
         verbose: log (level INFO) each improvement; the reason for stopping is always logged.
         mode: whether ``min`` or ``max`` of the metric is better.
-        strict: raise if the metric is never logged; otherwise there is no check.
+        strict: raise if the metric is never logged; otherwise nothing is checked.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as it is worse than this.
         check_on_train_epoch_end: True: check when the epoch ends; False: after each validation; None: after each
             validation if the run has any, else when the epoch ends.
-        log_rank_zero_only: let rank 0 alone log.
+        log_rank_zero_only: log on rank 0 only.
 
     Raises:
-        ConfigError: for an impossible argument, and while training if `strict` and `monitor` is never logged.
+        ConfigError: for an invalid argument, and during training if `strict` and `monitor` is never logged.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class EarlyStopping(Callback):
     # --- when to check -----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Forget the run before; `load_state_dict` follows if this one is resumed."""
+        """Forget the previous run; `load_state_dict` follows if this one is resumed."""
         self._was_pending = self._was_stopped = False
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Continue as the run that is resumed: with a check pending, or stopped unless `patience` has been raised."""
+        """Continue as the run being resumed: with a check pending, or stopped unless `patience` was increased."""
         if self._was_stopped and not self._has_patience_again():
             trainer.should_stop = True
         self._metric.start(is_pending=self._was_pending)
@@ -148,7 +148,7 @@ class EarlyStopping(Callback):
             self._is_due = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Check if a check is due, by rank 0's value. Collective then: every rank calls it."""
+        """Check if a check is due, with rank 0's value; then it is collective: every rank calls it."""
         if not (self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer))):
             return
         self._is_due = False

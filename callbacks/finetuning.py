@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: train with frozen layers first, and unfreeze them at an epoch's start."""
+"""BaseFinetuning and BackboneFinetuning: train with frozen layers first, and unfreeze them when an epoch begins."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class BaseFinetuning(Callback):
     """Base of callbacks that freeze layers before training, and add them to the optimizer at the start of an epoch.
 
     Override `freeze_before_training` and `finetune_function`. ``configure_optimizers`` gives the optimizer the
-    parameters that are left: ``filter(lambda p: p.requires_grad, self.parameters())``. A resumed run has the groups and
-    the trainable parameters of the checkpoint. It trains in one process on one device: on several, gradients are
-    reduced in buckets that are laid out when the run begins.
+    remaining parameters: ``filter(lambda p: p.requires_grad, self.parameters())``. A resumed run has the groups and the
+    trainable parameters of the checkpoint. It trains in one process on one device: with several, gradients are reduced
+    in buckets that are laid out when the run begins.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class BaseFinetuning(Callback):
         self._groups: list[list[list[str]]] = []
 
     def freeze_before_training(self, pl_module: nn.Module) -> None:
-        """Freeze what shall not be trained at first, by `freeze`; called before ``configure_optimizers``."""
+        """Freeze, with `freeze`, what is not trained at first; called before ``configure_optimizers``."""
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(pl_module).")
 
     def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is due, by `unfreeze_and_add_param_group`; called for each optimizer when an epoch begins."""
+        """Unfreeze what is due with `unfreeze_and_add_param_group`; called for each optimizer when an epoch begins."""
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(pl_module, epoch, optimizer).")
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
@@ -65,7 +65,7 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Give the optimizers the groups that they had, before their state is loaded."""
+        """Restore the optimizers' parameter groups, before their state is loaded."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if not trainer.optimizers or not state:
             return
@@ -85,13 +85,13 @@ class BaseFinetuning(Callback):
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trainable)
         for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
-            del optimizer.param_groups[len(groups) :]  # those of an epoch that is rolled back
+            del optimizer.param_groups[len(groups) :]  # groups of an epoch that is rolled back
             for group in groups[len(optimizer.param_groups) :]:
                 optimizer.add_param_group({"params": [parameters[name] for name in group["params"]]})
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Call `finetune_function` for each optimizer, once an epoch."""
-        if trainer.current_epoch == self._epoch:  # resumed inside of it
+        """Call `finetune_function` for each optimizer, once per epoch."""
+        if trainer.current_epoch == self._epoch:  # resumed inside it
             return
         for optimizer in trainer.optimizers:
             self.finetune_function(module, trainer.current_epoch, optimizer)
@@ -104,12 +104,12 @@ class BaseFinetuning(Callback):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of what is trained, by optimizer and group."""
+        """Return the names of the trained parameters, by optimizer and group."""
         groups = [[{"params": names} for names in optimizer] for optimizer in self._groups]
         return {"epoch": self._epoch, "trainable": self._trainable, "groups": groups, "backbone_lr": None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is trained."""
+        """Restore which parameters are trained."""
         check(state_dict, _STATE, f"The saved state of {type(self).__name__}")
         self._epoch, self._trainable = state_dict["epoch"], list(state_dict["trainable"])
         self._groups = [[group["params"] for group in optimizer] for optimizer in state_dict["groups"]]
@@ -118,7 +118,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the leaves of modules, and the modules with parameters of their own."""
+        """Return the leaf modules, and the modules with parameters of their own."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, Iterable):
@@ -128,7 +128,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters that are trained, or are not; without those of batch norms if `train_bn` is False."""
+        """Yield the parameters with this `requires_grad`, without those of batch norms if `train_bn` is False."""
         for part in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(part, _BatchNorm):
                 yield from (one for one in part.parameters(recurse=False) if one.requires_grad == requires_grad)
@@ -140,7 +140,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the module's own parameters; a batch norm stops to track its statistics."""
+        """Freeze the module's own parameters; a batch norm stops tracking its statistics."""
         _set_trainable([module], False)
 
     @staticmethod
@@ -151,7 +151,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that the optimizer does not have; a warning tells of those that it has."""
+        """Return the parameters that the optimizer does not have, and warn of those that it has."""
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         params = list(params)
         new = [parameter for parameter in params if parameter not in held]
@@ -173,7 +173,7 @@ class BaseFinetuning(Callback):
     ) -> None:
         """Unfreeze modules, and add their parameters to the optimizer as a group.
 
-        Its rate is `lr`, by default that of the first group over `initial_denom_lr`.
+        Its learning rate is `lr`, by default that of the first group divided by `initial_denom_lr`.
         """
         BaseFinetuning.make_trainable(modules)
         params = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
@@ -189,18 +189,18 @@ def multiplicative(epoch: int) -> float:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freeze ``module.backbone`` until an epoch, then train it with a rate of its own, that grows.
+    """Freeze ``module.backbone`` until an epoch, then train it with a growing learning rate of its own.
 
     Args:
-        unfreeze_backbone_at_epoch: the epoch, from 0, at whose start the backbone is unfrozen.
-        lambda_func: the factor of the backbone's rate, for an epoch.
-        backbone_initial_ratio_lr: its first rate, over that of the first group.
-        backbone_initial_lr: its first rate, instead.
-        should_align: whether its rate stops to grow at that of the first group.
-        initial_denom_lr: as in `unfreeze_and_add_param_group`; unused, since the backbone's rate is known.
-        train_bn: whether to train its batch norms, too, once it is unfrozen.
-        verbose: log (level INFO) both rates when they change.
-        rounding: the digits of these.
+        unfreeze_backbone_at_epoch: the epoch, from 0, at the start of which the backbone is unfrozen.
+        lambda_func: returns the factor by which the backbone's learning rate grows in an epoch.
+        backbone_initial_ratio_lr: its first learning rate, as a fraction of that of the first group.
+        backbone_initial_lr: its first learning rate itself, instead.
+        should_align: whether its learning rate stops growing at that of the first group.
+        initial_denom_lr: as in `unfreeze_and_add_param_group`; unused, since the backbone's learning rate is known.
+        train_bn: whether to train its batch norms as well, once it is unfrozen.
+        verbose: log (level INFO) both learning rates when they change.
+        rounding: the number of digits to log.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class BackboneFinetuning(BaseFinetuning):
         """Freeze the backbone.
 
         Raises:
-            ModuleError: without a module ``backbone``.
+            ModuleError: if the module has no submodule ``backbone``.
             ConfigError: on several processes or devices.
         """
         if not isinstance(getattr(module, "backbone", None), nn.Module):

@@ -1,4 +1,4 @@
-"""GoodputMonitor: records where a run's time goes, over all restarts, in the run's folder."""
+"""GoodputMonitor: records where a run's time goes, across all restarts, in the run's folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .run import Recoverable, Run
 RoundOf = Callable[[], tuple[int, Sequence[RoundEnd]]]
 
 _ENDS: Final = 8
-"""Ends of earlier rounds that a start repeats: several rounds may have ended before they wrote a line."""
+"""Number of ends of earlier rounds that a start repeats: several rounds may have ended before they wrote a line."""
 _FITS: Final = itertools.count()
 """Counts the monitored fits of this process: only the first one starts with the process."""
 
@@ -52,11 +52,11 @@ class GoodputMonitor(Callback):
     validations and at the end; a run that is resumed in the same folder continues the file. Every `every_seconds` the
     loggers get ``goodput/goodput`` and the fractions of all time so far (``goodput/productive``, ``goodput/redone``,
     ...), and at the end a table. Time is measured on the host: work queued on an accelerator counts where it is
-    awaited. If the disk is full the ledger ends with a warning, and the run goes on. The hooks run on every rank, and
+    awaited. If the disk is full, the ledger ends with a warning and the run continues. The hooks run on every rank, and
     communicate only in `on_fit_start`; a step costs 0.5 us.
 
     Args:
-        every_seconds: seconds of the account that a kill may lose; 0 writes a line after every step.
+        every_seconds: seconds of records that a kill may lose; 0 writes a line after every step.
         round_of: returns the number of this round of an elastic run, and the ends of earlier rounds.
 
     Raises:
@@ -88,7 +88,7 @@ class GoodputMonitor(Callback):
     # --- begin -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Take the time at which the run starts."""
+        """Note the time at which the run starts."""
         if stage == "fit":
             # in a notebook, or from the second fit on, the time before fit() is not start-up
             is_first = next(_FITS) == 0 and not hasattr(sys, "ps1")
@@ -130,7 +130,7 @@ class GoodputMonitor(Callback):
         )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._round_of is not None:  # the workers of the last round may live, cut off or stopped
+            if self._round_of is not None:  # workers of the last round may still be alive, cut off or stopped
                 take_over(self._path)
             self._file = LedgerFile(self._path)
             self._file.append(start)
@@ -161,7 +161,7 @@ class GoodputMonitor(Callback):
             is_start = self._is_starting
             self._due_at = now + self._every_seconds
             self._flush(now)
-            if not is_start:  # the first log opens files, and imports modules for it
+            if not is_start:  # the first log opens files and imports modules
                 self._log(trainer)
             self._since = monotonic()
         elif has_saved and self._is_long_enough():
@@ -177,7 +177,7 @@ class GoodputMonitor(Callback):
     # --- checkpoints and validations ---------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Write the steps that the checkpoint will hold, before it exists."""
+        """Write the steps that the checkpoint will contain, before it exists."""
         if self._activity == "data_wait" and self._is_long_enough():
             self._flush(self._since)
 
@@ -217,7 +217,7 @@ class GoodputMonitor(Callback):
         self._flush(self._since)
 
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
-        """Write how long the last checkpoint took, and log the account of all time."""
+        """Write how long the last checkpoint took, and log the account of the whole time."""
         self._begin("checkpoint", trainer)
         self._flush(self._since)
         self._status = "interrupted" if trainer.is_interrupted else "success"
@@ -250,7 +250,7 @@ class GoodputMonitor(Callback):
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _begin(self, activity: Category, trainer: Run) -> None:
-        """Add the time since the last call to the activity that ends now, less the time spent on checkpoints."""
+        """Add the time since the last call, minus the time spent on checkpoints, to the activity that ends now."""
         now, saved = monotonic(), cast(Recoverable, trainer).checkpoint_seconds
         if self._activity != "productive":  # the rest of each period
             self._parts[self._activity] += now - self._since - (saved - self._saved)
@@ -297,7 +297,7 @@ class GoodputMonitor(Callback):
             return
         try:
             self._totals = self._totals or account(read_ledger(self._path)).micros
-        except OSError as error:  # what was written cannot be read: the run is over, and its ledger stays
+        except OSError as error:  # the ledger cannot be read: the run is over, and the file stays
             warnings.warn(f"GoodputMonitor cannot read its ledger ({error}); nothing of it is logged.", stacklevel=2)
             return
         total = max(1, sum(self._totals.values()))
@@ -312,7 +312,7 @@ def _markdown(totals: Mapping[Category, int]) -> str:
 
 
 def _process_start() -> float:
-    """Return when this process was started, as of ``time.time``, to 10 ms; now, if the system does not say."""
+    """Return when this process was started, as a ``time.time`` to within 10 ms; now, if the system does not say."""
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8")
         ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the second is a name in parentheses

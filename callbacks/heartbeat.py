@@ -12,7 +12,7 @@ from .callback import Callback
 from .helpers.device_queue import DeviceQueue
 from .run import Run
 
-# a lookup in the enumeration takes a fifth of a heartbeat's time
+# looking it up in the enum would take a fifth of a heartbeat's time
 _TRAIN: Final = Phase.TRAIN
 _BETWEEN: Final = Phase.BETWEEN
 
@@ -21,9 +21,9 @@ class Heartbeat(Callback):
     """Beats at every micro-batch, between steps, and at every batch of a validation; the trainer adds it.
 
     The hooks run on every rank and do not communicate. A step costs 0.8 us, and 3 us if its kernels evict the caches.
-    Compilations, in a hook or a step, are reported too: they may take a hundred times as long as a step. On a GPU the
-    steps that it has completed are reported, not those that the host has handed to it. After a step, it waits for an
-    agent of which nothing is heard, as other nodes may go on without this one.
+    Compilations, in a hook or a step, are reported too: they may take a hundred times as long as a step. On a GPU, the
+    steps reported are those that it has completed, not those that the host has queued. After a step, it waits for an
+    agent that is silent, since other nodes may be continuing without this one.
     """
 
     def __init__(self, beat: Beat) -> None:
@@ -57,11 +57,11 @@ class Heartbeat(Callback):
             if self._queue is not None:
                 self._queue.give(step)
                 step = self._queue.completed
-            self._beat.wait_for_agent()  # whoever was stopped or cut off in the step may be one too many by now
+            self._beat.wait_for_agent()  # if stopped or cut off during the step, this worker may have been replaced
             self._beat.beat(_BETWEEN, step)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Go on once the agent is heard: since the step, ranks may have met to log or to validate."""
+        """Continue once the agent is heard: since the step, ranks may have communicated to log or to validate."""
         self._beat.wait_for_agent()
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
@@ -87,7 +87,7 @@ class Heartbeat(Callback):
         self._beat.beat(Phase.END, trainer.global_step)
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Report that the step was left: cleaning up, such as writing a checkpoint, may take longer than a step."""
+        """Report that the step was aborted: cleaning up, such as writing a checkpoint, may take longer than a step."""
         self._beat.beat(Phase.BETWEEN, self._completed(trainer))
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:

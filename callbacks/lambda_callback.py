@@ -1,4 +1,4 @@
-"""LambdaCallback: make a callback of plain functions."""
+"""LambdaCallback: make a callback from plain functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .dispatch import HOOK_NAMES
 class LambdaCallback(Callback):
     """Call the given functions as hooks: ``LambdaCallback(on_train_start=lambda trainer, module: ...)``.
 
-    Each runs when `Callback` says, on every rank, with the arguments of its hook.
+    Each is called when `Callback` documents, on every rank, with the arguments of its hook.
 
     Args:
-        hooks: functions by the names of the hooks; None for no function.
+        hooks: functions by hook name; None for no function.
 
     Raises:
         ConfigError: for a name that is not a hook, or a value that cannot be called.

@@ -1,4 +1,4 @@
-"""LearningRateFinder: try growing learning rates before training, and train with the one that they suggest."""
+"""LearningRateFinder: try increasing learning rates before training, and train with the suggested one."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _log = logging.getLogger(__name__)
 
 
 class LearningRateFinder(Callback):
-    """Train a few steps at growing learning rates when `fit` begins, take them back, and train with the best rate.
+    """Train a few steps at increasing learning rates when `fit` begins, undo them, and train with the best rate.
 
     Afterwards model, optimizer, random numbers, the order of the samples, counters and loggers are as they were: the
-    fit equals one whose module was given the rate. The rates of further groups keep their ratio to that of the first.
-    `optimal_lr` has the losses, `LearningRateCurve.suggestion` and `LearningRateCurve.plot`. All ranks take part, and
-    go by rank 0. A run that is resumed from a checkpoint with the results does not search again.
+    fit equals one whose module was given the rate. The rates of other parameter groups keep their ratio to that of the
+    first. `optimal_lr` has the losses, `LearningRateCurve.suggestion` and `LearningRateCurve.plot`. All ranks take
+    part, and follow rank 0. A run resumed from a checkpoint with the results does not search again.
 
     Call `lr_find` in another hook to search at another time, such as ``on_train_epoch_start``.
 
     Args:
         min_lr: the first rate.
         max_lr: the last rate.
-        num_training_steps: how many rates are tried, each in one optimizer step.
-        mode: ``"exponential"``: each rate is a multiple of the one before; ``"linear"``: by equal differences.
+        num_training_steps: the number of rates to try, each for one optimizer step.
+        mode: ``"exponential"``: rates grow by equal factors; ``"linear"``: by equal differences.
         early_stop_threshold: end the search at a loss that is this many times the smallest; None: never.
-        update_attr: train with the suggested rate, which the module's attribute gets.
+        update_attr: set the module's attribute to the suggested rate, and train with it.
         attr_name: the attribute of the module, or of its ``hparams``; by default ``lr`` or ``learning_rate``.
 
     Raises:
-        ConfigError: for arguments that cannot be.
+        ConfigError: for invalid arguments.
     """
 
     SUPPORTED_MODES: ClassVar[tuple[str, ...]] = get_args(Mode)
@@ -82,7 +82,7 @@ class LearningRateFinder(Callback):
         self._num_training_steps, self._early_stop_threshold = num_training_steps, early_stop_threshold
         self._update_attr, self._attr_name = update_attr, attr_name
         self.optimal_lr: LearningRateCurve | None = None
-        """What the last search has measured; None before one."""
+        """The results of the last search; None before the first."""
 
     # --- the search --------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ class LearningRateFinder(Callback):
         """Search now, between two optimizer steps, and set the rate. Collective: every rank calls it.
 
         Raises:
-            ConfigError: with more than one optimizer, and as `validate`.
-            ModuleError: as `validate`.
+            ConfigError: with more than one optimizer, and as in `validate`.
+            ModuleError: as in `validate`.
         """
         tunable = cast(Tunable, trainer)
         if tunable.fast_dev_run:
@@ -114,15 +114,15 @@ class LearningRateFinder(Callback):
             self._train_with(rate, trainer)
 
     def validate(self, module: nn.Module, strategy: Strategy, find_attribute: Callable[..., str | None]) -> None:
-        """Raise what is wrong with a search in this run; also called in the user's process, before others start.
+        """Raise if this run cannot be searched; also called in the user's process, before others start.
 
         Args:
-            module: what is trained.
-            strategy: how.
+            module: the module to train.
+            strategy: the strategy of the run.
             find_attribute: returns the first of some names that the module, the data module or their ``hparams`` have.
 
         Raises:
-            ConfigError: with a strategy that cannot take steps back, or manual optimization.
+            ConfigError: with a strategy that cannot undo steps, or manual optimization.
             ModuleError: if there is no attribute for the rate.
         """
         refuse_trials("LearningRateFinder", module, strategy)
@@ -145,7 +145,7 @@ class LearningRateFinder(Callback):
         before = _rates(optimizer)
         if trainer.global_step == 0:
             tunable.configure_again()
-        if _rates(optimizer) == before:  # later, or in a module that does not use the attribute
+        if _rates(optimizer) == before:  # after the first step, or in a module that does not use the attribute
             _scale(trainer, rate / before[0] if before[0] else 1.0)
         if trainer.is_global_zero:
             assert self.optimal_lr is not None
@@ -155,7 +155,7 @@ class LearningRateFinder(Callback):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Search, unless a resumed run has the results."""
+        """Search, unless a resumed run already has the results."""
         if self.optimal_lr is None or trainer.global_step == 0:
             self.lr_find(trainer, module)
 
@@ -169,7 +169,7 @@ class LearningRateFinder(Callback):
 
 
 class _Sweep(Callback):
-    """Sets the next rate before each step, and takes the loss of all ranks after it."""
+    """Sets the next rate before each step, and records the loss over all ranks after it."""
 
     def __init__(self, curve: LearningRateCurve, threshold: float | None) -> None:
         self._curve, self._threshold = curve, threshold
@@ -190,7 +190,7 @@ class _Sweep(Callback):
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
         total, num_samples = strategy.loss_collectives.all_reduce([self._total, self._num_samples], "sum")
-        # ranks with parts of one replica may differ in the last bit
+        # ranks that share one replica may differ in the last bit
         loss = strategy.collectives.broadcast(float(total / num_samples) if num_samples else math.nan)
         self._total = self._num_samples = 0.0
         if len(self._curve.results["loss"]) == self._curve.num_training:
@@ -209,20 +209,20 @@ class _Sweep(Callback):
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
-    """Return the rate of each group, before what a scheduler has made of it."""
+    """Return the learning rate of each group, before schedulers changed it."""
     return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
 def _set(group: dict[str, Any], name: str, value: float) -> None:
     if isinstance(group[name], Tensor):
         with torch.no_grad():
-            group[name].fill_(value)  # which a compiled or captured step holds
+            group[name].fill_(value)  # a compiled or captured step holds this tensor
     else:
         group[name] = value
 
 
 def _scale(trainer: Run, factor: float) -> None:
-    """Multiply the rates of an optimizer, and those from which its schedulers work out theirs."""
+    """Scale the learning rates of an optimizer, and the base rates of its schedulers."""
     for group in trainer.optimizers[0].param_groups:
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if name in group:

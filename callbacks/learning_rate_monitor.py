@@ -17,26 +17,26 @@ _INTERVALS: Final = ("step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rate, and on request momentum and weight decay, of every parameter group.
+    """Log the learning rate and, optionally, momentum and weight decay of every parameter group.
 
     The names are Lightning's: ``lr-AdamW``, or the ``name`` of the scheduler's config; ``lr-AdamW-1`` for the second
     optimizer of that class; ``lr-AdamW/pg1`` for the first of several parameter groups, or the group's own ``name``.
-    The value of a step is the one that it trains with, logged when the trainer logs that step. The values are in
-    `trainer.callback_metrics`, too. The hooks run on every rank, rank 0 logs, nothing communicates. A step that is not
+    The value of a step is the one that it trains with, logged when the trainer logs that step. The values are also in
+    `trainer.callback_metrics`. The hooks run on every rank, rank 0 logs, and nothing communicates. A step that is not
     logged costs 0.3 us.
 
     Args:
         logging_interval: ``step``, ``epoch``, or None for the interval of each scheduler (without one: the epoch).
-        log_momentum: log the momentum, or Adam's first beta, too.
-        log_weight_decay: log the weight decay, too.
+        log_momentum: also log the momentum, or Adam's first beta.
+        log_weight_decay: also log the weight decay.
 
     Attributes:
-        lrs: the values of each name logged in this run; they are part of the checkpoint.
+        lrs: the values logged in this run, by name; they are part of the checkpoint.
         last_momentum_values: the newest momentum by ``<name>-momentum``; None before the first.
         last_weight_decay_values: the newest weight decay by ``<name>-weight_decay``; None before the first.
 
     Raises:
-        ConfigError: for an unknown interval, for two parameter groups with one name, or where there is no logger.
+        ConfigError: for an unknown interval, for two parameter groups with the same name, or without a logger.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LearningRateMonitor(Callback):
         return {"lrs": {name: list(values) for name, values in self.lrs.items()}} if self.lrs else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the values; a run that is resumed begins a list of its own."""
+        """Restore the values; a resumed run starts new lists when training begins."""
         self.lrs = {name: list(values) for name, values in state_dict["lrs"].items()}
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
@@ -89,13 +89,13 @@ class LearningRateMonitor(Callback):
         self._by_epoch = [group for group in groups if (interval or group.interval) == "epoch"]
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Log the values with which the epoch starts, unless a run that is resumed inside it has logged them."""
+        """Log the values that the epoch starts with, unless a run that is resumed inside it has logged them."""
         if self._by_epoch and trainer.batch_position == 0:
             self._of_this_epoch = self._read(self._by_epoch)
             trainer.log_metrics(self._of_this_epoch)
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Read the values if the step will be logged: schedulers change them before its end."""
+        """Read the values if the step will be logged, since schedulers change them before it ends."""
         if self._of_this_epoch:
             self._publish(self._of_this_epoch)
             self._of_this_epoch = {}
@@ -130,7 +130,7 @@ class LearningRateMonitor(Callback):
         return values
 
     def _publish(self, values: Mapping[str, float]) -> None:
-        """Make the values callback metrics; the loggers have them, or will get them, from this callback."""
+        """Publish the values as callback metrics; the loggers get them from this callback."""
         self.log_dict(values, on_step=True, on_epoch=False, logger=False, sync_dist=False)
 
 
@@ -144,7 +144,7 @@ class _Group(NamedTuple):
 
 
 def _groups_of(trainer: Run) -> list[_Group]:
-    """Return the groups of all optimizers, those with a scheduler first, in the order of the module."""
+    """Return the groups of all optimizers, those with a scheduler first, in the module's order."""
     groups: list[_Group] = []
     of_class: Counter[str] = Counter()
     seen: list[Optimizer] = []

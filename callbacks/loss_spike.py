@@ -27,11 +27,11 @@ class LossSpikePolicy(Callback):
     """Skip updates whose loss or gradient norm is an outlier, roll back, or end training.
 
     The loss and the gradient norm of each step (the mean over all ranks) are compared with the running mean and
-    standard deviation of the steps before, without spikes. A step that lies more than `threshold` deviations above the
-    mean, or is not finite, is a spike: its gradients are reset before the optimizer's update, so that weights and
-    optimizer state stay as they are, while step counter, schedules and data continue. The running numbers are part of
-    the checkpoint, so that a resumed run decides alike. The hooks run on every rank, and all ranks decide alike: one
-    collective and one read from the device per step. Rank 0 logs.
+    standard deviation of the previous steps, without spikes. A step that lies more than `threshold` deviations above
+    the mean, or is not finite, is a spike: its gradients are reset before the optimizer's update, so that weights and
+    optimizer state do not change, while step counter, schedules and data continue. The running statistics are part of
+    the checkpoint, so that a resumed run makes the same decisions. The hooks run on every rank, and all ranks make the
+    same decision, at the cost of one collective and one read from the device per step. Rank 0 logs.
 
     With ``16-mixed``, gradients that overflow at a finite loss are left to the scaler.
 
@@ -39,14 +39,14 @@ class LossSpikePolicy(Callback):
         action: ``skip``: skip this update; ``stop``: skip it and end training; ``rollback``: go back to the newest
             checkpoint and skip the data read since (as PaLM did, Chowdhery et al. 2022, section 5.1), or skip the
             update if there is no checkpoint yet.
-        threshold: the standard deviations above the mean at which a spike begins; a deviation below 1% of the mean
-            counts as 1%.
+        threshold: the number of standard deviations above the mean at which a spike begins; a deviation below 1% of the
+            mean counts as 1%.
         window: about the number of steps that mean and deviation cover.
-        warmup: the number of first steps that are only measured.
-        max_consecutive: the number of spikes in a row after which training ends.
+        warmup: the number of initial steps that are only measured.
+        max_consecutive: the number of consecutive spikes after which training ends.
 
     Raises:
-        ConfigError: for an impossible argument, or several optimizers.
+        ConfigError: for an invalid argument, or several optimizers.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LossSpikePolicy(Callback):
         self._num_consecutive = 0
         self._rolls_back = False
         self.decisions: list[dict[str, Any]] = []
-        """Every spike: its position, its numbers, and the action taken."""
+        """Every spike: its position, its values, and the action taken."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running statistics and all decisions."""
@@ -81,7 +81,7 @@ class LossSpikePolicy(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state; in a run that is rolled back, the decisions since it was saved stay."""
+        """Restore the state; after a rollback, the decisions made since the state was saved are kept."""
         for name, running in self._statistics.items():
             running.load_state_dict(state_dict["statistics"][name])
         saved = list(state_dict["decisions"])
@@ -90,12 +90,12 @@ class LossSpikePolicy(Callback):
             self._num_consecutive = state_dict["num_consecutive"]
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Refuse several optimizers: a loss does not tell to which of them it belongs."""
+        """Refuse several optimizers: a loss does not tell which of them it belongs to."""
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"LossSpikePolicy needs 1 optimizer, got {len(trainer.optimizers)}; remove the callback.")
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Drop the losses of a run that has failed."""
+        """Drop the losses of a run that failed."""
         self._losses.clear()
         self._rolls_back = False
 
@@ -124,7 +124,7 @@ class LossSpikePolicy(Callback):
         self._decide(trainer, values, worst)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Drop losses without an update, and roll back if the step was a spike. Collective then."""
+        """Drop losses without an update, and roll back if the step was a spike, which is collective."""
         if self._losses:
             self._losses.clear()
         if self._rolls_back:
@@ -138,9 +138,9 @@ class LossSpikePolicy(Callback):
                 _log.warning("Rolled back to %s (step %d); the data since is skipped.", path, trainer.global_step)
 
     def _numbers(self, trainer: Run, gradients: Sequence[Tensor]) -> list[float] | None:
-        """Return loss and gradient norm, the mean over all ranks; None if there was no loss. Collective.
+        """Return the mean loss and gradient norm over all ranks; None if there was no loss. Collective.
 
-        A rank without samples in this step counts as a loss of 0: those of the other ranks are weighted for that.
+        A rank without samples in this step contributes a loss of 0; the other ranks' losses are weighted for that.
         """
         has_any = bool(self._losses and gradients)
         if trainer.strategy.world_size == 1 and not has_any:
@@ -178,7 +178,7 @@ class LossSpikePolicy(Callback):
 
 
 def square_of_shards(gradients: Sequence[Tensor], strategy: Strategy) -> Tensor:
-    """Return what this rank adds to the square of the norm of sharded gradients, so that the ranks' mean is the square.
+    """Return this rank's share of the squared norm of sharded gradients, such that the ranks' mean is the square.
 
     A shard that several ranks hold counts once.
     """
@@ -207,7 +207,7 @@ class _Running:
         self._variance = (1.0 - weight) * (self._variance + weight * difference * difference)
 
     def deviations(self, value: float) -> float:
-        """Return the standard deviations by which a value lies above the mean; infinity if it is not finite."""
+        """Return by how many standard deviations a value lies above the mean; infinity if it is not finite."""
         if not math.isfinite(value):
             return math.inf
         spread = max(math.sqrt(self._variance), _SMALLEST_SPREAD * abs(self._mean))

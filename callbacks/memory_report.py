@@ -1,4 +1,4 @@
-"""MemoryReport: print the memory that each rank holds, beside what its strategy should make it hold."""
+"""MemoryReport: print the memory that each rank uses, beside what its strategy is expected to use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "G
 class MemoryReport(Callback):
     """Print the memory of parameters, gradients, optimizer state and activations after the first steps.
 
-    The measured numbers are those of the rank with the most of each: its shards of parameters, of gradients before an
-    update and of the state after it, and the activations that forward keeps for backward in one micro-batch (but not in
-    the threads of ``strategy="dp"``). The expected numbers follow from the strategy's sharding, as in ZeRO (Rajbhandari
-    et al., 2020). Counting activations slows these steps down.
+    Each measured number is that of the rank with the most: its shards of parameters, of gradients before an update and
+    of the state after it, and the activations that forward keeps for backward in one micro-batch (but not in the
+    threads of ``strategy="dp"``). The expected numbers follow from the strategy's sharding, as in ZeRO (Rajbhandari et
+    al., 2020). Counting activations slows these steps down.
 
     The hooks run on every rank, and rank 0 prints. After the report they do nothing.
 
@@ -40,9 +40,9 @@ class MemoryReport(Callback):
             raise ConfigError(f"num_steps must be 1 or more, got {num_steps}; change it.")
         self._num_steps = num_steps
         self.measured: dict[str, float] = {}
-        """In bytes, of the rank with the most; filled by the report, on every rank."""
+        """In bytes, on the rank with the most; filled by the report, on every rank."""
         self.expected: dict[str, float] = {}
-        """In bytes, of each rank."""
+        """In bytes, per rank."""
         self._steps_left = num_steps
         self._kept: KeptForBackward | None = None
         self._gradients = self._activations = 0.0
@@ -56,7 +56,7 @@ class MemoryReport(Callback):
         self.measured, self.expected = dict(state_dict["measured"]), dict(state_dict["expected"])
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Start to measure."""
+        """Start measuring."""
         self._steps_left, self._gradients, self._activations = self._num_steps, 0.0, 0.0
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
@@ -64,7 +64,7 @@ class MemoryReport(Callback):
         self._begin()
 
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
-        """Stop counting: forward is over."""
+        """Stop counting, since forward is over."""
         self._end()
 
     def on_after_backward(self, trainer: Run, module: nn.Module) -> None:
@@ -82,7 +82,7 @@ class MemoryReport(Callback):
         self._end()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Report after the last step to measure."""
+        """Report after the last measured step."""
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:

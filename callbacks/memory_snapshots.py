@@ -19,7 +19,7 @@ from .run import Recoverable, Run
 _COST: Final = 0.0075
 """Fraction of the training time that snapshots may cost; below 1%, as their effect on caches is not measured."""
 _FIRST: Final = 3
-"""Steps before the first snapshot: it is early, and shows what the others will cost."""
+"""Steps before the first snapshot, which comes early and shows what the others will cost."""
 _REMEMBERED: Final = 64
 """Number of steps whose times are kept."""
 _COSTS: Final = 4
@@ -27,7 +27,7 @@ _COSTS: Final = 4
 
 
 class Snapshots(Protocol):
-    """The cost of a run's snapshots, see `MemorySnapshots`."""
+    """The cost of a run's snapshots; see `MemorySnapshots`."""
 
     cost: SnapshotCost | None
     """The cost of the newest snapshot; None while it is being written."""
@@ -37,15 +37,15 @@ class SnapshotInMemory(Callback):
     """Takes snapshots of the run, from which it resumes when one of its processes dies.
 
     By default they cost less than 1% of the training time: the first comes after three steps, the others at an interval
-    that follows from their cost and the time of a step. Ranks agree on it 1, 2, 4, ... steps after each snapshot, so
-    that all have the same: the time of a step is the median of the last 64, on the fastest rank; the cost of a snapshot
-    is that on the slowest. An interrupted run takes one at its last step.
+    that follows from their cost and the step time. Ranks agree on the interval 1, 2, 4, ... steps after each snapshot:
+    the step time is the median of the last 64 steps on the fastest rank, and the cost that on the slowest. An
+    interrupted run takes a snapshot at its last step.
 
     Works in `on_train_step_end` and `on_train_last_step`, on all ranks, and communicates there.
 
     Args:
         snapshots: the snapshots of this round.
-        every: optimizer steps between two snapshots; None keeps their cost below 1%; 0 for none.
+        every: optimizer steps between snapshots; None keeps their cost below 1%; 0 for no snapshots.
 
     Raises:
         ConfigError: if `every` is negative.
@@ -64,7 +64,7 @@ class SnapshotInMemory(Callback):
         self._costs: deque[SnapshotCost] = deque(maxlen=_COSTS)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin to count steps."""
+        """Start counting steps."""
         self._taken_at = trainer.global_step
         self._next_look = self._taken_at + (_FIRST if self.every is None else self.every)
         self._last = time.perf_counter()
@@ -110,6 +110,6 @@ class SnapshotInMemory(Callback):
         is_under_way, writing, gathering, seconds = trainer.strategy.collectives.all_reduce(own, "max")
         if is_under_way:
             return sys.maxsize
-        # the rank that waited least for the others shows how long it takes to collect the state
+        # the rank that waited least for the others shows how long collecting the state takes
         steps: int = math.ceil((writing - gathering) / (_COST * -seconds))
         return self._taken_at + max(1, steps)

@@ -31,42 +31,42 @@ from .run import Run
 _log = logging.getLogger(__name__)
 
 _PAUSE: Final = timedelta(seconds=1)
-"""Between two saves that replace each other, where nobody has said when to save; one takes 20 ms of a disk."""
+"""Least time between saves that replace each other, if no schedule is given; a save takes 20 ms of disk time."""
 
 
 class ModelCheckpoint(Callback):
     """Save checkpoints while training, and keep the best `save_top_k`.
 
     Checkpoints are saved in `on_train_step_end`, when the step's validation is over, and in `on_train_last_step`, when
-    training ends inside an epoch; the other hooks only mark what is due. A checkpoint is ranked by the value that the
-    metric has at its step: a save that is due before the metric is computed waits for it. Retention deletes only what
-    it replaces, after the new checkpoint is on disk. Every rank follows rank 0's metric and disk.
+    training ends inside an epoch; the other hooks only mark saves as due. A checkpoint is ranked by the value that the
+    metric has at its step: a save that is due before the metric is computed waits for it. A checkpoint is deleted only
+    when its replacement is on disk. Every rank follows rank 0's metric and disk.
 
     Args:
         dirpath: the folder; by default ``<log_dir>/checkpoints``.
-        filename: a template of `CheckpointName`; by default ``{epoch}-{step}``. A name that exists gets ``-v1``.
+        filename: a template of `CheckpointName`; by default ``{epoch}-{step}``. If the name exists, ``-v1`` is added.
         monitor: the metric to rank by, or ``epoch`` or ``step``; by default the newest checkpoint is the best.
         verbose: log (level INFO) each save and its reason.
         save_last: True: save whenever a save is due, and when training ends, and link ``last.ckpt`` to the newest
             checkpoint; "link": link it to the newest of the top k.
-        save_top_k: the number of checkpoints to keep; -1 for all, 0 for none but the last.
-        save_weights_only: leave out what only resuming needs.
-        save_on_exception: save when training raises, in one process only; a resume there skips the failed step's data.
+        save_top_k: the number of checkpoints to keep; -1 for all, 0 for none except the last.
+        save_weights_only: leave out state that is needed only to resume.
+        save_on_exception: save when training raises, with one process only; a resume skips the failed step's data.
         mode: whether ``min`` or ``max`` of the metric is better.
         auto_insert_metric_name: write ``epoch=3`` instead of ``3``.
         every_n_train_steps: save every n optimizer steps.
-        train_time_interval: save when this time has passed on rank 0.
+        train_time_interval: save each time this interval has passed on rank 0.
         every_n_epochs: save every n epochs; the default, with 1. If none of these three is given, and only the newest
-            checkpoint is kept, epochs that end within a second of the last save leave theirs to a later one.
+            checkpoint is kept, the save of an epoch that ends within a second of the last save is postponed.
         save_on_train_epoch_end: True: save when the epoch ends; False: after each validation; None: after each
             validation if the run has any, else when the epoch ends.
 
     Raises:
-        ConfigError: for an impossible argument, and while training if `monitor` is never logged.
+        ConfigError: for an invalid argument, and during training if `monitor` is never logged.
     """
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
-    """Between the two fields of the default name."""
+    """The separator of the two fields of the default name."""
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     """The name of the link to the newest checkpoint, without the extension."""
     FILE_EXTENSION: ClassVar[str] = EXTENSION
@@ -103,7 +103,7 @@ class ModelCheckpoint(Callback):
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
-        # with no top k there is nothing to link to but a save of its own
+        # without a top k, there is nothing to link to except a save of its own
         self._saves_last = save_last is True or (save_last == "link" and save_top_k == 0)
         self._is_dirpath_given = dirpath is not None
         self._is_dirpath_chosen = False
@@ -113,7 +113,7 @@ class ModelCheckpoint(Callback):
         self._schedule = SaveSchedule(
             every_n_train_steps, train_time_interval, every_n_epochs, at_epoch_end=save_on_train_epoch_end
         )
-        # only where a save is replaced by the next one, and nobody has said when to save
+        # only if each save replaces the one before, and no schedule is given
         is_newest_only = monitor is None and save_top_k == 1 and not save_last
         self._pause = IntervalClock(_PAUSE) if is_newest_only and self._schedule.is_default else None
         # without a metric the step is the score: the newest is the best
@@ -133,7 +133,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class and what tells several of them apart in one run."""
+        """The class with the arguments that distinguish several in one run."""
         schedule = self._schedule
         return (
             f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, "
@@ -143,9 +143,9 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint, without ``monitor`` the newest; empty before the first.
+        """The best checkpoint, or without ``monitor`` the newest; empty before the first save.
 
-        A path that is assigned stays the best until the next save.
+        An assigned path stays the best until the next save.
         """
         best = self._kept.ranked(self._metric)[:1]
         return self._assigned_best or (self._path(best[0]) if best else self._saved_best)
@@ -162,19 +162,19 @@ class ModelCheckpoint(Callback):
 
     @property
     def current_score(self) -> Tensor | None:
-        """The monitored value of the checkpoint that was last added to the top k."""
+        """The monitored value of the checkpoint last added to the top k."""
         scores = list(self._kept.scores.values())
         return torch.tensor(scores[-1]) if scores and self.monitor else None
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the top k, the next to be deleted; empty while there are fewer."""
+        """The worst of the top k, which is the next to be deleted; empty while there are fewer than k."""
         ranked = self._kept.ranked(self._metric)
         return self._path(ranked[-1]) if ranked and len(ranked) == self.save_top_k else ""
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """The monitored value of each of the top k by path; without ``monitor``, the step."""
+        """The monitored value of each of the top k, by path; without ``monitor``, the step."""
         return {self._path(name): torch.tensor(score) for name, score in self._kept.scores.items()}
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
@@ -186,7 +186,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def every_n_epochs(self) -> int:
-        """The number of epochs from one save to the next; 0 where steps or time decide."""
+        """The number of epochs from one save to the next; 0 if steps or time decide."""
         return self._schedule.every_n_epochs
 
     @property
@@ -202,7 +202,7 @@ class ModelCheckpoint(Callback):
     def _path(self, name: str) -> str:
         return str(Path(self.dirpath) / name)
 
-    # --- state: names in the folder, so that a folder that was moved still resumes -----------------------------------
+    # --- state: names relative to the folder, so that a run can resume after the folder was moved --------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the checkpoints that are kept, with their scores (None: not finite)."""
@@ -216,7 +216,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is kept; after a launched fit, as the first rank kept it."""
+        """Restore what is kept; after a launched fit, what rank 0 kept."""
         check(state_dict, STATE, "The saved state of ModelCheckpoint")
         if not (self._is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
@@ -225,14 +225,14 @@ class ModelCheckpoint(Callback):
         self._was_pending, self._replaced = state_dict["is_pending"], own_names(state_dict["replaced"])
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
-        """Refuse `save_on_exception` on several processes."""
+        """Refuse `save_on_exception` with several processes."""
         if self.save_on_exception:
             refuse_several("save_on_exception=True", world_size)
 
     # --- when --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Choose the folder of a fit, that of rank 0. Collective: every rank calls it."""
+        """Choose the folder of a fit: rank 0's. Collective: every rank calls it."""
         if stage != "fit":
             return
         self._was_pending = False
@@ -242,19 +242,19 @@ class ModelCheckpoint(Callback):
             self._is_dirpath_chosen = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
-        """Lock rank 0's folder, and drop what is not in it, or is of another run. Collective: every rank calls it."""
+        """Lock rank 0's folder, and forget checkpoints that are gone or of another run. Collective."""
         if self.save_top_k != 0 or self.save_last or self.save_on_exception:
             trainer.strategy.collectives.on_first_rank(lambda: self._lock.take_for(trainer, Path(self.dirpath)))
         best = self._saved_best if Path(self._saved_best).is_dir() else ""
         kept = self._kept.of_this_run(trainer, self.dirpath)
         self._kept, self._saved_best = trainer.strategy.collectives.broadcast((kept, best))
-        # a kill may have come between a save and the link, or what it was to replace
+        # a kill may have come between a save and its link, or before the save deleted what it replaces
         if self.save_last and self._kept.newest:
             trainer.point_to_checkpoint(self._path(self._last), self._path(self._kept.newest))
         self._remove_replaced(trainer)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Nothing is due yet, whatever was validated before."""
+        """Reset what is due, also after earlier validations."""
         self._is_due, self._is_training, self._is_postponed = False, True, False
         self._has_saved = False
         self.saved_at = trainer.global_step
@@ -282,7 +282,7 @@ class ModelCheckpoint(Callback):
             self._is_due = self._schedule.is_epoch_due(trainer.current_epoch)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Save if a save is due, by the step or by rank 0's clock. Collective then: every rank calls it."""
+        """Save if a save is due, by step or by rank 0's clock; then it is collective: every rank calls it."""
         if self._schedule.is_by_step:
             self._is_due = self._schedule.is_step_due(trainer)
         if self._is_due and self._pause is not None and self._has_saved and not self._pause.is_over(trainer):
@@ -292,7 +292,7 @@ class ModelCheckpoint(Callback):
             self._save(trainer, last=is_due)
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
-        """Save as at an epoch's end if training ends inside it, and what would be lost. Collective."""
+        """Save as at the end of an epoch if training ends inside one, and save what would be lost. Collective."""
         if not self._has_epoch_ended and self._schedule.is_epoch_due(trainer.current_epoch):
             self._save(trainer)
             if self.save_top_k != 0 and not self._kept.names and not trainer.is_interrupted:
@@ -311,18 +311,18 @@ class ModelCheckpoint(Callback):
             )
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Note that training is over: an error in what follows changes nothing that is saved."""
+        """Note that training is over: a later error does not change what there is to save."""
         self._is_training = False
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Save what the completed steps have learned, with ``save_on_exception``."""
+        """Save the state after the completed steps, with ``save_on_exception``."""
         if self.save_on_exception and self._is_training and not isinstance(exception, CheckpointError):
             self._save(trainer, top_k=False, force=True, wait=True)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Drop the last save if writing it has failed; ranks other than 0 learn that at the next `fit`."""
+        """Forget the last save if writing it failed; ranks other than 0 learn that at the next `fit`."""
         name, before = self._unconfirmed
-        if name and trainer.is_global_zero and not os.path.isdir(self._path(name)):  # a disk that fails is no, too
+        if name and trainer.is_global_zero and not os.path.isdir(self._path(name)):  # a failing disk means no
             self._kept = before
         self._unconfirmed = ("", KeptCheckpoints())
         self._lock.release()
@@ -331,7 +331,7 @@ class ModelCheckpoint(Callback):
     # --- what --------------------------------------------------------------------------------------------------------
 
     def _save_interrupted(self, trainer: Run) -> None:
-        """Save what would be lost, unless it is saved already or full checkpoints are switched off."""
+        """Save what would be lost, unless it is already saved or full checkpoints are switched off."""
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only]
         is_saved = any(one.saved_at == trainer.global_step for one in savers)
         if not is_saved and not self.save_weights_only and (self.save_top_k != 0 or self.save_last):
@@ -340,7 +340,7 @@ class ModelCheckpoint(Callback):
     def _save(
         self, trainer: Run, *, top_k: bool = True, last: bool = True, force: bool = False, wait: bool = False
     ) -> None:
-        """Save if this step is one of the top k, or if the last is to be saved; each step is saved once."""
+        """Save if this step is in the top k, or if the last is saved; each step is saved only once."""
         if trainer.global_step == self.saved_at:
             return
         score = self._score(trainer) if top_k and self.save_top_k != 0 else None
@@ -360,7 +360,7 @@ class ModelCheckpoint(Callback):
         self._commit(trainer, name, KeptCheckpoints(scores, name if self.save_last or force else ""), wait)
 
     def _score(self, trainer: Run) -> float | None:
-        """Return the value to rank this step by; None while it is not known. Collective: every rank calls it."""
+        """Return the value to rank this step by; None while it is unknown. Collective: every rank calls it."""
         counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self.monitor or "step"
         if self.monitor is None or (name in counts and name not in trainer.callback_metrics):
@@ -370,7 +370,7 @@ class ModelCheckpoint(Callback):
         return score
 
     def _commit(self, trainer: Run, name: str, kept: KeptCheckpoints, wait: bool) -> None:
-        """Save, then link, then delete, also when that is done in the background; `kept` is part of the checkpoint."""
+        """Save, then link, then delete, also in the background; `kept` is part of the checkpoint."""
         before, self._kept, self._assigned_best = self._kept, kept, ""
         self._replaced = [replaced for replaced in before.names if replaced not in kept.names]
         try:

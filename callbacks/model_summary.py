@@ -29,14 +29,14 @@ _UNKNOWN: Final = "?"
 class ModelSummary(Callback):
     """Print a summary of the module on rank 0 when `fit` begins.
 
-    With an ``example_input_array`` every rank runs one forward pass of it, for shapes and FLOPs; it communicates if the
-    strategy's forward does.
+    With an ``example_input_array``, every rank runs one forward pass on it, for shapes and FLOPs; it communicates if
+    the strategy's forward does.
 
     Args:
         max_depth: the depth down to which submodules get a row; 0: only the totals, -1: all.
 
     Raises:
-        ConfigError: unless the depth is a whole number from -1.
+        ConfigError: unless the depth is an integer >= -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -58,13 +58,13 @@ class ModelSummary(Callback):
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """A submodule. Sizes are shapes, nested as the arguments are; None where the example input has not shown them."""
+    """A submodule. Sizes are shapes, nested like the arguments; None if the example input has not shown them."""
 
     name: str
     type: str
     parameters: int
     is_lazy: bool
-    """Whether it has parameters that get their shape in the first forward pass; these count as 0."""
+    """Whether it has parameters that get their shape in the first forward pass; they count as 0."""
     training: bool
     in_size: Any = None
     out_size: Any = None
@@ -72,7 +72,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """The submodules of a module and its totals; ``str`` returns them as a table."""
+    """The submodules of a module, and its totals; ``str`` returns them as a table."""
 
     layers: tuple[LayerSummary, ...]
     total_parameters: int
@@ -84,9 +84,9 @@ class Summary:
     num_eval: int
     has_lazy: bool
     flops: int | None = None
-    """Of one forward pass of the example input; None without one."""
+    """The FLOPs of one forward pass of the example input; None without one."""
     bytes_on_a_rank: float | None = None
-    """Of parameters, where a strategy shards them; `MemoryReport` measures what is really held."""
+    """The size of one rank's parameters if a strategy shards them; `MemoryReport` measures the real memory."""
 
     @property
     def named_layers(self) -> tuple[LayerSummary, ...]:
@@ -130,7 +130,7 @@ class Summary:
 
     @property
     def model_size(self) -> float:
-        """The megabytes of all parameters."""
+        """The size of all parameters in megabytes."""
         return self.parameter_bytes / 1e6
 
     @property
@@ -177,16 +177,16 @@ def summarize(
 
     The example input (a tensor, a tuple of arguments or a dict of keyword arguments) runs through the module on its
     device, in eval mode, without gradients; modes and random generators are restored. If that fails, a warning says
-    why, and sizes and FLOPs are left out.
+    why, and sizes and FLOPs are omitted.
 
     Args:
         module: the module.
         max_depth: the depth down to which submodules get a row; 0: only the totals, -1: all.
         example_input: by default the module's ``example_input_array``, if it has one.
-        precision: converts the example input as it converts batches.
+        precision: the precision that converts the example input like a batch.
 
     Raises:
-        ConfigError: unless the depth is a whole number from -1.
+        ConfigError: unless the depth is an integer >= -1.
     """
     _check_depth(max_depth)
     parts = _parts(module, max_depth)
@@ -255,7 +255,7 @@ def _count(parameters: Iterable[Tensor]) -> int:
 def _try_forward(
     module: nn.Module, parts: Mapping[str, nn.Module], example_input: Any
 ) -> tuple[dict[str, tuple[Any, Any]], int | None]:
-    """Return the sizes that go into and come out of each submodule, and the FLOPs of the module."""
+    """Return the input and output sizes of each submodule, and the FLOPs of the module."""
     sizes: dict[str, tuple[Any, Any]] = {}
 
     def note(name: str) -> Any:
@@ -267,7 +267,7 @@ def _try_forward(
     handles = [
         part.register_forward_hook(note(name), with_kwargs=True)
         for name, part in parts.items()
-        if not isinstance(part, torch.jit.ScriptModule)  # takes no hooks
+        if not isinstance(part, torch.jit.ScriptModule)  # cannot have hooks
     ]
     try:
         with _evaluating(module) as device, counted_flops() as counter:
@@ -307,7 +307,7 @@ def _evaluating(module: nn.Module) -> Iterator[torch.device]:
 
 
 def _shapes(data: Any) -> Any:
-    """Return the shapes of all tensors of a structure; of a single one, its shape."""
+    """Return the shapes of all tensors in a structure; for a single tensor, its shape."""
     if isinstance(data, Tensor):
         return list(data.shape)
     if isinstance(data, Mapping):

@@ -23,9 +23,9 @@ class NaNGuard(Callback):
     """Raise at the first loss or gradient that is NaN or infinite, before it reaches the parameters.
 
     Losses and gradients of a step are checked together, in `on_before_optimizer_step`: one number is read from the
-    device for each optimizer's step. With ``16-mixed`` gradients may overflow (the scaler skips such a step), so that
-    only losses are checked. The hooks run on every rank; each checks its own values, with one collective for each
-    optimizer's step. All ranks raise the same error: that of the first rank with such a loss, else with such gradients.
+    device per optimizer step. With ``16-mixed``, gradients may overflow (the scaler skips such a step), so only losses
+    are checked. The hooks run on every rank; each checks its own values, with one collective per optimizer step. All
+    ranks raise the same error: that of the first rank with such a loss, else of the first with such gradients.
 
     Raises:
         NonFiniteError: with the rank, the global step, the position of the batch and the parameters.
@@ -36,7 +36,7 @@ class NaNGuard(Callback):
         self._batches: list[int] = []
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Drop the losses of a run that has failed."""
+        """Drop the losses of a run that failed."""
         self._clear()
 
     def on_before_backward(self, trainer: Run, module: nn.Module, loss: Tensor) -> None:
@@ -72,7 +72,7 @@ class NaNGuard(Callback):
         raise NonFiniteError(f"Rank {rank}: {message}" if len(diagnoses) > 1 else message)
 
     def _diagnose(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> tuple[int, str]:
-        """Return a rank of the explanation (0: a loss, 1: gradients, 2: nothing), and the explanation."""
+        """Return the priority of the explanation (0: a loss, 1: gradients, 2: nothing), and the explanation."""
         where = f"at global_step {trainer.global_step} (epoch {trainer.current_epoch}, batch_idx"
         for batch_idx, loss in zip(self._batches, self._losses, strict=True):
             if not bool(torch.isfinite(loss).all()):
@@ -103,6 +103,6 @@ def _largest(tensors: Sequence[Tensor | None]) -> float | None:
     if not filled:
         return None
     norms = torch._foreach_norm(filled, ord=math.inf)
-    # one dtype to stack them, not float32 for all: there a finite float64 may be infinite
+    # one common dtype to stack them, but not always float32, in which a finite float64 may be infinite
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms), torch.float32)
     return float(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).amax())

@@ -15,13 +15,13 @@ from .run import Run
 
 
 class OnExceptionCheckpoint(Callback):
-    """Save ``<dirpath>/<filename>.ckpt`` when training raises, in a run of one process.
+    """Save ``<dirpath>/<filename>.ckpt`` when training raises, in a run with one process.
 
-    A run that resumes there leaves the data of the failed step out. The next error replaces the checkpoint.
-    `ModelCheckpoint` with ``save_on_exception=True`` keeps it beside its others.
+    A run that resumes from it skips the data of the failed step. The next error replaces the checkpoint.
+    `ModelCheckpoint` with ``save_on_exception=True`` keeps such checkpoints beside its others.
 
     Raises:
-        ConfigError: for an empty `filename`, and in a run of several processes.
+        ConfigError: for an empty `filename`, and in a run with several processes.
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
@@ -46,18 +46,18 @@ class OnExceptionCheckpoint(Callback):
         self._is_training = True
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Save what the completed steps have learned."""
+        """Save the state after the completed steps."""
         if self._is_training and not isinstance(exception, CheckpointError):
             trainer.save_checkpoint(self.ckpt_path)
         self._is_training = False
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Note that training is over: an error in what follows changes nothing that is saved."""
+        """Note that training is over: a later error does not change what there is to save."""
         self._is_training = False
 
 
 def refuse_several(name: str, world_size: int) -> None:
-    """Refuse to save on an exception where there are several processes.
+    """Refuse to save on an exception with several processes.
 
     Raises:
         ConfigError: if there are.

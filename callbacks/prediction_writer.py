@@ -1,4 +1,4 @@
-"""BasePredictionWriter: write predictions after each batch, or all at the end."""
+"""BasePredictionWriter: write predictions after each batch, or all of them at the end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
 class BasePredictionWriter(Callback):
     """Override `write_on_batch_end`, `write_on_epoch_end` or both to write predictions.
 
-    `write_on_batch_end` is called on every rank with the batches of that rank: write each batch or each rank to a file
-    of its own. Of ranks that hold parts of one replica only the first is called. `write_on_epoch_end` is called on rank
-    0 with the predictions of all ranks, in the order of the dataset (in Lightning, on every rank with its own). Neither
+    `write_on_batch_end` is called on every rank with that rank's batches: write each batch or each rank to a file of
+    its own. If several ranks share one replica, it is called only on the first. `write_on_epoch_end` is called on rank
+    0 with the predictions of all ranks, in dataset order (in Lightning, on every rank with its own). Neither
     communicates.
 
     Args:
         write_interval: write after each ``batch``, at the end of the ``epoch``, or both: ``batch_and_epoch``.
 
     Raises:
-        ConfigError: for another interval.
+        ConfigError: for an unknown interval.
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
@@ -56,17 +56,17 @@ class BasePredictionWriter(Callback):
 
         Args:
             batch_idx: the index of the batch in its loader, over all ranks.
-            batch_indices: of the samples in the data set; empty for a loader that is not read by indices.
+            batch_indices: the data set indices of the samples; empty for a loader that is not read by index.
         """
         raise NotImplementedError(self._missing("write_on_batch_end"))
 
     def write_on_epoch_end(
         self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write the predictions of all ranks: a list of batches, for several loaders a list of those.
+        """Write the predictions of all ranks: a list of batches, or for several loaders a list of such lists.
 
         Args:
-            batch_indices: for each loader, also for one, a list with the indices of each batch.
+            batch_indices: for each loader, even if there is only one, a list with the indices of each batch.
         """
         raise NotImplementedError(self._missing("write_on_epoch_end"))
 
@@ -77,12 +77,12 @@ class BasePredictionWriter(Callback):
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write this batch, unless all are written at the end."""
-        is_first = trainer.strategy.data_collectives.ranks[0] == 0  # of those that have made this prediction
+        is_first = trainer.strategy.data_collectives.ranks[0] == 0  # of the ranks that made this prediction
         if self.interval != "epoch" and is_first:
             self.write_on_batch_end(trainer, module, outputs, trainer.batch_indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Write all predictions on rank 0, unless each batch is written by itself."""
+        """Write all predictions on rank 0, unless batches are written one by one."""
         if self.writes_epoch and trainer.is_global_zero:
             assert trainer.predictions is not None, "predictions are kept until they are written"
             self.write_on_epoch_end(trainer, module, trainer.predictions, trainer.prediction_indices)

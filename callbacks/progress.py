@@ -1,4 +1,4 @@
-"""TQDMProgressBar: a progress bar for terminals and notebooks, a few lines where output is piped."""
+"""TQDMProgressBar: a progress bar for terminals and notebooks, and a few lines if output is piped."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .progress_display import DESCRIPTIONS, Kind, ProgressDisplay
 class TQDMProgressBar(ProgressDisplay):
     """Show the epoch, the batches and every metric logged with ``prog_bar=True``, on rank 0.
 
-    In a terminal and in a notebook a bar is redrawn up to five times a second, with a second one for validation below
-    it. Override the ``init_*_tqdm`` methods to change their look. Where output is piped, each epoch prints a line, and
-    a long one prints a line every `seconds_between_lines`. Batches are counted on rank 0, and the metrics of a step are
+    In a terminal and in a notebook, a bar is redrawn up to five times a second, with a second bar for validation below
+    it. Override the ``init_*_tqdm`` methods to change their look. If output is piped, each epoch prints a line, and a
+    long one prints a line every `seconds_between_lines`. Batches are counted on rank 0, and the metrics of a step are
     rank 0's until they are reduced: no hook communicates. A step without a redraw costs 0.3 us; metrics are read only
     for a redraw.
 
     Args:
         refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
         leave: leave the bar of every epoch, not only that of the last one.
-        seconds_between_lines: the time between two lines where output is piped.
+        seconds_between_lines: the time between two lines if output is piped.
 
     Raises:
         ConfigError: for a negative argument.
@@ -33,7 +33,7 @@ class TQDMProgressBar(ProgressDisplay):
         return TqdmBar(getattr(self, f"init_{name}_tqdm"), self._leave)
 
     def init_train_tqdm(self) -> Any:
-        """Return a new ``tqdm`` bar for training; override this or one of those below to change its look."""
+        """Return a new ``tqdm`` bar for training; override this or a method below to change its look."""
         return new_tqdm(current_console(), DESCRIPTIONS["train"], line=0)
 
     def init_sanity_tqdm(self) -> Any:
@@ -57,7 +57,7 @@ class TQDMProgressBar(ProgressDisplay):
         """The ``tqdm`` bar of training.
 
         Raises:
-            RunError: while none is drawn; the same for the bars below.
+            RunError: if none is drawn; the same goes for the bars below.
         """
         return self._drawn("train_progress_bar", self._training)
 

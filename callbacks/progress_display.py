@@ -1,4 +1,4 @@
-"""ProgressDisplay: the base of progress bars, with what all of them show and when."""
+"""ProgressDisplay: the base of progress bars, which decides what they show and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DESCRIPTIONS: Final[Mapping[Kind, str]] = {
     "test": "Testing",
     "predict": "Predicting",
 }
-"""The words before each kind of bar; those of training give way to the epoch."""
+"""The label of each kind of bar; during training, the epoch replaces it."""
 
 _NEVER: Final = math.inf
 
@@ -33,14 +33,14 @@ _NEVER: Final = math.inf
 class ProgressDisplay(Callback):
     """Base of progress bars: the epoch, the batches and every metric logged with ``prog_bar=True``, on rank 0.
 
-    Where output is piped, each epoch prints a line, and a long one prints a line every `seconds_between_lines`. Batches
+    If output is piped, each epoch prints a line, and a long one prints a line every `seconds_between_lines`. Batches
     are counted on rank 0, and the metrics of a step are rank 0's until they are reduced: no hook communicates. Metrics
-    are read only for a redraw. A subclass says in `_make_bar` what is drawn elsewhere.
+    are read only for a redraw. A subclass draws its bars in `_make_bar`.
 
     Args:
         refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
         leave: leave the bar of every epoch, not only that of the last one.
-        seconds_between_lines: the time between two lines where output is piped.
+        seconds_between_lines: the time between two lines if output is piped.
 
     Raises:
         ConfigError: for a negative argument.
@@ -65,7 +65,7 @@ class ProgressDisplay(Callback):
         self._due = _NEVER
 
     def get_metrics(self, trainer: Run, module: nn.Module) -> dict[str, float | str]:
-        """Return the numbers and texts behind the bar; override it to add or to remove some."""
+        """Return the numbers and texts shown behind the bar; override it to add or remove some."""
         metrics: dict[str, float | str] = {}
         if trainer.loggers:
             version = trainer.loggers[0].version
@@ -78,7 +78,7 @@ class ProgressDisplay(Callback):
 
     @property
     def refresh_rate(self) -> int:
-        """The number of batches between two redraws, at least."""
+        """The minimum number of batches between two redraws."""
         return self._refresh_rate
 
     @property
@@ -101,7 +101,7 @@ class ProgressDisplay(Callback):
 
     @abstractmethod
     def _make_bar(self, console: Console, kind: Kind) -> Bar:
-        """Return a new bar for batches of a kind; not asked where output is piped."""
+        """Return a new bar for batches of a kind; not called if output is piped."""
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class ProgressDisplay(Callback):
         self._training = self._open(trainer, "train")
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin to count an epoch, at its current batch."""
+        """Start counting an epoch, from its current batch."""
         if self._training is None:
             return
         self._trained = trainer.batch_position
@@ -120,9 +120,9 @@ class ProgressDisplay(Callback):
         self._due = 0.0
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Redraw, if it is time."""
+        """Redraw if it is time."""
         if batch_idx == self._trained:
-            return  # the bar has just begun here
+            return  # the bar has just started here
         self._trained = batch_idx
         if monotonic() >= self._due:
             self._redraw(self._training, self._trained, self._postfix(trainer, module))
@@ -133,14 +133,14 @@ class ProgressDisplay(Callback):
         self._is_epoch_over = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Show the complete epoch with its metrics, if it is over."""
+        """Show the complete epoch with its metrics if it is over."""
         if self._is_epoch_over:
             self._is_epoch_over = False
             if self._training is not None:
                 self._training.end(self._trained, self._postfix(trainer, module))
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the last state."""
+        """Leave the final state on the screen."""
         self._close(self._postfix(trainer, module))
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class ProgressDisplay(Callback):
         self._end_evaluation(keep=False)
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Open a bar, below that of training if there is one."""
+        """Open a bar, below the training bar if there is one."""
         if trainer.sanity_checking:
             return
         if self._training is not None:
@@ -165,11 +165,11 @@ class ProgressDisplay(Callback):
     def on_validation_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw, if it is time."""
+        """Redraw if it is time."""
         self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """End the bar; remove that of a validation inside training."""
+        """End the bar; remove it if the validation is inside training."""
         if trainer.sanity_checking:
             return
         self._end_evaluation(keep=self._training is None)
@@ -184,11 +184,11 @@ class ProgressDisplay(Callback):
     def on_test_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw, if it is time."""
+        """Redraw if it is time."""
         self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_test_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the last state."""
+        """Leave the final state on the screen."""
         self._end_evaluation(keep=True)
 
     def on_predict_start(self, trainer: Run, module: nn.Module) -> None:
@@ -198,25 +198,25 @@ class ProgressDisplay(Callback):
     def on_predict_batch_end(
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw, if it is time."""
+        """Redraw if it is time."""
         self._count_evaluated(batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: Run, module: nn.Module) -> None:
-        """Leave the last state."""
+        """Leave the final state on the screen."""
         self._end_evaluation(keep=True)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Leave the last state, without reading its metrics."""
+        """Leave the final state on the screen, without reading its metrics."""
         self._close(None)
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Close whatever is open."""
+        """Close all open bars."""
         self._close(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave open bars behind: they belong to this process."""
+        """Leave out open bars: they belong to this process."""
         return {**self.__dict__, "_training": None, "_evaluation": None, "_has_begun": False, "_due": _NEVER}
 
     # --- helpers -----------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class ProgressDisplay(Callback):
     def _count_evaluated(self, batch_idx: int, dataloader_idx: int) -> None:
         if dataloader_idx != self._dataloader_idx:
             self._dataloader_idx, self._evaluated_before = dataloader_idx, self._evaluated
-        # ranks take turns: when rank 0 has done a batch, the others have done about those that follow
+        # batches are dealt in turn: when rank 0 has done one, the other ranks have done about the next ones
         done = min(batch_idx + self._num_ranks, self._batches_of[dataloader_idx])
         self._evaluated = self._evaluated_before + int(done)
         if monotonic() >= self._due:
@@ -269,7 +269,7 @@ class ProgressDisplay(Callback):
         return text
 
     def _text(self, metrics: Mapping[str, float | str]) -> str:
-        """Return what stands behind the count."""
+        """Return the text behind the count."""
         return ", ".join(f"{name}={_short(value)}" for name, value in metrics.items())
 
     def _close(self, postfix: Postfix) -> None:
@@ -282,7 +282,7 @@ class ProgressDisplay(Callback):
 
 
 def _short(value: float | str) -> str:
-    """Return a number in about five characters, so that the bar hardly moves."""
+    """Return a number in about five characters, so that the bar barely moves."""
     if isinstance(value, int | str) or not math.isfinite(value):
         return str(value)
     if value.is_integer() and abs(value) < 1e6:

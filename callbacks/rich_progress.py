@@ -1,4 +1,4 @@
-"""RichProgressBar: the progress bar in the looks of rich."""
+"""RichProgressBar: a progress bar drawn with rich."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from .progress_display import Kind, ProgressDisplay
 
 _WIDTH_FOR_TIME: Final = 72
 _WIDTH_FOR_RATE: Final = 48
-"""Columns of a console below which there are none for the time, and for the speed."""
+"""Console width below which the time and the speed are not shown."""
 
 
 @dataclass(frozen=True)
 class RichProgressBarTheme:
-    """Styles of a `RichProgressBar`, as rich names them: ``"bold green"``, ``"#6206E0"``, or a ``rich.style.Style``."""
+    """Styles of a `RichProgressBar`, in rich's terms: ``"bold green"``, ``"#6206E0"``, or a ``rich.style.Style``."""
 
     description: Any = ""
-    """Of the epoch, and of what is done."""
+    """Style of the epoch or stage."""
     progress_bar: Any = "#6206E0"
     progress_bar_finished: Any = "#6206E0"
     progress_bar_pulse: Any = "#6206E0"
-    """Of a bar whose end is not known."""
+    """Style of a bar whose end is unknown."""
     batch_progress: Any = ""
-    """Of the batches done."""
+    """Style of the number of batches done."""
     time: Any = "dim"
-    """Of the time that has passed, and that is left."""
+    """Style of the elapsed and the remaining time."""
     processing_speed: Any = "dim underline"
     metrics: Any = "italic"
     metrics_text_delimiter: str = " "
-    """What stands between two metrics."""
+    """The text between two metrics."""
     metrics_format: str = ".3f"
     """The format of their values."""
 
 
 class RichProgressBar(ProgressDisplay):
-    """Show what `TQDMProgressBar` shows, in colours and aligned columns; needs rich (``pip install echelon[rich]``).
+    """Show what `TQDMProgressBar` shows, in colors and aligned columns; needs rich (``pip install echelon[rich]``).
 
-    In a terminal that is too narrow the metrics are cut off. Where output is piped, and in a notebook without
-    ipywidgets, each epoch prints a line.
+    In a terminal that is too narrow, the metrics are cut off. If output is piped, and in a notebook without ipywidgets,
+    each epoch prints a line.
 
     Args:
         refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
         leave: leave the bar of every epoch, not only that of the last one.
         theme: the styles.
         console_kwargs: arguments of ``rich.console.Console``, such as ``width``.
-        seconds_between_lines: the time between two lines where output is piped.
+        seconds_between_lines: the time between two lines if output is piped.
 
     Raises:
         ConfigError: for a negative argument.
@@ -97,12 +97,12 @@ class RichProgressBar(ProgressDisplay):
         return theme.metrics_text_delimiter.join(parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the screen behind: it belongs to this process."""
+        """Leave out the screen: it belongs to this process."""
         return {**super().__getstate__(), "_screen": None}
 
 
 class RichScreen:
-    """The live display of up to two bars; there while at least one is open.
+    """The live display of up to two bars; it exists while at least one is open.
 
     Args:
         columns: styles by the name of the column: ``description``, ``progress_bar``, ``progress_bar_finished``,
@@ -115,19 +115,19 @@ class RichScreen:
         self._progress: Any = None
 
     def add(self) -> Any:
-        """Return a new bar's place, below those that are open."""
+        """Return the task of a new bar, below the open ones."""
         if self._progress is None:
             self._progress = self._open()
             self._progress.start()
         return self._progress.add_task("", total=None, count="", time="", rate="", metrics="")
 
     def update(self, task: Any, **fields: Any) -> None:
-        """Show what has changed of a bar."""
+        """Show the changes of a bar."""
         self._progress.update(task, **fields)
         self._progress.refresh()
 
     def remove(self, task: Any, *, keep: bool) -> None:
-        """Take a bar away; the last one stays as lines on the screen if `keep`."""
+        """Remove a bar; the last one stays on the screen as lines if `keep`."""
         if keep:
             self._close(is_transient=False)
             return
@@ -166,15 +166,15 @@ class RichScreen:
             columns.append(column("{task.fields[time]}", "time"))
         if console.width >= _WIDTH_FOR_RATE:
             columns.append(column("{task.fields[rate]}", "processing_speed"))
-        # of all columns this one gives way; its text is cut off, not wrapped
+        # the only column that may shrink; its text is cut off, not wrapped
         metrics = type("MetricsColumn", (progress.ProgressColumn,), {"render": render_metrics})
         columns.append(metrics(table_column=table.Column(no_wrap=False)))
-        # drawn when the loop says so: no thread reads what training writes
+        # drawn only when the loop asks for it: no thread reads what training writes
         return progress.Progress(*columns, console=console, auto_refresh=False, expand=True)
 
 
 class RichBar:
-    """A bar on a `RichScreen`, whose place is made when a count begins."""
+    """A bar on a `RichScreen`, added when a count begins."""
 
     interval: float = 0.2
 

@@ -1,4 +1,4 @@
-"""Run: the trainer, as hooks of callbacks and of the module see it."""
+"""Run: the trainer as hooks of callbacks and modules see it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
 
 @runtime_checkable
 class Logger(Protocol):
-    """Where metrics go: all that a logger must have, as in Lightning. Its methods are called on rank 0 only.
+    """A destination of metrics: the methods that a logger must have, as in Lightning. They are called only on rank 0.
 
-    A logger may have more, and what it has is used. ``save_dir`` and ``log_dir`` say where its files and the run's
-    ``checkpoints`` lie. These methods are called:
+    A logger may have others, which are used if present. ``save_dir`` and ``log_dir`` are the folders of its files and
+    of the run's ``checkpoints``. These optional methods are called:
 
-    - ``open()``: take the folder of the run, before the hooks of a `fit`; from here on `log_dir` is final.
+    - ``open()``: choose the folder of the run, before the hooks of a `fit`; from then on `log_dir` is final.
     - ``log_text(tag, text)``: write a text (Markdown), such as the resolved configuration.
     - ``log_graph(module, example_input)``: write the graph of the module's ``forward``.
-    - ``log_image(key, images, step)``: write pictures, given as paths of PNG files.
-    - ``save()``: write everything to the disk, at every checkpoint and at the end.
-    - ``after_save_checkpoint(checkpoint_callback)``: a ModelCheckpoint begins to write one; those before are on disk.
+    - ``log_image(key, images, step)``: write images, given as paths of PNG files.
+    - ``save()``: write everything to disk, at every checkpoint and at the end.
+    - ``after_save_checkpoint(checkpoint_callback)``: a ModelCheckpoint begins to write one; earlier ones are on disk.
     - ``finalize(status)``: end the run with ``success``, ``interrupted`` or ``failed``.
     - ``continue_run(checkpoint)``: before ``open``, continue in the folder of the run that wrote a checkpoint.
-    - ``continue_saved(version)``: before ``open``, continue the version that a checkpoint names, as it does for this.
+    - ``continue_saved(version)``: before ``open``, continue the version that a checkpoint has saved for this logger.
     - ``continue_as(version)``: continue in the folder that another process has opened.
-    - ``resume_at(step)``: forget what was logged after a step, before a run that continues there logs anything.
-    - ``silence()``: write nothing from here on; called on every rank but 0.
+    - ``resume_at(step)``: discard what was logged after a step, before a run that continues there logs anything.
+    - ``silence()``: write nothing from now on; called on every rank except 0.
     """
 
     @property
     def name(self) -> str | None:
-        """The name of the folder of all versions."""
+        """The name, under which all versions are grouped."""
 
     @property
     def version(self) -> int | str | None:
@@ -61,9 +61,9 @@ class SchedulerConfig(Protocol):
 
 
 class Run(Protocol):
-    """The trainer, as hooks see it. Nothing here communicates unless it says so.
+    """The trainer as hooks see it. Nothing here communicates unless it says so.
 
-    Counts of steps, batches and epochs are the same on every rank, so that a decision by them is, too.
+    Counts of steps, batches and epochs are the same on every rank, and so are decisions based on them.
     """
 
     # --- where the run is ---
@@ -74,19 +74,19 @@ class Run(Protocol):
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the sanity check, a few validation batches before training, is running."""
+        """Whether the sanity check (a few validation batches before training) is running."""
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that is running, from 0, to its end hooks and checkpoint; before and after, how many have ended."""
+        """The current epoch, from 0, including its end hooks and checkpoint; before and after, how many have ended."""
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps completed since the very first `fit`, resumed ones included."""
+        """The number of optimizer steps completed since the very first `fit`, including resumed runs."""
 
     @property
     def samples_seen(self) -> int:
-        """The number of training samples consumed by all ranks since the very first `fit`."""
+        """The number of training samples that all ranks have consumed since the very first `fit`."""
 
     @property
     def batch_position(self) -> int:
@@ -102,57 +102,57 @@ class Run(Protocol):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch, limits applied, on the rank with the most; infinity if the length is unknown."""
+        """Micro-batches per epoch, with limits, on the rank with the most; infinity if the length is unknown."""
 
     @property
     def num_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader, of all ranks together, limits applied; infinity if unknown."""
+        """Batches of each validation loader, over all ranks, with limits; infinity if unknown."""
 
     @property
     def num_test_batches(self) -> Sequence[int | float]:
-        """Batches of each test loader, of all ranks together, limits applied; infinity if unknown."""
+        """Batches of each test loader, over all ranks, with limits; infinity if unknown."""
 
     @property
     def num_predict_batches(self) -> Sequence[int | float]:
-        """Batches of each predict loader, of all ranks together, limits applied; infinity if unknown."""
+        """Batches of each predict loader, over all ranks, with limits; infinity if unknown."""
 
     @property
     def num_sanity_val_batches(self) -> Sequence[int | float]:
-        """Batches of each validation loader, of all ranks together, in the sanity check."""
+        """Batches of each validation loader, over all ranks, in the sanity check."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run, such as ``total_steps`` of a OneCycleLR."""
+        """Optimizer steps of the whole run, for the ``total_steps`` of a OneCycleLR, say."""
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal or ``max_time`` ends training now, on all ranks."""
+        """Whether a signal or ``max_time`` is ending training, on all ranks."""
 
     # --- what hooks may change ---
 
     should_stop: bool
-    """Set it to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``).
+    """Set to True to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``).
 
-    It is enough to set it on one rank. Several ranks agree on it at the end of every epoch and about four times a
-    second, so that a few more steps may run.
+    Setting it on one rank is enough. Several ranks agree on it at the end of every epoch and about once a second, so a
+    few more steps may run.
     """
 
     accumulate_grad_batches: int
-    """Micro-batches of an optimizer step; set it in ``on_train_epoch_start``, for that epoch and those after it."""
+    """Micro-batches per optimizer step; set it in ``on_train_epoch_start``, for that epoch and later ones."""
 
     # --- metrics ---
 
     @property
     def callback_metrics(self) -> Mapping[str, Tensor]:
-        """The newest value of everything logged, reduced over all ranks; reading it does not communicate.
+        """The newest value of each logged metric, reduced over all ranks; reading it does not communicate.
 
-        A value logged by a step is this rank's until the step is logged (``log_every_n_steps``) or `reduce_metrics` is
-        called. A value logged with ``sync_dist=False`` stays this rank's.
+        A value logged by a step is this rank's own until the step is logged (``log_every_n_steps``) or `reduce_metrics`
+        is called. A value logged with ``sync_dist=False`` stays this rank's own.
         """
 
     @property
     def logged_metrics(self) -> Mapping[str, Tensor]:
-        """The newest value of everything logged with ``logger=True``, also without a logger."""
+        """The newest value of each metric logged with ``logger=True``, also without a logger."""
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:
@@ -161,7 +161,7 @@ class Run(Protocol):
     def reduce_metrics(self) -> None:
         """Reduce what the current step logged, so that `callback_metrics` has the same values on every rank.
 
-        Call it before all ranks decide by a step's value. Collective: every rank calls it.
+        Call it before all ranks make a decision based on a step's value. Collective: every rank calls it.
         """
 
     def metric_step(self, name: str) -> int | None:
@@ -172,11 +172,11 @@ class Run(Protocol):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The number of optimizer steps between two in which step metrics go to the loggers."""
+        """The interval, in optimizer steps, at which step metrics go to the loggers."""
 
     @property
     def loggers(self) -> Sequence[Logger]:
-        """All loggers, on every rank; only those of rank 0 write."""
+        """All loggers, on every rank; only rank 0's write."""
 
     @property
     def log_dir(self) -> str:
@@ -184,7 +184,7 @@ class Run(Protocol):
 
     @property
     def default_root_dir(self) -> str:
-        """The folder of everything without a folder of its own."""
+        """The folder for everything that has no folder of its own."""
 
     # --- what it is made of ---
 
@@ -194,7 +194,7 @@ class Run(Protocol):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0, the only one that writes and prints."""
+        """Whether this is rank 0, the only rank that writes and prints."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -206,47 +206,47 @@ class Run(Protocol):
 
     @property
     def callbacks(self) -> Sequence[object]:
-        """All callbacks, the default ones included, in the order in which they are called."""
+        """All callbacks, including the default ones, in the order in which they are called."""
 
     @property
     def predictions(self) -> Sequence[Any] | None:
-        """The predictions of `predict`: a list with one item for each batch, for several loaders a list of such lists.
+        """The predictions of `predict`: a list with one item per batch, or for several loaders a list of such lists.
 
-        From ``on_predict_epoch_end`` on they are of all ranks, in the order of the dataset.
+        From ``on_predict_epoch_end`` on, they are those of all ranks, in dataset order.
         """
 
     @property
     def batch_indices(self) -> Sequence[int]:
-        """The indices, in the data set, of the samples in the evaluation batch that runs; empty where not known.
+        """The data set indices of the samples in the current evaluation batch; empty if unknown.
 
-        They are known of a DataLoader over a data set with indices.
+        They are known for a DataLoader over a map-style data set.
         """
 
     @property
     def prediction_indices(self) -> Sequence[Sequence[Sequence[int]]]:
         """The `batch_indices` of all ranks, for each batch of each loader, from ``on_predict_epoch_end`` on.
 
-        They are there where `predictions` are.
+        They are available where `predictions` are.
         """
 
     # --- checkpoints ---
 
     @property
     def named_checkpoint(self) -> Path | None:
-        """The checkpoint that the user named to begin with, by its path or as ``best``; it is not this run's to delete.
+        """The checkpoint that the user named, by its path or as ``best``, to begin from; this run must not delete it.
 
-        None without one, and for ``last`` and ``last.ckpt``: such a run goes on with what it had begun.
+        None without one, and for ``last`` and ``last.ckpt``: such a run continues its own checkpoints.
         """
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
         """Write a checkpoint folder at `path`, atomically. Collective: every rank calls it.
 
-        With ``wait=False`` this returns when the state is copied; it is written while training continues, and an error
-        in writing is raised after a later step.
+        With ``wait=False`` this returns once the state is copied; it is written while training continues, and a write
+        error is raised after a later step.
         """
 
     def wrote_checkpoint(self, path: str | Path) -> bool:
-        """Return whether this run, or one that it goes on from, has written the checkpoint folder at `path`."""
+        """Return whether this run, or one that it resumes, has written the checkpoint folder at `path`."""
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint folder that this run wrote, on rank 0; leave anything else alone."""
@@ -256,36 +256,36 @@ class Run(Protocol):
 
 
 class Recoverable(Protocol):
-    """A trainer that loses little when a rank or a step fails, as the callbacks for that see it.
+    """The trainer as the callbacks see it that limit what a failed rank or step costs.
 
-    The trainer satisfies this beside `Run`; a hook takes it as ``cast(Recoverable, trainer)``.
+    The trainer satisfies this as well as `Run`; a hook uses ``cast(Recoverable, trainer)``.
     """
 
     @property
     def checkpoint_seconds(self) -> float:
-        """The seconds of this run in which training has waited for `save_checkpoint` and `take_snapshot`."""
+        """The seconds for which training has waited for `save_checkpoint` and `take_snapshot` in this run."""
 
     @property
     def is_taking_snapshot(self) -> bool:
         """Whether ``on_save_checkpoint`` is called for `take_snapshot` instead of `save_checkpoint`."""
 
     def take_snapshot(self) -> None:
-        """Copy the state into memory that outlives this process in an elastic run; elsewhere do nothing.
+        """Copy the state into memory that outlives this process, in an elastic run; otherwise do nothing.
 
-        Call it in `on_train_step_end` or `on_train_last_step` only. Collective: every rank calls it.
+        Call it only in `on_train_step_end` or `on_train_last_step`. Collective: every rank calls it.
         """
 
     def roll_back(self) -> Path | None:
-        """Load the newest checkpoint of this run, skip the data read since, and return its path; None without one.
+        """Load this run's newest checkpoint, skip the data read since, and return its path; None without one.
 
-        Call it in ``on_train_step_end`` only. Collective: every rank calls it.
+        Call it only in ``on_train_step_end``. Collective: every rank calls it.
         """
 
 
 class Tunable(Protocol):
-    """A trainer whose steps can be tried before they count, as the callbacks that look for a setting see it.
+    """The trainer as the callbacks see it that search for a setting: its steps can be tried and undone.
 
-    The trainer satisfies this beside `Run`; a hook takes it as ``cast(Tunable, trainer)``.
+    The trainer satisfies this as well as `Run`; a hook uses ``cast(Tunable, trainer)``.
     """
 
     def try_steps(
@@ -296,11 +296,11 @@ class Tunable(Protocol):
         micro_batch_size: int | None = None,
         num_micro_batches: int | None = None,
     ) -> None:
-        """Train `num_steps` optimizer steps, with no other callback than this, then put everything back as it was.
+        """Train for `num_steps` optimizer steps, with this callback only, then restore everything as it was.
 
-        Schedulers are not stepped; nothing is validated, logged or saved. With a `micro_batch_size` the steps are cut
-        into such, or have `num_micro_batches` of these at most. Call it in a fit, between two steps. Collective: every
-        rank calls it.
+        Schedulers are not stepped; nothing is validated, logged or saved. With `micro_batch_size` the steps are cut
+        into micro-batches of that size, at most `num_micro_batches` each. Call it in a fit, between two steps.
+        Collective: every rank calls it.
         """
 
     def configure_again(self) -> None:
@@ -310,21 +310,21 @@ class Tunable(Protocol):
         """
 
     def find_attribute(self, *names: str) -> str | None:
-        """Return the first of these names that the module, the data module, or the ``hparams`` of one has."""
+        """Return the first of these names that the module, the data module, or the ``hparams`` of either has."""
 
     def set_attribute(self, name: str, value: float, *, is_saved: bool = True) -> None:
-        """Set an attribute of the module, the data module, or their ``hparams``; in the caller's objects, too.
+        """Set an attribute of the module, the data module, or their ``hparams``, also in the caller's objects.
 
-        With `is_saved` checkpoints have it among the hyper-parameters.
+        With `is_saved`, checkpoints store it among the hyper-parameters.
         """
 
     @property
     def samples_per_step(self) -> int | None:
-        """The samples of an optimizer step in the current fit; None where its data does not tell."""
+        """The samples per optimizer step in the current fit; None if the data does not tell."""
 
     def set_micro_batch_size(self, size: int) -> None:
-        """Cut the steps of this fit into micro-batches of a size; the steps stay the same."""
+        """Cut the steps of this fit into micro-batches of this size; the steps stay the same."""
 
     @property
     def fast_dev_run(self) -> int | bool:
-        """Whether this is a development run, for which nothing is looked for."""
+        """Whether this is a development run, in which nothing is searched for."""

@@ -15,36 +15,37 @@ from .run import Run
 from .samples.file import FOLDER, CountedTurns, Header, Reading, SampleWriter, Source, next_attempt
 
 _SYNC_EVERY: Final = 1.0
-"""Seconds; there may be many snapshots a second, and each costs less than waiting for a disk."""
+"""Seconds between syncs: there may be many snapshots a second, each cheaper than waiting for a disk."""
 
 
 class SampleTrail(Protocol):
     """The samples of this rank's training micro-batches."""
 
     def sources(self) -> Sequence[Source]:
-        """Return what is known of the order of each loader in the current epoch."""
+        """Return what is known about the order of each loader in the current epoch."""
 
     def readings(self) -> Sequence[Reading]:
-        """Return the samples of the micro-batch that was trained on last; call it in ``on_train_batch_end``."""
+        """Return the samples of the last training micro-batch; call it in ``on_train_batch_end``."""
 
 
 class SampleSource(Protocol):
-    """A trainer that tells which samples it trains on; a hook takes it as ``cast(SampleSource, trainer)``."""
+    """A trainer that tells which samples it trains on; a hook uses ``cast(SampleSource, trainer)``."""
 
     def follow_samples(self) -> SampleTrail:
         """Return the samples of each micro-batch of this rank from now on; call it in ``setup``.
 
-        A micro-batch can be asked about from its ``on_train_batch_end`` on.
+        The samples of a micro-batch are available from its ``on_train_batch_end`` on.
         """
 
 
 class SampleLedger(Callback):
-    """Write the indices of the samples of each step, as each rank's loader got them, to the run's ``samples`` folder.
+    """Write the sample indices of each step, as each rank's loader got them, to the run's ``samples`` folder.
 
-    ``echelon samples RUN`` then shows for each epoch whether every sample came exactly once, over ranks, restarts and
-    changes of the world size. The samples of a step are written before any checkpoint that contains the step. The state
-    names the attempts that led to a checkpoint, so that steps of a killed run after its last checkpoint do not count.
-    The hooks run on every rank, and each writes its own file; `on_fit_start` and `on_save_checkpoint` communicate.
+    ``echelon samples RUN`` then shows for each epoch whether every sample was used exactly once, across ranks, restarts
+    and changes of the world size. The samples of a step are written before any checkpoint that contains the step. The
+    state lists the attempts that led to a checkpoint, so that steps of a killed run after its last checkpoint do not
+    count. The hooks run on every rank, and each writes its own file; `on_fit_start` and `on_save_checkpoint`
+    communicate.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class SampleLedger(Callback):
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if stage == "fit":
             self._trail = cast(SampleSource, trainer).follow_samples()
-            self._history, self._attempt = [], 0  # a checkpoint may bring others
+            self._history, self._attempt = [], 0  # a checkpoint may restore others
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
@@ -80,7 +81,7 @@ class SampleLedger(Callback):
         self._trained = []
         own = next_attempt(self._folder) if trainer.is_global_zero else 0, strategy.data_rank
         rows = strategy.collectives.all_gather_object(own)
-        # ranks that hold shards of one module read the same samples
+        # ranks that share one replica read the same samples
         is_first = [data_rank for _, data_rank in rows].index(strategy.data_rank) == strategy.rank
         self._begin(trainer, rows[0][0], writes=is_first)
 
@@ -100,13 +101,13 @@ class SampleLedger(Callback):
             self._writer = SampleWriter(self._folder, header)
 
     def _go_back(self, run: Run, kept: Mapping[int, int]) -> None:
-        """Begin another attempt after a roll-back: steps since a checkpoint are undone, their data is not read again.
+        """Begin a new attempt after a rollback: steps since a checkpoint are undone, their data is not read again.
 
         Args:
             run: the trainer.
             kept: the number of turns that count, by attempt.
         """
-        self._write(run, self._last_step + 1)  # of the step that has just ended; it may be empty
+        self._write(run, self._last_step + 1)  # the step that has just ended, which may be empty
         self._history = [
             line._replace(last_turn=min(line.last_turn, kept.get(line.attempt, 0))) for line in self._lines()
         ]
@@ -136,7 +137,7 @@ class SampleLedger(Callback):
             self._is_late = False
 
     def _note(self) -> None:
-        """Write the step that has just ended, unless it is written."""
+        """Write the step that has just ended, unless it is already written."""
         if self._run is not None and (self._run.global_step != self._last_step or self._trained):
             self._write(self._run, self._run.global_step)
             self._is_late = True
@@ -152,7 +153,7 @@ class SampleLedger(Callback):
         self._writer.write(self._turn, step, epoch, readings)
 
     def _announce(self, run: Run, step: int, epoch: int) -> None:
-        """Write the sources that an epoch reads."""
+        """Write the sources of an epoch."""
         assert self._trail is not None
         assert self._writer is not None
         sources = self._trail.sources()

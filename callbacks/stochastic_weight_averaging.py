@@ -18,21 +18,21 @@ from .weight_averaging import WeightAveraging
 class StochasticWeightAveraging(WeightAveraging):
     """Average the weights at the end of each of the last epochs (SWA, Izmailov et al. 2018).
 
-    From the first of these epochs on the learning rate is annealed from its value then to `swa_lrs`, as by torch's
-    ``SWALR``, and stays there; the module's schedulers no longer change it. Buffers are averaged like weights, running
-    statistics of BatchNorm included, instead of a pass over the data at the end (``update_bn``). The hooks run on every
-    rank, as in `WeightAveraging`.
+    From the first of these epochs on, the learning rate is annealed from its current value to `swa_lrs`, as in torch's
+    ``SWALR``, and stays there; the module's schedulers no longer change it. Buffers are averaged like weights,
+    including running statistics of BatchNorm, instead of a pass over the data at the end (``update_bn``). The hooks run
+    on every rank, as in `WeightAveraging`.
 
     Args:
         swa_lrs: the final learning rate, one for all or one for each parameter group.
         swa_epoch_start: the first epoch to average, counted from 1, or as a fraction of ``max_epochs``.
-        annealing_epochs: the number of epochs in which the learning rate is annealed; 0: at once.
+        annealing_epochs: the number of epochs over which the learning rate is annealed; 0: at once.
         annealing_strategy: ``cos`` or ``linear``.
         avg_fn: as in `WeightAveraging`.
         device: the device of the average; by default that of the module.
 
     Raises:
-        ConfigError: for an impossible argument, several optimizers, or a fraction of an unlimited number of epochs.
+        ConfigError: for an invalid argument, several optimizers, or a fraction of an unlimited number of epochs.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._lrs: list[float] = []
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether the epoch is one of the last."""
+        """Return whether the epoch is one of the last ones, which are averaged."""
         return epoch_idx is not None and epoch_idx >= self._first_epoch
 
     def state_dict(self) -> dict[str, Any]:

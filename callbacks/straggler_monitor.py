@@ -16,7 +16,7 @@ from .helpers.step_clock import StepClock, StepTimes
 from .helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, split_compute
 from .run import Run
 
-_MOST_RANKS: Final = 16  # up to here each rank has curves of its own
+_MOST_RANKS: Final = 16  # up to this many, each rank has its own curves
 _PARTS: Final = ("compute", "communication_wait", "data_wait")
 
 _log = logging.getLogger(__name__)
@@ -25,19 +25,20 @@ _log = logging.getLogger(__name__)
 class StragglerMonitor(Callback):
     """Logs each rank's mean step time, split into compute and waiting, and warns of a rank that slows the others down.
 
-    Every `every_n_steps`: ``time/compute/rank_0``, ``time/communication_wait/rank_0`` and ``time/data_wait/rank_0``, in
-    seconds, for each rank, or ``.../min``, ``median`` and ``max`` for more than 16 ranks. The slowest rank is the one
-    with the largest sum of compute and data wait; ``stragglers/slowest_rank`` is its number, and
-    ``stragglers/slowdown`` this sum over the median of the others'. ../docs/stragglers.md explains the parts.
+    Every `every_n_steps`, it logs ``time/compute/rank_0``, ``time/communication_wait/rank_0`` and
+    ``time/data_wait/rank_0``, in seconds, for each rank, or ``.../min``, ``median`` and ``max`` for more than 16 ranks.
+    The slowest rank is the one with the largest sum of compute and data wait; ``stragglers/slowest_rank`` is its
+    number, and ``stragglers/slowdown`` this sum divided by the median of the others'. ../docs/stragglers.md explains
+    the parts.
 
-    On a CPU every step is measured, at a cost of 2 us; on a GPU one in `sample_every`, by events, which nothing waits
-    for: a step that the GPU has not completed is in a later report. The first step of a `fit`, validations and
+    On a CPU every step is measured, at a cost of 2 us; on a GPU one in `sample_every`, with events that nothing waits
+    for: a step that the GPU has not completed is part of a later report. The first step of a `fit`, validations and
     checkpoints are left out. The hooks run on every rank; a report is a collective of 32 bytes; rank 0 logs and warns.
 
     Args:
-        every_n_steps: optimizer steps between two reports; by default the trainer's `log_every_n_steps`.
+        every_n_steps: optimizer steps between reports; by default the trainer's `log_every_n_steps`.
         threshold: a rank that is this many times slower than the others is a straggler.
-        patience: number of reports in a row after which a warning names a straggler.
+        patience: the number of consecutive reports after which a warning names a straggler.
         sample_every: on a GPU, one step in this many is measured.
 
     Raises:
@@ -73,7 +74,7 @@ class StragglerMonitor(Callback):
         self._places = trainer.strategy.collectives.all_gather_object(place)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Set up the clock; it starts after the first step, which does much one-time work."""
+        """Set up the clock; it starts after the first step, which does a lot of one-time work."""
         strategy = trainer.strategy
         # DDP broadcasts the buffers of rank 0 at the beginning of forward
         meets_in_forward = strategy.forward_is_collective or next(module.buffers(), None) is not None
@@ -83,7 +84,7 @@ class StragglerMonitor(Callback):
         self._suspicion = Suspicion(self._threshold, self._patience)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
-        """Begin to wait for the data of the epoch."""
+        """Start waiting for the epoch's data."""
         self._start(trainer)
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
@@ -109,7 +110,7 @@ class StragglerMonitor(Callback):
         self._interrupt()
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """End the step, and report if a report is due. Reports are collective."""
+        """End the step, and report if a report is due, which is collective."""
         assert self._clock is not None
         self._clock.end()
         every, step = self._every or trainer.log_every_n_steps, trainer.global_step
@@ -169,7 +170,7 @@ class StragglerMonitor(Callback):
 
 
 def series(ranks: dict[int, StepTimes]) -> dict[str, float]:
-    """Return the metrics to log for the mean steps: one for each rank, or three if there are many ranks."""
+    """Return the metrics to log for the mean steps: one per rank, or three if there are many ranks."""
     if len(ranks) <= _MOST_RANKS:
         return {f"time/{part}/rank_{rank}": getattr(ranks[rank], part) for part in _PARTS for rank in ranks}
     summary = {}

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: log the speed of training, and its share of the device's peak."""
+"""ThroughputMonitor: log the speed of training, and its fraction of the device's peak."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .run import Run
 class ThroughputMonitor(Callback):
     """Log samples, tokens and batches per second, and MFU, whenever the trainer logs a step.
 
-    ``throughput/samples_per_sec`` and ``throughput/tokens_per_sec`` are of all ranks together; ``batches_per_sec``
-    (micro-batches), ``flops_per_sec`` and ``mfu`` are of one rank. Each is the mean over the last `window_size` steps.
-    ``throughput/samples``, ``tokens`` and ``seconds`` are totals since the very first `fit`, resumed runs included. The
-    time is that of training without validation, on the host's clock: nothing waits for the device. The hooks run on
-    every rank, and rank 0 logs; with one of the two functions the ranks sum their counts at the steps that are logged.
-    A step that is not logged costs 0.6 us and the time of the functions.
+    ``throughput/samples_per_sec`` and ``throughput/tokens_per_sec`` are those of all ranks together;
+    ``batches_per_sec`` (micro-batches), ``flops_per_sec`` and ``mfu`` are those of one rank. Each is the mean over the
+    last `window_size` steps. ``throughput/samples``, ``tokens`` and ``seconds`` are totals since the very first `fit`,
+    including resumed runs. The time is that of training without validation, on the host's clock: nothing waits for the
+    device. The hooks run on every rank, and rank 0 logs; with one of the two functions, the ranks sum their counts at
+    logged steps. A step that is not logged costs 0.6 us and the time of the functions.
 
     MFU (Chowdhery et al. 2022) is the model's FLOPs per second divided by the device's peak. With activation
-    checkpointing the FLOPs that are counted include the recomputation: give `flops_per_batch` then.
+    checkpointing, the counted FLOPs include the recomputation: set `flops_per_batch` then.
 
     Args:
-        batch_size_fn: returns the samples of a micro-batch of this rank; by default the trainer's count.
-        length_fn: returns the tokens of a micro-batch; without it there are no tokens.
+        batch_size_fn: returns the number of samples in a micro-batch of this rank; by default the trainer's count.
+        length_fn: returns the number of tokens in a micro-batch; without it, tokens are not logged.
         window_size: the number of steps to average over.
-        separator: stands between ``throughput`` and the name of a number.
-        flops_per_batch: FLOPs of one micro-batch on one rank, forward and backward; None: if the peak is known they are
-            counted once, in the first micro-batch of the run, by ``torch.utils.flop_counter``.
+        separator: the text between ``throughput`` and the name of a metric.
+        flops_per_batch: FLOPs of one micro-batch on one rank, forward and backward; None: if the peak is known, they
+            are counted once, in the first micro-batch of the run, by ``torch.utils.flop_counter``.
         available_flops: the peak of one device in FLOP/s; None: looked up by the name of the GPU and the precision.
 
     Raises:
@@ -100,7 +100,7 @@ class ThroughputMonitor(Callback):
             self._end_counting(trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Log if the trainer logs this step. Collective then, with one of the functions."""
+        """Log if the trainer logs this step; collective with one of the two functions."""
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
@@ -163,7 +163,7 @@ class ThroughputMonitor(Callback):
         self._counted_here = dict.fromkeys(self._counted, 0)
 
     def _read(self, trainer: Run) -> _Reading:
-        # counts that are not summed yet are taken to be the same on the other ranks
+        # counts that are not summed yet are assumed to be the same on the other ranks
         size = trainer.strategy.data_size
         samples, tokens = (count + size * self._counted_here[name] for name, count in self._counted.items())
         if self._batch_size_fn is None:
@@ -194,7 +194,7 @@ class ThroughputMonitor(Callback):
         return {f"throughput{self._separator}{name}": value for name, value in measured.items()}
 
     def _end_counting(self, trainer: Run) -> None:
-        """Take the count of FLOPs, and start a new window: counting has slowed this micro-batch."""
+        """Take the count of FLOPs, and start a new window, since counting has slowed this micro-batch down."""
         assert self._counter is not None
         self._count.close()
         self._flops_per_batch = float(self._counter.get_total_flops())

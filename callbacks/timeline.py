@@ -24,19 +24,19 @@ from .run import Run
 class Timeline(Callback):
     """Record forward, backward, transfers and idle time of all stages in one optimizer step, and draw them.
 
-    The picture has a row for each rank of a pipeline (of several pipelines rank 0's), and the measured share of idle
-    time beside that of ideal stages. It goes to `path` and, as ``timeline``, to the loggers that take pictures:
-    `TensorBoardLogger` and `WandbLogger`. The recorded step begins when all ranks of a pipeline are there, and on a GPU
-    waits for the device after each forward and backward; other steps are as without the callback.
+    The figure has a row for each rank of a pipeline (if there are several, rank 0's), and the measured share of idle
+    time beside that of ideal stages. It is written to `path` and sent, as ``timeline``, to the loggers that accept
+    images: `TensorBoardLogger` and `WandbLogger`. The recorded step begins when all ranks of a pipeline are ready, and
+    on a GPU waits for the device after each forward and backward; other steps are not affected.
 
     The hooks run on every rank; `on_train_step_end` communicates after the recorded step.
 
     Args:
         path: the PNG file; by default ``timeline.png`` in the folder of the run.
-        step: which optimizer step of the fit, from 1. The first one allocates, and runs in another order.
+        step: the optimizer step of the fit to record, from 1. The first one allocates, and runs in a different order.
 
     Raises:
-        ConfigError: for a step below 1, and by `fit` for a strategy without stages.
+        ConfigError: for a step below 1, and in `fit` for a strategy without stages.
         MissingDependencyError: without matplotlib.
     """
 
@@ -49,13 +49,13 @@ class Timeline(Callback):
         self._steps_left = 0
         self._recorder: WindowRecorder | None = None
         self.window: WindowTimeline | None = None
-        """What was recorded, on every rank of the run; in a process that has started them see `idle_share`."""
+        """The recording, on every rank of the run; the process that started them has only the fields below."""
         self.idle_share: float | None = None
-        """Which share of the step the ranks neither computed nor received, on the mean; None before it."""
+        """The mean share of the step in which a rank neither computed nor received; None before it."""
         self.expected_idle_share: float | None = None
-        """The share under ideal stages, all of which take as long, with transfers that take none."""
+        """The idle share of ideal stages, which all take equally long, with transfers that take no time."""
         self.file: str | None = None
-        """The picture; None before there is one."""
+        """The figure's file; None before it is written."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shares and the name of the file."""
@@ -76,12 +76,12 @@ class Timeline(Callback):
             )
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Count steps from here on."""
+        """Start counting steps."""
         self._steps_left, self._recorder, self.window = self._step, None, None
         self._begin_if_next(trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Draw after the recorded step. Collective then: every rank calls it."""
+        """Draw after the recorded step, which is collective: every rank calls it."""
         if not self._steps_left:
             return
         self._steps_left -= 1
@@ -90,7 +90,7 @@ class Timeline(Callback):
             self._end(trainer)
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Say that training has ended before the step."""
+        """Warn if training ended before the step."""
         if self._steps_left and trainer.is_global_zero:
             done = self._step - self._steps_left
             warnings.warn(
@@ -106,7 +106,7 @@ class Timeline(Callback):
 
     def _end(self, trainer: Run) -> None:
         assert self._recorder is not None
-        if not self._recorder.num_micro_batches:  # a hook has left the step out
+        if not self._recorder.num_micro_batches:  # a hook skipped the step
             self._steps_left = 1
             return
         self.window, self._recorder = self._recorder.gather(), None

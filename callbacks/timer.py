@@ -1,4 +1,4 @@
-"""Timer: measure the time of each stage, resumed runs included, and end training when it is up."""
+"""Timer: measure the time of each stage, including resumed runs, and end training when the time is up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Timer(Callback):
     """Measure each stage, and set ``trainer.should_stop`` when training has lasted for `duration`.
 
     Training time includes the validations inside it, and the time before a resume. The hooks run on every rank, each
-    with its own clock, and do not communicate: rank 0's clock ends training, on all ranks as `Run.should_stop` says. A
+    with its own clock, and do not communicate: rank 0's clock ends training on all ranks, through `Run.should_stop`. A
     step costs 0.1 us.
 
     Args:
@@ -33,7 +33,7 @@ class Timer(Callback):
         verbose: print a line when the time is up.
 
     Raises:
-        ConfigError: for a duration that is not a time, or an unknown interval.
+        ConfigError: for an invalid duration or an unknown interval.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Timer(Callback):
         return self._ends.get(_known(stage))
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Return the seconds of a stage so far; for ``train`` with those before a resume."""
+        """Return the seconds of a stage so far; for ``train``, including those before a resume."""
         before = self._before if _known(stage) == "train" else 0.0
         if stage not in self._starts:
             return before or self._seconds.get(stage, 0.0)
         return before + self._ends.get(stage, monotonic()) - self._starts[stage]
 
     def time_remaining(self, stage: TimedStage = "train") -> float | None:
-        """Return the seconds of `duration` that are left for a stage; None without a duration."""
+        """Return the remaining seconds of `duration` for a stage; None without a duration."""
         return None if math.isinf(self._duration) else self._duration - self.time_elapsed(stage)
 
     # --- hooks -------------------------------------------------------------------------------------------------------
@@ -87,30 +87,30 @@ class Timer(Callback):
         self._end("train")
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Read the clock, if it is read after every step."""
+        """Read the clock if it is read after every step."""
         if monotonic() >= self._deadline and self._interval == "step":
             self._stop_if_late(trainer)
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Read the clock, if it is read after every epoch."""
+        """Read the clock if it is read after every epoch."""
         if self._interval == "epoch":
             self._stop_if_late(trainer)
 
     def on_sanity_check_start(self, trainer: Run, module: nn.Module) -> None:
-        """Start the sanity check's clock."""
+        """Start the clock of the sanity check."""
         self._start("sanity_check")
 
     def on_sanity_check_end(self, trainer: Run, module: nn.Module) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._end("sanity_check")
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
-        """Start the validation's clock; each validation is measured by itself."""
+        """Start the clock of the validation; each validation is measured separately."""
         if not trainer.sanity_checking:
             self._start("validate")
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:
-        """Stop it."""
+        """Stop the clock."""
         if not trainer.sanity_checking:
             self._end("validate")
 
@@ -119,7 +119,7 @@ class Timer(Callback):
         self._start("test")
 
     def on_test_end(self, trainer: Run, module: nn.Module) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._end("test")
 
     def on_predict_start(self, trainer: Run, module: nn.Module) -> None:
@@ -127,7 +127,7 @@ class Timer(Callback):
         self._start("predict")
 
     def on_predict_end(self, trainer: Run, module: nn.Module) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._end("predict")
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
@@ -146,7 +146,7 @@ class Timer(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the saved training time; in a run that is rolled back, the time continues."""
+        """Continue from the saved training time; a rollback does not reset the time."""
         if "train" in self._starts and "train" not in self._ends:
             return
         self._before, self._seconds = float(state_dict["time_elapsed"]), dict(state_dict["stages"])
@@ -167,7 +167,7 @@ class Timer(Callback):
     def _stop_if_late(self, trainer: Run) -> None:
         if monotonic() < self._deadline or not trainer.is_global_zero:
             return
-        self._deadline = math.inf  # said once: min_steps may let the run continue
+        self._deadline = math.inf  # printed once: min_steps may let the run continue
         trainer.should_stop = True
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
@@ -178,7 +178,7 @@ def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None)
     """Return the argument called `name` as a timedelta.
 
     Raises:
-        ConfigError: unless it is one, its arguments, or ``"DD:HH:MM:SS"``; or if it is negative.
+        ConfigError: unless it is a timedelta, its arguments, or ``"DD:HH:MM:SS"``; or if it is negative.
     """
     try:
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""WeightAveraging: average the weights while training, validate with the average, and end with it."""
+"""WeightAveraging: average the weights during training, validate with the average, and end with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .run import Run
 
 _WEIGHTS: Final = "state_dict"
 _CALLBACKS: Final = "callbacks"
-"""A key of all checkpoints except those of weights only."""
+"""A key that all checkpoints have, except those with weights only."""
 _TRAINED: Final = "trained_weights"
 
 
@@ -25,14 +25,14 @@ class WeightAveraging(Callback):
 
     The average is updated right after the optimizer's step, so that a validation at that step uses it: during
     validation the module holds the average, afterwards its own weights again, and when `fit` ends without an error it
-    keeps the average. Nothing is swapped before the first update. The ``model`` of a checkpoint is the average, too, as
-    it was validated; the weights with which training continues are stored under ``trained_weights``. The hooks run on
+    keeps the average. Nothing is swapped before the first update. The ``model`` in a checkpoint is also the average, as
+    it was validated; the weights that training continues with are stored under ``trained_weights``. The hooks run on
     every rank. Each rank averages its weights, which are the same on all; averaged buffers are rank 0's, which the
-    others take in `on_validation_start` and `on_fit_end`, the two hooks that communicate.
+    others copy in `on_validation_start` and `on_fit_end`, the two hooks that communicate.
 
     Args:
         device: the device of the average; by default that of the module.
-        use_buffers: average floating-point buffers, too (running statistics of normalisation layers); all others are
+        use_buffers: also average floating-point buffers (running statistics of normalization layers); all others are
             the module's.
         avg_fn: ``(average, weight, number averaged) -> new average``; by default the mean of all.
         multi_avg_fn: the same for lists of tensors, in place (faster); see ``torch.optim.swa_utils.AveragedModel``.
@@ -64,7 +64,7 @@ class WeightAveraging(Callback):
         self._has_epoch_ended = False
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this optimizer step, or after this epoch; override it for another policy.
+        """Return whether to average after this optimizer step or epoch; override it for a different policy.
 
         Args:
             step_idx: the step that has just been completed, from 0; None at the end of an epoch.
@@ -75,7 +75,7 @@ class WeightAveraging(Callback):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of weights that were averaged."""
+        """Return the number of updates that were averaged."""
         return {"count": self._average.count} if self._average is not None and self._average.count else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
-        """Note that the epoch has ended; one that is cut short has no `on_train_step_end` after this."""
+        """Note that the epoch has ended; if it is cut short, no `on_train_step_end` follows."""
         self._has_epoch_ended = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
@@ -141,7 +141,7 @@ class WeightAveraging(Callback):
         self._swap_back()
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Give the module its own weights back, if a validation was interrupted."""
+        """Give the module its own weights back if a validation was interrupted."""
         self._swap_back()
 
     def on_fit_end(self, trainer: Run, module: nn.Module) -> None:
@@ -157,7 +157,7 @@ class WeightAveraging(Callback):
         self._average.update()
 
     def _swap_in(self, trainer: Run) -> bool:
-        """Give the module the average, if there is one; return whether there is."""
+        """Give the module the average if there is one; return whether there is."""
         if self._average is None or not self._average.count:
             return False
         if trainer.strategy.world_size > 1:
@@ -172,7 +172,7 @@ class WeightAveraging(Callback):
 
 
 def _refuse_remote(module: nn.Module) -> None:
-    """Raise a `ConfigError` for a table that a server holds, of which there is nothing here to average."""
+    """Raise a `ConfigError` for a table on a server, whose weights are not here to average."""
     for name, part in module.named_modules():
         if isinstance(part, RemoteEmbedding) and part.is_remote:
             raise ConfigError(
@@ -181,17 +181,17 @@ def _refuse_remote(module: nn.Module) -> None:
             )
 
 
-# Three levels of classes where two are the rule: an EMA is only a policy and a function for the hooks above.
+# Three class levels where two are the rule: an EMA is only a policy and a function for the hooks above.
 class EMAWeightAveraging(WeightAveraging):
     """Average exponentially: ``average = decay * average + (1 - decay) * weight`` (Polyak & Juditsky 1992).
 
     Args:
         device: the device of the average; by default that of the module.
-        use_buffers: average floating-point buffers, too.
+        use_buffers: also average floating-point buffers.
         decay: the weight of the average at each update.
         update_every_n_steps: average every n optimizer steps.
         update_starting_at_step: the first step to average, from 0.
-        update_starting_at_epoch: the epoch from which on to average at the end of each epoch, too.
+        update_starting_at_epoch: the first epoch, from 0, after which to average at the end of each epoch as well.
 
     Raises:
         ConfigError: for a decay outside 0 to 1, or fewer than 1 step.
@@ -216,7 +216,7 @@ class EMAWeightAveraging(WeightAveraging):
         self._from_epoch = update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether the constructor's numbers say so."""
+        """Return whether the constructor's arguments call for an update."""
         if step_idx is not None:
             return step_idx >= self._from_step and step_idx % self._every_n_steps == 0
         return epoch_idx is not None and self._from_epoch is not None and epoch_idx >= self._from_epoch

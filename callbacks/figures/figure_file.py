@@ -1,4 +1,4 @@
-"""Figures as files: each is drawn with matplotlib and written as PNG."""
+"""Figures as files: drawn with matplotlib and written as PNG."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def need_matplotlib() -> None:
-    """Check that there is something to draw with.
+    """Check that matplotlib is installed.
 
     Raises:
-        MissingDependencyError: without matplotlib.
+        MissingDependencyError: if it is not.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(
@@ -29,13 +29,13 @@ def need_matplotlib() -> None:
 
 @contextmanager
 def figure_file(path: Path, width: float, height: float, *, argument: str) -> Iterator[Figure]:
-    """Yield an empty figure of so many inches, which is written to a PNG file at the end.
+    """Yield an empty figure of this size, and write it to a PNG file at the end.
 
     Args:
         path: the file.
         width: in inches, of 120 pixels each.
         height: in inches.
-        argument: what the user names the file by.
+        argument: the argument with which the user named the file.
 
     Raises:
         MissingDependencyError: without matplotlib.

@@ -21,11 +21,11 @@ _COLOURS: Final[Mapping[Doing, str]] = {
 }
 _IDLE: Final = "#e6e6e6"
 _LETTER: Final = 0.011
-"""How wide a digit is, as a fraction of the axes."""
+"""The width of a digit, as a fraction of the axes."""
 
 
 def draw_timeline(window: WindowTimeline, path: Path) -> None:
-    """Draw the timeline of a window into a PNG file.
+    """Draw the timeline of a window to a PNG file.
 
     Raises:
         MissingDependencyError: without matplotlib.
@@ -38,7 +38,7 @@ def draw_timeline(window: WindowTimeline, path: Path) -> None:
 
 
 def title_of(window: WindowTimeline) -> str:
-    """Return the schedule, and the measured shares beside that in theory."""
+    """Return the schedule, and the measured shares beside the theoretical one."""
     schedule = window.schedule
     order = " (all forwards first, for new shapes)" if window.is_simple else ""
     return (
@@ -75,7 +75,7 @@ def _draw_rows(axes: Axes, window: WindowTimeline) -> None:
 
 
 def _draw_spans(axes: Axes, rank: int, doing: Doing, spans: Sequence[StageSpan], place: int) -> None:
-    """Draw spans of one kind; those of a rank's second stage, and of further ones, are lighter."""
+    """Draw spans of one kind; those of a rank's second and later stages are lighter."""
     height = 0.4 if doing == "transfer" else 0.8
     bars = [(1000 * span.begin, 1000 * (span.end - span.begin)) for span in spans]
     colour = _COLOURS[doing]
@@ -86,7 +86,7 @@ def _draw_spans(axes: Axes, rank: int, doing: Doing, spans: Sequence[StageSpan],
 
 
 def _number(axes: Axes, spans: Sequence[StageSpan], end: float) -> None:
-    """Write the numbers of micro-batches where there is room."""
+    """Write the micro-batch numbers where there is room."""
     for span in spans:
         text = str(span.micro_batch)
         if 1000 * (span.end - span.begin) > _LETTER * len(text) * end:

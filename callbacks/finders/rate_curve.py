@@ -1,4 +1,4 @@
-"""LearningRateCurve: losses at growing learning rates, the rate that they suggest, and their picture."""
+"""LearningRateCurve: losses at increasing learning rates, the rate that they suggest, and their plot."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _log = logging.getLogger(__name__)
 Mode = Literal["exponential", "linear"]
 
 FORGETTING: Final = 0.98
-"""What a loss counts after one more step, in the mean over those that came before."""
+"""The factor by which a loss's weight in the running mean decreases with each step."""
 
 WINDOW: Final = 0.2
-"""The fraction of the rates over which a slope is taken. Between neighbours, as Lightning takes it, there is more noise
-than slope: of six small tasks it misses the good rates in four, this way in one."""
+"""The fraction of the rates over which a slope is taken. Between neighbors, as in Lightning, there is more noise than
+slope: on six small tasks that misses the good rates in four, this way in one."""
 
 
 class LearningRateCurve:
-    """What a search for the learning rate has measured.
+    """The results of a search for the learning rate.
 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (the range test).
 
@@ -33,13 +33,13 @@ class LearningRateCurve:
         mode: how the rates grow from the first to the last.
         lr_min: the first rate.
         lr_max: the last rate.
-        num_training: how many rates there are between them, both included.
+        num_training: the number of rates, including the first and the last.
     """
 
     def __init__(self, mode: Mode, lr_min: float, lr_max: float, num_training: int) -> None:
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
-        """The rates that were tried, and the loss at each: the weighted mean of all until then, newer ones first."""
+        """The rates tried, and the loss at each: a weighted mean of all losses so far, newer ones counting more."""
         self._mean = 0.0
 
     def rate(self, index: int) -> float:
@@ -50,7 +50,7 @@ class LearningRateCurve:
         return float(self.lr_min * (self.lr_max / self.lr_min) ** fraction)
 
     def add(self, loss: float) -> None:
-        """Take the loss of the next rate."""
+        """Add the loss of the next rate."""
         number = len(self.results["loss"])
         self._mean = FORGETTING * self._mean + (1 - FORGETTING) * loss
         self.results["lr"].append(self.rate(number))
@@ -62,19 +62,19 @@ class LearningRateCurve:
         if not math.isfinite(newest):
             return True
         best = min(before, default=newest)
-        return newest - best > (threshold - 1) * abs(best)  # the same for a loss that is negative
+        return newest - best > (threshold - 1) * abs(best)  # also for a negative loss
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate around which the loss falls most steeply, over the logarithm of the rate if that grows so.
+        """Return the rate at which the loss falls most steeply, over the logarithm of the rate in exponential mode.
 
-        The slope is that of a line through a fifth of the rates (least squares).
+        The slope is that of a line fitted to a fifth of the rates (least squares).
 
         Args:
-            skip_begin: how many of the first rates to leave out, where the mean is of few losses.
-            skip_end: how many of the last ones, where the loss may have begun to grow.
+            skip_begin: the number of first rates to leave out, where the mean covers few losses.
+            skip_end: the number of last rates to leave out, where the loss may have begun to grow.
 
         Returns:
-            The rate; None, with a log, if fewer than 2 finite losses are left.
+            The rate; None, with a log message, if fewer than 2 finite losses are left.
         """
         index = self._steepest(skip_begin, skip_end)
         if index is None:
@@ -102,12 +102,12 @@ class LearningRateCurve:
         return finite[int(slopes.argmin()) + width // 2]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Draw the losses over the rates, and return the figure.
+        """Plot the losses over the rates, and return the figure.
 
         Args:
             suggest: mark the suggested rate.
             show: open a window with it.
-            ax: the axes of Matplotlib to draw on; by default those of a new figure.
+            ax: the Matplotlib axes to draw on; by default those of a new figure.
 
         Raises:
             MissingDependencyError: if Matplotlib is not installed.
@@ -142,7 +142,7 @@ class LearningRateCurve:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LearningRateCurve:
-        """Return the curve that `state_dict` is of."""
+        """Return the curve whose `state_dict` this is."""
         curve = cls(**state["arguments"])
         curve.results = {name: list(values) for name, values in state["results"].items()}
         return curve

@@ -1,4 +1,4 @@
-"""Trials of finders: where steps cannot be tried, and the axes on which their results are drawn."""
+"""Trials of finders: the check that steps can be tried, and the axes on which results are drawn."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..figures.figure_file import need_matplotlib
 
 
 def refuse_trials(owner: str, module: nn.Module, strategy: Strategy) -> None:
-    """Raise a `ConfigError` if a module is not trained in steps that can be tried and taken back.
+    """Raise a `ConfigError` if a module is not trained in steps that can be tried and undone.
 
     Args:
         owner: the name of the callback that asks.
-        module: what is trained.
-        strategy: how.
+        module: the module to train.
+        strategy: the strategy of the run.
     """
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Ledger of a run's rounds: the records of what each did and when, in a file that is only appended to."""
+"""Ledger of a run's rounds: the records of what each did and when, in an append-only file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Category: TypeAlias = Literal["productive", "validation", "redone", "checkpoint"
 Status: TypeAlias = Literal["success", "interrupted", "failed"]
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
-"""Every microsecond belongs to one of them. Steps that count are productive; lost ones are redone."""
+"""Every microsecond belongs to one of these. Steps that count are productive; lost ones are redone."""
 PARTS: Final[tuple[Category, ...]] = ("start_up", "checkpoint", "validation", "data_wait", "redone")
 """The categories that a period may contain, besides the steps themselves."""
 
@@ -32,7 +32,7 @@ _LATEST: Final = 1e11  # seconds; no run lies beyond
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """A round begins: its process runs, and the checkpoint, if any, is loaded. Times are whole microseconds."""
+    """The start of a round: its process runs, and the checkpoint, if any, is loaded. Times are whole microseconds."""
 
     time: int
     process_start: int
@@ -42,7 +42,7 @@ class StartRecord:
     """The `global_step` at which it begins."""
     is_resumed: bool = False
     ends: tuple[RoundEnd, ...] = ()
-    """How earlier rounds ended, as their agent saw it."""
+    """How earlier rounds ended, as seen by their agent."""
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the line."""
@@ -51,7 +51,7 @@ class StartRecord:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """Return the record that a line holds."""
+        """Return the record in a line."""
         return cls(
             time=_time(fields["time"]),
             process_start=_time(fields["process_start"]),
@@ -81,7 +81,7 @@ class PeriodRecord:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """Return the record that a line holds."""
+        """Return the record in a line."""
         parts: dict[str, int] = {name: _time(fields[name]) for name in PARTS if name in fields}
         first, last = _count(fields["from"]), _count(fields["to"])
         if last < first:
@@ -91,7 +91,7 @@ class PeriodRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndRecord:
-    """A round ends, and its process is able to say how."""
+    """The end of a round whose process was able to record it."""
 
     time: int
     status: Status
@@ -103,7 +103,7 @@ class EndRecord:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """Return the record that a line holds."""
+        """Return the record in a line."""
         statuses: tuple[Status, ...] = get_args(Status)
         return cls(_time(fields["time"]), statuses[statuses.index(fields["status"])], _text(fields["cause"]))
 
@@ -124,7 +124,7 @@ class LedgerRound:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The content of a file: its rounds in order, and the number of lines that are not valid records."""
+    """The contents of a file: its rounds in order, and the number of lines that are not valid records."""
 
     rounds: Sequence[LedgerRound]
     num_skipped: int = 0
@@ -136,10 +136,10 @@ def micros(seconds: float) -> int:
 
 
 class LedgerFile:
-    """A ledger that is open for writing: each record is one line and one write, so a kill tears at most the last.
+    """A ledger open for writing: each record is one line and one write, so a kill tears at most the last one.
 
     Raises:
-        OSError: if the file cannot be opened, or a line cannot be written whole; the next record begins a new line.
+        OSError: if the file cannot be opened, or a line cannot be written whole; the next record starts a new line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -163,7 +163,7 @@ class LedgerFile:
 
 
 def take_over(path: Path) -> None:
-    """Replace a ledger by a copy of it: what an earlier process writes that still has it open is not part of it.
+    """Replace a ledger with a copy, so that an earlier process that still has it open cannot write to it.
 
     Raises:
         OSError: if it cannot be copied.
@@ -171,7 +171,7 @@ def take_over(path: Path) -> None:
     if not path.is_file():
         return
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a link there would lead the copy elsewhere
+    temporary.unlink(missing_ok=True)  # a link there would redirect the copy
     try:
         shutil.copy(path, temporary)
         temporary.replace(path)
@@ -203,13 +203,13 @@ def read_ledger(path: Path) -> Ledger:
 
 
 def to_line(record: LedgerRecord) -> bytes:
-    """Return a record as a line: a JSON object with times in seconds, whose last field is a checksum of the others."""
+    """Return a record as a line: a JSON object with times in seconds and, as the last field, a checksum."""
     body = json.dumps(record.to_fields(), separators=(",", ":")).encode()
     return body[:-1] + _CHECKSUM + b"%08x" % zlib.crc32(body) + b'"}\n'
 
 
 def parse(line: bytes) -> LedgerRecord | None:
-    """Return the record in a line; None if it is not one that `to_line` has written."""
+    """Return the record in a line; None unless `to_line` wrote it."""
     body, _, checksum = line.rstrip(b"\n").rpartition(_CHECKSUM)
     body += b"}"
     if checksum != b'%08x"}' % zlib.crc32(body):
@@ -222,7 +222,7 @@ def parse(line: bytes) -> LedgerRecord | None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    if path.exists() and not path.is_file():  # a named pipe would wait for a writer, and /dev/zero has no end
+    if path.exists() and not path.is_file():  # reading a named pipe would wait for a writer, and /dev/zero has no end
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
         while line := file.readline(_LONGEST_LINE):
@@ -254,7 +254,7 @@ def _count(value: object) -> int:
 
 
 def _text(value: object) -> str:
-    """Return one printable line: the text of a foreign ledger must not move a terminal's cursor."""
+    """Return one printable line: text from a foreign ledger must not move the terminal's cursor."""
     if not isinstance(value, str):
         raise TypeError(f"A text must be a string, got {value!r}; skip this line.")
     return "".join(letter if letter.isprintable() else " " for letter in value[:_LONGEST_TEXT])

@@ -1,4 +1,4 @@
-"""Goodput account: how much of a run's time went into steps that count, and where the rest went."""
+"""Goodput account: the share of a run's time that went into steps that count, and where the rest went."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .ledger import CATEGORIES, PARTS, Category, Ledger, LedgerRound, micros
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time, in microseconds, and its categories; the next one begins where it ends."""
+    """A stretch of time, in microseconds, and its categories; the next one begins where this one ends."""
 
     round: int
-    """The index of its round; the time before a round in which nothing ran belongs to that round."""
+    """The index of its round; idle time before a round belongs to that round."""
     begin: int
     end: int
     first: int
-    """The `global_step` at its begin."""
+    """The `global_step` at its beginning."""
     last: int
     """The `global_step` at its end."""
     micros: Mapping[Category, int]
     lost: int = 0
-    """Steps of this span beyond the point to which the run went back later."""
+    """Steps of this span beyond the point to which the run later went back."""
 
     @property
     def kept(self) -> int:
@@ -35,11 +35,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RoundAccount:
-    """The time of one round, including the time before it in which nothing ran."""
+    """The time of one round, including the idle time before it."""
 
     round: int
     began: float
-    """When its process was started, as of ``time.time``."""
+    """When its process was started, as a ``time.time``."""
     world_size: int
     first_step: int
     last_step: int
@@ -48,7 +48,7 @@ class RoundAccount:
     end: str
     """How it ended, in a few words."""
     cause: str
-    """Why, if that is known."""
+    """Why it ended, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def account(ledger: Ledger, since: int = 0) -> Goodput:
     """Assign all time of a ledger to categories, from the round of index `since` on.
 
     Time is that of each round's process, whose clock cannot go back. If the clock of a later round is behind the end of
-    the one before, as on another machine, that round is taken to have begun when the other ended.
+    the round before, as on another machine, the later round is assumed to have begun when the other ended.
     """
     timeline = _Timeline(ledger.rounds)
     for index in range(since, len(ledger.rounds)):
@@ -104,7 +104,7 @@ def account(ledger: Ledger, since: int = 0) -> Goodput:
 
 
 def divide(duration: int, parts: Mapping[str, int], rest: Category = "productive") -> dict[Category, int]:
-    """Divide a duration into its parts and a rest; parts that exceed it are cut."""
+    """Divide a duration into its parts and a remainder; parts that exceed it are cut."""
     shares: Counter[Category] = Counter()
     for category in PARTS:
         shares[category] += min(duration, parts.get(category, 0))
@@ -122,13 +122,13 @@ def clock(micros: int, *, tenths: bool = False) -> str:
 
 @dataclass
 class _Timeline:
-    """The spans of rounds, one after another, with no step lost yet."""
+    """The spans of rounds, one after another, before lost steps are marked."""
 
     rounds: Sequence[LedgerRound]
     spans: list[Span] = field(default_factory=list)
 
     def add_round(self, index: int) -> None:
-        """Add all time from the last span to the last record of a round."""
+        """Add the time from the last span to the last record of a round."""
         of_round, start = self.rounds[index], self.rounds[index].start
         now = self.spans[-1].end if self.spans else start.process_start
         # the process was there before the last round ended, or its clock is behind
@@ -163,10 +163,10 @@ class _Timeline:
         self.spans.append(Span(index, begin, end, first, last, divide(end - begin, parts or {}, rest)))
 
     def _add_failure(self, index: int, next_begin: int) -> None:
-        """Add the time after the last record of a round that could not say how it ended.
+        """Add the time after the last record of a round that could not record its end.
 
-        If somebody saw it fail, it worked until then, or hung; otherwise nobody knows how long it worked, and the time
-        counts as down.
+        If its failure was seen, it was working or hanging until then; otherwise it is unknown how long it worked, and
+        the time counts as down.
         """
         seen, done = _seen_end(self.rounds, index), self.spans[-1].last
         resumed = self.rounds[index + 1].start
@@ -183,7 +183,7 @@ class _Timeline:
 
 
 def _seen_end(rounds: Sequence[LedgerRound], index: int) -> RoundEnd | None:
-    """Return how a round ended according to later rounds of the same job; another job numbers its rounds from 0."""
+    """Return how a round ended according to later rounds of the same job; each job numbers its rounds from 0."""
     number = rounds[index].start.round
     newest = number
     for later in rounds[index + 1 :]:
@@ -197,7 +197,7 @@ def _seen_end(rounds: Sequence[LedgerRound], index: int) -> RoundEnd | None:
 
 
 def _with_lost_steps(spans: Sequence[Span], rounds: Sequence[LedgerRound]) -> list[Span]:
-    """Return the spans with the steps marked as lost that lie beyond where the run went on later."""
+    """Return the spans with those steps marked as lost that lie beyond where the run later continued."""
     limit = math.inf
     judged: list[Span] = []
     for span in reversed(spans):
@@ -210,7 +210,7 @@ def _with_lost_steps(spans: Sequence[Span], rounds: Sequence[LedgerRound]) -> li
 
 
 def _is_another_run(rounds: Sequence[LedgerRound], index: int) -> bool:
-    """Return whether a round begins from scratch after training was complete, so that no earlier step is lost."""
+    """Return whether a round begins from scratch after training was complete, so no earlier step is lost."""
     before = rounds[index - 1].end
     return not rounds[index].start.is_resumed and before is not None and before.status == "success"
 
@@ -253,7 +253,7 @@ def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span]) 
 def _in_words(rounds: Sequence[LedgerRound], index: int) -> tuple[str, str]:
     """Return how a round ended, and why."""
     end, seen = rounds[index].end, _seen_end(rounds, index)
-    # the worker that fails first takes the others down, which know less of the cause than the agent
+    # the first worker to fail takes the others down, and they know less about the cause than the agent
     if end is not None and (seen is None or end.status != "failed"):
         return "finished" if end.status == "success" else end.status, end.cause
     if seen is not None:

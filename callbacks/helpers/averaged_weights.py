@@ -1,4 +1,4 @@
-"""AveragedWeights: averages of a module's tensors, by their names."""
+"""AveragedWeights: averages of a module's tensors, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AverageMany = Callable[..., None]
 
 
 class ExponentialAverage:
-    """Moves averages towards weights by a fixed fraction, however many were averaged before."""
+    """Moves averages toward weights by a fixed fraction, regardless of how many were averaged before."""
 
     def __init__(self, decay: float) -> None:
         self._fraction = 1 - decay
@@ -72,7 +72,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _update_exponentially(self, move: ExponentialAverage) -> None:
-        """Do as torch does, without telling the device each time how many weights were averaged, which would wait."""
+        """Do as torch does, but without updating the count on the device each time, which would wait."""
         move(list(self._model.module.parameters()), list(self._live.parameters()))
         for average, current in zip(self._model.module.buffers(), self._live.buffers(), strict=True):
             average.copy_(current, non_blocking=True)
@@ -86,7 +86,7 @@ class AveragedWeights:
             average.copy_(before)
 
     def sync_buffers(self, strategy: Strategy) -> None:
-        """Make the averages of buffers equal, which differ as each rank has its own batches. Collective."""
+        """Make the averages of buffers equal; they differ, since each rank has its own batches. Collective."""
         parameters = list(self._model.module.parameters())
         buffers = zip(self._live.names, parameters, strict=True)
         strategy.sync_buffers(dict(list(buffers)[self._live.num_parameters :]))
@@ -94,7 +94,7 @@ class AveragedWeights:
     def exchange_in(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a state of the module with the averages, and the tensors that they replace; nothing is copied.
 
-        Of what other ranks write there is no average here.
+        Entries that other ranks write are left as they are.
         """
         averages = dict(zip(self._live.names, self._model.module.parameters(), strict=True))
         replaced = {name: first for name, first in self._live.first_names().items() if name in state}
@@ -143,10 +143,10 @@ class _Live(nn.Module):
                     self._copied.append((owner, key))
         self.num_parameters = len(self.parameters_of)
         self.names = [*self.parameters_of, *self._averaged]
-        """The names of the averaged tensors; of a tensor with several names, the first."""
+        """The names of the averaged tensors; for a tensor with several names, the first."""
 
     def first_names(self) -> dict[str, str]:
-        """Return all names of the averaged tensors, each with the first name of its tensor."""
+        """Return all names of the averaged tensors, each mapped to its tensor's first name."""
         first = {id(parameter): name for name, parameter in self.parameters_of.items()}
         named = self._of[0].named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in named} | {name: name for name in self._averaged}
@@ -157,7 +157,7 @@ class _Live(nn.Module):
         return part if like is None else with_local_shard(like, part)
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:  # type: ignore[override]  # a shard is not a Parameter
-        """Yield the averaged tensors; of a sharded one, this rank's shard."""
+        """Yield the averaged tensors; for a sharded one, this rank's shard."""
         yield from (local_shard(parameter) for parameter in self.parameters_of.values())
         yield from (getattr(owner, key) for owner, key in self._averaged.values())
 
@@ -178,5 +178,5 @@ class _Holder(nn.Module):
             self.register_buffer(f"copied_{index}", buffer.detach().clone())
 
     def move(self, device: torch.device | str) -> None:
-        """Move the tensors; those of other ranks of a pipeline stay without memory."""
+        """Move the tensors; those of other pipeline ranks stay without memory."""
         self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]

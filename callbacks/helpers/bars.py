@@ -1,4 +1,4 @@
-"""Displays of progress: a bar that is redrawn, or a few lines where nothing can be redrawn."""
+"""Progress displays: a bar that is redrawn, or a few lines where nothing can be redrawn."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...strategies.errors import MissingDependencyError
 from .console import Console, lock_threads_only, say
 
 _FREE_LINES: Final = 10
-"""Epochs that get a line however short they are; the later ones get at most one line a second."""
+"""Epochs that get a line however short they are; later ones get at most one line per second."""
 
 Postfix = Callable[[], str] | None
-"""Returns the text behind the count; None for the text that was there before."""
+"""Returns the text behind the count; None to keep the previous text."""
 
 
 class Bar(Protocol):
@@ -27,7 +27,7 @@ class Bar(Protocol):
     """Seconds between two calls of `show`."""
 
     def begin(self, description: str, total: float, done: int) -> None:
-        """Start to count from `done` to `total`, infinity if unknown."""
+        """Start counting from `done` to `total`, which is infinity if unknown."""
 
     def show(self, done: int, postfix: Postfix) -> None:
         """Show the count."""
@@ -39,7 +39,7 @@ class Bar(Protocol):
         """Let the clock continue."""
 
     def end(self, done: int, postfix: Postfix) -> None:
-        """Show the end of a count; another `begin` or `close` may follow."""
+        """Show the end of a count; `begin` or `close` may follow."""
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         """Show the last state and leave it if `keep`, otherwise remove the bar."""
@@ -64,7 +64,7 @@ class TqdmBar:
         self.tqdm.initial, self.tqdm.total = done, known_total
         self.tqdm.set_postfix_str("", refresh=False)
         self.tqdm.set_description_str(description, refresh=False)
-        if not is_new or hasattr(self.tqdm, "container"):  # a widget takes its length from reset only
+        if not is_new or hasattr(self.tqdm, "container"):  # a widget takes its length only from reset
             self.tqdm.reset(known_total)
         self.tqdm.n = self.tqdm.last_print_n = done
         self.tqdm.refresh()
@@ -94,7 +94,7 @@ class TqdmBar:
             return
         if keep:
             self.show(done, postfix)
-        self.tqdm.n = done  # a widget that is closed before its end does not vanish, but turns red
+        self.tqdm.n = done  # a widget closed before its end turns red instead of disappearing
         self.tqdm.leave = keep
         self.tqdm.close()
         self.tqdm = None
@@ -161,17 +161,17 @@ def new_tqdm(console: Console, description: str, *, line: int) -> Any:
     lock_threads_only(module.tqdm)
     # without tqdm's monitor thread, which wakes bars that skip updates: ours skip none
     unmonitored = type("Bar", (module.tqdm,), {"monitor_interval": 0})
-    # every update is drawn: the caller has decided that it is time
+    # draw every update: the caller has already decided that it is time
     return unmonitored(
         desc=description, position=line, file=sys.stdout, leave=True, mininterval=0, miniters=1, **_width()
     )
 
 
 def _width() -> dict[str, Any]:
-    """Return tqdm's arguments for the width: that of the terminal, also when it changes; 80 where it has none."""
+    """Return tqdm's arguments for the width: the terminal's, also when it changes; 80 if it has none."""
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError):  # a notebook: its widget knows better
+    except (OSError, ValueError):  # a notebook, whose widget chooses the width
         return {"dynamic_ncols": True}
     return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 20}
 

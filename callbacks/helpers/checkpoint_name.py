@@ -17,10 +17,10 @@ EXTENSION: Final = ".ckpt"
 class CheckpointName:
     """A template such as ``{epoch}-{val_loss:.2f}``: ``epoch=3-val_loss=0.25.ckpt``.
 
-    ``epoch`` and ``step`` are whole numbers, every other field is a metric, 0 until it is logged.
+    ``epoch`` and ``step`` are integers; every other field is a metric, 0 until it is logged.
 
     Args:
-        template: the name without ``.ckpt``; a ``/`` outside of fields makes a folder.
+        template: the name without ``.ckpt``; a ``/`` outside of fields creates a folder.
         insert_metric_name: write ``epoch=3`` instead of ``3``; a ``/`` in the inserted name becomes ``_``.
 
     Raises:
@@ -46,7 +46,7 @@ class CheckpointName:
         """Return the name with every field replaced by its number, and ``.ckpt``.
 
         Raises:
-            ConfigError: when a number does not take its format, such as ``{val_loss:d}``.
+            ConfigError: if a number does not fit its format, such as ``{val_loss:d}``.
         """
         return _FIELD.sub(lambda match: self._field(match, metrics), self._template) + EXTENSION
 
@@ -86,10 +86,10 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # the disk refuses to say so; a save that it refuses, too, is an error on all ranks
+    except OSError:  # the disk cannot tell; if the save fails as well, all ranks raise
         return False
 
 
 def numbered(name: str, version: int) -> str:
-    """Return the name of the `version`-th other checkpoint that would have this name: ``epoch=3-v1.ckpt``."""
+    """Return this name with a version, for a checkpoint whose name is taken: ``epoch=3-v1.ckpt``."""
     return f"{name.removesuffix(EXTENSION)}-v{version}{EXTENSION}"

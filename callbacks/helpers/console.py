@@ -1,4 +1,4 @@
-"""Output to the user: the kind of console, and lines that stand above a progress bar."""
+"""Output to the user: the kind of console, and lines printed above a progress bar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def current_console() -> Console:
 def say(text: str) -> None:
     """Print to standard output, above a progress bar, without characters that it cannot show.
 
-    A program without a console, as of pythonw or started with a closed standard output, has none.
+    Do nothing if there is no standard output, as with pythonw or if it was closed.
     """
     if sys.stdout is None:
         return
@@ -37,16 +37,16 @@ def say(text: str) -> None:
 
 
 def lock_threads_only(bar: Any) -> None:
-    """Give a class of tqdm a lock for threads, unless it has a lock: only rank 0 draws.
+    """Give a tqdm class a lock for threads only, unless it has a lock: only rank 0 draws.
 
-    The default is also a lock for processes, a named semaphore that leaks when the process is killed.
+    The default also locks processes, with a named semaphore that leaks when the process is killed.
     """
     if not hasattr(bar, "_lock"):
         bar.set_lock(threading.RLock())
 
 
 def _encodable(text: str, encoding: str) -> str:
-    """Return the text as it is, or with ASCII boxes, as on a pipe of a Windows console."""
+    """Return the text as it is or, if needed, with ASCII boxes, as for a pipe of a Windows console."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -55,7 +55,7 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 def _is_notebook() -> bool:
-    """Return whether this is a Jupyter kernel; IPython in a terminal is a terminal."""
+    """Return whether this is a Jupyter kernel; IPython in a terminal counts as a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config

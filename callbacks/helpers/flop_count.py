@@ -1,4 +1,4 @@
-"""Count of FLOPs, of code that runs as it is written: what torch.compile has made of it would not be seen."""
+"""Count of FLOPs, with compiled code run as it is written, since the counter cannot see into it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def counted_flops() -> Iterator[Any]:
     """Count FLOPs in a ``torch.utils.flop_counter.FlopCounterMode``, with compiled functions run as they were written.
 
-    A function that torch 2.11 meets first inside such a mode would never be compiled afterwards.
+    A function that torch 2.11 first sees inside such a mode would never be compiled afterwards.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

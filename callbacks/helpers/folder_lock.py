@@ -1,6 +1,6 @@
-"""Lock of a folder of checkpoints, into which one run at a time saves; the system frees it when its process ends.
+"""Lock of a checkpoint folder, so that one run at a time saves into it; the system frees it when its process ends.
 
-Of an elastic run a later round has it: the nodes went on without the holder, which is stopped or cut off.
+In an elastic run, a later round takes it over: the nodes continued without the holder, which is stopped or cut off.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ...strategies.state.schema import COUNT, TEXT, check, parse_json, shown
 from ..run import Run
 
 LOCK: Final = ".lock"
-"""The name of the file, which says who holds the lock."""
+"""The name of the file, which names the holder of the lock."""
 
 _PATIENCE: Final = 5.0
-"""Seconds to wait for a run that is about to end, such as one whose job has been started again."""
+"""Seconds to wait for a run that is about to end, such as one whose job was restarted."""
 _PAUSE: Final = 0.05
 _LONGEST: Final = 4096
 _SCHEMA: Final = {"host": TEXT, "pid": COUNT, "start": COUNT, "run": COUNT, "job": TEXT, "round": COUNT}
 
 
 class FolderLock:
-    """A lock that a run holds on a folder; where the file system knows no locks, nothing is locked.
+    """A lock that a run holds on a folder; if the file system does not support locks, nothing is locked.
 
-    It is the system's (``flock``), and ends with the process however that ends. Children inherit it, and may outlive
-    their parent: a holder of this machine that has died is known by its process id and its start, and holds nothing.
+    It is the system's (``flock``), and ends with the process, however that ends. Children inherit it, and may outlive
+    their parent: a dead holder on this machine is recognized by its process id and start time, and holds nothing.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FolderLock:
         self._own: dict[str, Any] = {}
 
     def take_for(self, trainer: Run, folder: Path) -> None:
-        """Take the lock of a folder for a run; see `take`."""
+        """Lock a folder for a run; see `take`."""
         supervisor = trainer.strategy.supervisor
         if supervisor is None:
             self.take(folder, run=id(trainer))
@@ -50,14 +50,14 @@ class FolderLock:
             self.take(folder, run=id(trainer), job=f"{met.host}:{met.port}/{met.prefix}", round=supervisor.round.number)
 
     def take(self, folder: Path, *, run: int, job: str = "", round: int = 0, patience: float = _PATIENCE) -> None:
-        """Take the lock of a folder, for all callbacks of a run.
+        """Lock a folder for all callbacks of a run.
 
         Args:
-            folder: is made if it is absent.
+            folder: the folder; it is created if it is missing.
             run: the number of the run in this process.
-            job: what tells an elastic run from others; empty for a run that is not elastic.
+            job: the identifier of an elastic run; empty for other runs.
             round: the number of its round.
-            patience: how many seconds to wait for another process that holds the lock.
+            patience: the seconds to wait for another process that holds the lock.
 
         Raises:
             CheckpointError: if another run holds it.
@@ -75,23 +75,23 @@ class FolderLock:
                     return  # another callback of this run holds it, as long as this one needs it
                 is_ours = holder is not None and holder["host"] == self._own["host"]
                 if holder is not None and (self._is_followed(holder) or (is_ours and not _is_alive(holder))):
-                    self._path.unlink(missing_ok=True)  # what has outlived it keeps the lock of a file without a name
+                    self._path.unlink(missing_ok=True)  # surviving children keep the lock of an unlinked file
                 elif time.monotonic() > deadline or (holder is not None and is_ours and holder["pid"] == os.getpid()):
                     raise _taken(folder, holder)
                 else:
                     time.sleep(_PAUSE)
-        except OSError:  # a folder that cannot be written: a save says so; or no locks here
+        except OSError:  # the folder cannot be written, which a save reports; or there are no locks here
             self.release()
 
     def release(self) -> None:
-        """Give the lock back, and remove its file, and a folder into which nothing was saved."""
+        """Release the lock, and remove its file, and the folder if nothing was saved into it."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has it by now
+                if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has taken it over
                     self._path.unlink()
                 self._path.parent.rmdir()
             descriptor, self._descriptor = self._descriptor, -1
-            with contextlib.suppress(OSError):  # the descriptor is free all the same
+            with contextlib.suppress(OSError):  # the descriptor is released anyway
                 os.close(descriptor)
 
     def _is_followed(self, holder: dict[str, Any]) -> bool:
@@ -99,12 +99,12 @@ class FolderLock:
         return bool(holder["job"]) and holder["job"] == self._own["job"] and holder["round"] < self._own["round"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the lock with this process."""
+        """Leave out the lock: it belongs to this process."""
         return {**self.__dict__, "_descriptor": -1}
 
     def _take(self) -> bool:
-        """Try to take the lock; return whether that is done."""
-        import fcntl  # not on Windows, where there are no such locks
+        """Try to take the lock; return whether it was taken."""
+        import fcntl  # not on Windows, which has no such locks
 
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -122,7 +122,7 @@ class FolderLock:
         return True
 
     def _holder(self) -> dict[str, Any] | None:
-        """Return what the file says; None while its holder is about to write it."""
+        """Return the contents of the file; None while its holder is about to write it."""
         try:
             with self._path.open("rb") as file:
                 holder: dict[str, Any] = parse_json(file.read(_LONGEST), str(self._path))

@@ -25,22 +25,22 @@ STATE: Final = {
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """The checkpoints on disk, by name in their folder; replaced as a whole, so that a failed save changes nothing."""
+    """The checkpoints on disk, by name in their folder; replaced as a whole, so a failed save changes nothing."""
 
     scores: dict[str, float] = field(default_factory=dict)
     """The top k, in the order in which they were saved."""
     newest: str = ""
-    """The checkpoint that ``last.ckpt`` links to, one of the top k or one that is kept for this reason only."""
+    """The checkpoint that ``last.ckpt`` links to: one of the top k, or one that is kept only for this."""
 
     @classmethod
     def loaded(cls, scores: Mapping[str, float | None], newest: str) -> Self:
-        """Return what was saved (None: a score that is not finite), without names that lead out of the folder."""
+        """Return what was saved (None: a score that is not finite), without names that point outside the folder."""
         own = {name: scores[name] for name in own_names(scores)}
         finite = {name: float("nan") if score is None else float(score) for name, score in own.items()}
         return cls(finite, newest if own_names([newest]) else "")
 
     def of_this_run(self, trainer: Run, folder: str) -> Self:
-        """Return those that are in the folder, and that this run or one that it goes on from has written there."""
+        """Return those in the folder that this run, or one that it resumes, has written."""
         is_own = {name: is_own_checkpoint(trainer, folder, name) for name in self.names}
         scores = {name: score for name, score in self.scores.items() if is_own[name]}
         return type(self)(scores, self.newest if is_own.get(self.newest) else "")
@@ -51,11 +51,11 @@ class KeptCheckpoints:
         return [name for name in dict.fromkeys((*self.scores, self.newest)) if name]
 
     def ranked(self, metric: MonitoredMetric) -> list[str]:
-        """Return the names of the top k, the best first."""
+        """Return the names of the top k, best first."""
         return sorted(self.scores, key=lambda name: metric.rank_of(self.scores[name]), reverse=True)
 
     def scores_with_room(self, score: float | None, k: int, metric: MonitoredMetric) -> dict[str, float] | None:
-        """Return the scores that stay beside a new one in the top k (-1: all); None if it is not in the top k."""
+        """Return the scores that stay in the top k (-1: all) beside a new one; None if that one is not in it."""
         if score is None:
             return None
         if k == -1 or len(self.scores) < k:
@@ -67,17 +67,17 @@ class KeptCheckpoints:
 
 
 def is_own_checkpoint(trainer: Run, folder: str, name: str) -> bool:
-    """Return whether the run has written the checkpoint of this name, and no link leads it out of the folder."""
+    """Return whether the run has written the checkpoint of this name, and no link points outside the folder."""
     path = Path(folder) / name
     try:
         inside, root = path.parent.resolve(), Path(folder).resolve()
-    except (OSError, RuntimeError):  # a loop of links
+    except (OSError, RuntimeError):  # circular links
         return False
     return root in (inside, *inside.parents) and trainer.wrote_checkpoint(path)
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """Return those of the loaded names that a callback could have given: of checkpoints inside its folder."""
+    """Return the loaded names that a callback could have saved: those of checkpoints inside its folder."""
     paths = {name: PurePath(name) for name in names}
     return [
         name

@@ -1,4 +1,4 @@
-"""Local paths: a folder or file that a user names, with ``~`` expanded; a URL is refused."""
+"""Local paths: a user's folder or file, with ``~`` expanded; a URL is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ...strategies.errors import ConfigError
 
 
 def local_path(name: str, path: str | Path) -> Path:
-    """Return the path that the argument called `name` stands for.
+    """Return the local path in the argument called `name`.
 
     Raises:
-        ConfigError: for a URL, of which ``pathlib`` would make a local folder of that name.
+        ConfigError: for a URL, which ``pathlib`` would treat as a local folder of that name.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Calls to what only some loggers have, and the folder of a run."""
+"""Calls to optional methods of loggers, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _REQUIRED: Final = ("name", "version", "log_metrics", "log_hyperparams")
 
 
 def refuse_incomplete(logger: object) -> None:
-    """Check that an object with some of a logger's methods has all that a logger must have.
+    """Check that an object with some of a logger's methods has all that are required.
 
     Raises:
-        ConfigError: if it lacks one, which is named.
+        ConfigError: if it lacks one; the message names it.
     """
     if isinstance(logger, type):
         name = logger.__name__
@@ -51,7 +51,7 @@ def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: Any) -> None:
     """Call a method of every logger that has it.
 
     Raises:
-        ConfigError: if the system refuses something while a run begins; later that is a warning.
+        ConfigError: for an OSError while a run begins; later ones become warnings.
     """
     for logger in loggers:
         call = getattr(logger, method, None)
@@ -72,7 +72,7 @@ def _begins(logger: Logger) -> Iterator[None]:
 
 @contextmanager
 def outlives_disk_errors(logger: Logger) -> Iterator[None]:
-    """Make a warning of an error of the system, of which Python shows each once: training and checkpoints go on."""
+    """Turn an OSError into a warning, which Python shows once: training and checkpoints continue."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def outlives_disk_errors(logger: Logger) -> Iterator[None]:
 
 
 def run_folder(logger: Logger, root_dir: str | Path) -> Path:
-    """Return the folder of a logger's run: its ``log_dir``, or one below its ``save_dir``, or else below `root_dir`."""
+    """Return the folder of a logger's run: its ``log_dir``, else one below its ``save_dir``, else below `root_dir`."""
     log_dir, save_dir = (getattr(logger, name, None) for name in ("log_dir", "save_dir"))
     if isinstance(log_dir, str | Path):
         return Path(log_dir)

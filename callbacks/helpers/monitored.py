@@ -1,4 +1,4 @@
-"""MonitoredMetric: a metric by which callbacks decide, read at the step at which it was computed."""
+"""MonitoredMetric: a metric that callbacks base decisions on, read at the step at which it was computed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MODES: Final = ("min", "max")
 
 
 class MonitoredMetric:
-    """A metric by which a callback decides, whether a step, a validation or the end of an epoch computes it.
+    """A metric that a callback bases decisions on, whether a step, a validation or the end of an epoch computes it.
 
     A value counts only at the `global_step` at which it was computed: a decision that is due earlier is pending until
-    then. Every rank gets rank 0's value, so that all decide alike. That is a collective, so that a pending decision
-    asks again only after an epoch or a validation, and at every step only if steps log the metric.
+    then. Every rank gets rank 0's value, so that all decide the same. That is a collective, so a pending decision asks
+    again only after an epoch or a validation, and at every step only if steps log the metric.
 
     Args:
         owner: the name of the callback in errors.
@@ -27,7 +27,7 @@ class MonitoredMetric:
         mode: whether ``min`` or ``max`` is better.
 
     Raises:
-        ConfigError: for another mode.
+        ConfigError: for an unknown mode.
     """
 
     def __init__(self, owner: str, monitor: str, mode: Mode) -> None:
@@ -35,14 +35,14 @@ class MonitoredMetric:
         self._owner, self._monitor = owner, monitor
         self._sign = 1.0 if mode == "max" else -1.0
         self.is_pending = False
-        """Whether a decision waits for a new value; an attribute, as it is read at every step."""
+        """Whether a decision waits for a new value; an attribute, since it is read at every step."""
         self._validated_at: int | None = None
         self._epoch_ended_at: int | None = None
         self._is_of_steps = True
         self._has_warned = False
 
     def start(self, *, is_pending: bool = False) -> None:
-        """Forget what was noted, when training starts; a run that is resumed may have a decision pending."""
+        """Reset when training starts; a resumed run may have a decision pending."""
         self.is_pending = is_pending
         self._validated_at = self._epoch_ended_at = None
         self._is_of_steps = True
@@ -56,13 +56,13 @@ class MonitoredMetric:
         self._epoch_ended_at = step
 
     def is_worth_asking(self, trainer: Run) -> bool:
-        """Return whether a pending decision may have a value now; the same on every rank."""
+        """Return whether a value may now be available for a pending decision; the same on every rank."""
         return self.is_pending and (
             self._is_of_steps or trainer.global_step in (self._validated_at, self._epoch_ended_at)
         )
 
     def read(self, trainer: Run, *, strict: bool = True) -> float | None:
-        """Return rank 0's value, or None while it is not of this step; then the decision is pending. Collective.
+        """Return rank 0's value; None if it is not from this step, and the decision is then pending. Collective.
 
         Raises:
             ConfigError: if `strict`, and the metric was never logged although an epoch and a validation have passed.
@@ -73,7 +73,7 @@ class MonitoredMetric:
         of_rank_0: tuple[int | None, float | None] = trainer.strategy.collectives.broadcast((computed_at, value))
         computed_at, value = of_rank_0
         self.is_pending = computed_at != step
-        # a metric last computed where neither a validation nor an epoch ended may come at any step
+        # a metric that was last computed when neither a validation nor an epoch ended may come at any step
         is_of_steps = computed_at not in (None, self._validated_at, self._epoch_ended_at)
         self._is_of_steps = is_of_steps or trainer.strategy.world_size == 1
         if not self.is_pending:
@@ -86,7 +86,7 @@ class MonitoredMetric:
         return None
 
     def warn_if_nan(self, trainer: Run, value: float | None) -> None:
-        """Say once that the metric is not a number."""
+        """Warn once that the metric is NaN."""
         if value is None or not math.isnan(value) or self._has_warned or not trainer.is_global_zero:
             return
         self._has_warned = True
@@ -111,7 +111,7 @@ class MonitoredMetric:
 
 
 def check_mode(owner: str, mode: str) -> None:
-    """Raise `ConfigError` unless `mode` is one of the two."""
+    """Raise `ConfigError` unless `mode` is ``min`` or ``max``."""
     if mode not in _MODES:
         raise ConfigError(f"mode of {owner} must be 'min' or 'max', got {mode!r}; change it.")
 

@@ -11,7 +11,7 @@ from ...strategies import Precision
 
 
 class _Peak(NamedTuple):
-    """Dense TFLOP/s with float32 accumulation, by the words of a device's name; None where it has no such units."""
+    """Dense TFLOP/s with float32 accumulation, by words in a device's name; None if it has no such units."""
 
     words: frozenset[str]
     half: float
@@ -26,7 +26,7 @@ def _peak(words: str, half: float, tf32: float | None, single: float, has_bfloat
 
 # Without sparsity. Sources: NVIDIA's datasheets "B200 Tensor Core GPU", "H200", "H100", "A100", "A40", "A30", "A10",
 # "L40S", "L40", "L4", "V100", "T4"; the Ada and Ampere GA102 whitepapers (RTX); AMD's "Instinct MI300X" data sheet.
-# The first entry all of whose words stand in the name is taken.
+# The first entry whose words are all in the name is used.
 _PEAKS: Final = (
     _peak("B200", 2250, 1125, 75),
     _peak("H200 NVL", 835.5, 417.5, 60),
@@ -48,12 +48,12 @@ _PEAKS: Final = (
     _peak("T4", 65, None, 8.1, has_bfloat16=False),
     _peak("MI300X", 1307.4, 653.7, 163.4),
 )
-# slices and variants of another speed
+# slices and variants with a different speed
 _OTHER_DEVICES: Final = frozenset({"MIG", "LAPTOP", "TI", "SUPER", "D"})
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Return the device's peak in FLOP/s for the dtype in which `precision` computes; None if it is not known."""
+    """Return the device's peak in FLOP/s for the dtype in which `precision` computes; None if unknown."""
     if device.type != "cuda":
         return None
     dtype = precision.autocast_dtype or precision.param_dtype or torch.float32
@@ -61,7 +61,7 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
 
 
 def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> float | None:
-    """Return the peak of the device that torch calls `name`; None if it is not known, or not for `dtype`."""
+    """Return the peak of the device that torch calls `name`; None if it is unknown, also for this `dtype` only."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     peak = next((peak for peak in _PEAKS if peak.words <= words), None)
     if peak is None or words & _OTHER_DEVICES:
@@ -75,5 +75,5 @@ def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> flo
 
 
 def _uses_tf32() -> bool:
-    """Return whether float32 matrix products run in TF32, by either of torch's two settings."""
+    """Return whether float32 matrix products run in TF32, according to either of torch's two settings."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -11,7 +11,7 @@ from ..run import Run
 
 
 class SaveSchedule:
-    """A choice of one: every n steps, whenever an interval has passed, or every n epochs (the default, with 1).
+    """One of three schedules: every n steps, after each time interval, or every n epochs (the default, with 1).
 
     Args:
         every_n_train_steps: 0 or None for never.
@@ -21,7 +21,7 @@ class SaveSchedule:
             run has any, else at the end.
 
     Raises:
-        ConfigError: for a count below 0, or for several.
+        ConfigError: for a count below 0, or for more than one schedule.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class SaveSchedule:
             values = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
             raise ConfigError(f"{values} exclude each other; give each a ModelCheckpoint of its own.")
         self.is_default = all(value is None for value in given.values())
-        """Whether nothing was chosen."""
+        """Whether no schedule was chosen."""
         if self.is_default:
             every_n_epochs = 1
         self.every_n_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.interval = train_time_interval
         self.is_by_step = bool(self.every_n_steps) or self.interval is not None
-        """Whether `is_step_due` has to be asked after each step; an attribute, as it is read there."""
+        """Whether to ask `is_step_due` after each step; an attribute, since it is read there."""
         self._at_epoch_end = at_epoch_end
         self._clock = IntervalClock(self.interval)
 
     def start(self, step: int) -> None:
-        """Begin to measure time, when training starts."""
+        """Start measuring time, when training starts."""
         self._clock.start(step)
 
     def is_step_due(self, trainer: Run) -> bool:
-        """Return whether a checkpoint is due after this step, by its number or by rank 0's clock. Collective."""
+        """Return whether a checkpoint is due after this step, by its number or rank 0's clock. Collective."""
         if self.every_n_steps:
             return trainer.global_step % self.every_n_steps == 0
         return self._clock.is_over(trainer)
@@ -77,7 +77,7 @@ class SaveSchedule:
 
 
 class IntervalClock:
-    """A clock of rank 0 that all ranks ask for whether an interval has passed, without communication at each step."""
+    """Rank 0's clock, which tells all ranks whether an interval has passed, without communicating at every step."""
 
     def __init__(self, interval: timedelta | None) -> None:
         self._seconds = interval.total_seconds() if interval is not None else math.inf
@@ -90,8 +90,8 @@ class IntervalClock:
     def is_over(self, trainer: Run) -> bool:
         """Return whether the interval has passed on rank 0, and begin another if so.
 
-        Collective at the steps at which it looks, the same on every rank: after half of the steps that would fill the
-        rest of the interval at the pace so far.
+        Collective at the steps at which it checks the clock, the same on every rank: after half of the steps that would
+        fill the rest of the interval at the pace so far.
         """
         step = trainer.global_step
         if step < self._next_look:

@@ -26,11 +26,11 @@ class StepClock:
 
     Where ranks may wait for each other, compute on a CPU is the processor time of this thread (gloo waits without
     using any), and the rest is waiting. Other devices get an event at every mark, and the host never waits for them: a
-    step is summed, on the device's clock, once the device has come to its end. There, one rank cannot separate compute
-    from waiting, and both count as communication wait.
+    step is summed, on the device's clock, once the device has finished it. There, one rank cannot separate compute from
+    waiting, and both count as communication wait.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
         meets: whether ranks wait for each other in a step.
         meets_in_forward: whether they also do so in forward.
     """
@@ -46,7 +46,7 @@ class StepClock:
         self._wall = self._busy = 0.0
         self._compute = self._communication_wait = self._data_wait = 0.0
         self._num_steps = 0
-        self._events: list[tuple[_Phase, Any]] = []  # of the step that is running: each ends a phase
+        self._events: list[tuple[_Phase, Any]] = []  # in the current step: each ends a phase
         self._under_way: deque[list[tuple[_Phase, Any]]] = deque()
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class StepClock:
         self._enter("data")
 
     def begin_micro_batch(self) -> None:
-        """Mark that a batch is on the device, and its forward begins."""
+        """Mark that a batch is on the device and its forward begins."""
         if self._phase != "none":
             self._enter("forward")
 
@@ -65,7 +65,7 @@ class StepClock:
             self._enter("backward")
 
     def interrupt(self) -> None:
-        """Mark the begin of something outside steps, which ends the current step."""
+        """Mark the beginning of something outside steps, which ends the current step."""
         if self._phase == "data":
             self._phase = "other"
         elif self._phase != "other":
@@ -83,7 +83,7 @@ class StepClock:
         self._phase = "none"
 
     def take(self) -> StepTimes:
-        """Return the sums since the last call, and reset them; a step that the device still computes comes later."""
+        """Return the sums since the last call, and reset them; a step that is still on the device comes later."""
         self._sum_completed()
         times = StepTimes(self._compute, self._communication_wait, self._data_wait, self._num_steps)
         self._compute = self._communication_wait = self._data_wait = 0.0
@@ -100,7 +100,7 @@ class StepClock:
             self._events.append((phase, event))
             return
         wall = perf_counter()
-        # a system call, which takes most of the time of a mark
+        # a system call, which takes most of a mark's time
         busy = thread_time() if phase in meets or next_phase in meets else 0.0
         self._add(phase, wall - self._wall, busy - self._busy)
         self._wall, self._busy = wall, busy

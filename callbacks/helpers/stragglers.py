@@ -1,4 +1,4 @@
-"""Stragglers: finds the slowest of several ranks, and the reason, by their mean step times."""
+"""Stragglers: finds the slowest of several ranks, and the reason, from their mean step times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Straggler(NamedTuple):
 
     rank: int
     slowdown: float
-    """Its compute and data wait over the median of the others'."""
+    """Its compute and data wait divided by the median of the others'."""
     cause: Literal["compute", "data_wait"]
     """The part that exceeds the others' by more."""
 
 
 class Suspicion:
-    """Decides when to warn of a slow rank: after several reports in a row, and once for each cause."""
+    """Decides when to warn of a slow rank: after several consecutive reports, and once per cause."""
 
     def __init__(self, threshold: float, patience: int) -> None:
         self._threshold, self._patience = threshold, patience
@@ -30,7 +30,7 @@ class Suspicion:
         self._warned_of: tuple[int, str] | None = None
         self._num_without = 0
         self.num_in_a_row = 0
-        """Reports in a row in which the same rank has been the slow one."""
+        """Consecutive reports in which the same rank was the slow one."""
 
     def should_warn(self, straggler: Straggler) -> bool:
         """Record the slowest rank of a report, and return whether to warn of it now.
@@ -57,7 +57,7 @@ class Suspicion:
 
 
 def mean_steps(sums: Sequence[StepTimes]) -> dict[int, StepTimes]:
-    """Return the mean step of each rank that has done any, by rank."""
+    """Return the mean step of each rank that has completed any, by rank."""
     return {
         rank: StepTimes(compute / num, communication / num, data / num, num)
         for rank, (compute, communication, data, num) in enumerate(sums)
@@ -68,8 +68,8 @@ def mean_steps(sums: Sequence[StepTimes]) -> dict[int, StepTimes]:
 def split_compute(ranks: dict[int, StepTimes]) -> dict[int, StepTimes]:
     """Separate compute from communication wait on devices where a rank alone cannot.
 
-    The rank with the least time is the one that the others wait for: its time is compute on all ranks, the excess of
-    the others is waiting.
+    The rank with the least time is the one that the others wait for: its time counts as compute on all ranks, and the
+    excess of the others as waiting.
     """
     least = min((times.communication_wait for times in ranks.values()), default=0.0)
     return {

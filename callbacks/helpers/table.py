@@ -15,7 +15,7 @@ def render_table(results: Sequence[Mapping[str, float]], title: str) -> str:
 
     Args:
         results: the metrics of each loader; the suffix ``/dataloader_idx_N`` of loader N is left out.
-        title: the header of the column of names, such as ``Test metric``.
+        title: the header of the name column, such as ``Test metric``.
     """
     columns = [_without_suffix(metrics, index) for index, metrics in enumerate(results)]
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -37,7 +37,7 @@ def render_table(results: Sequence[Mapping[str, float]], title: str) -> str:
 
 
 def boxed(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> str:
-    """Return a framed table; `alignment` has a ``<`` (left) or a ``>`` (right) for each column."""
+    """Return a framed table; `alignment` has a ``<`` (left) or ``>`` (right) for each column."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
 
     def rule(left: str, line: str, crossing: str, right: str) -> str:

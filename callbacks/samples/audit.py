@@ -1,4 +1,4 @@
-"""Audit of a sample ledger: every sample of an epoch exactly once, over all ranks and restarts."""
+"""Audit of a sample ledger: every sample of an epoch is used exactly once, across all ranks and restarts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Where(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """A sample that came more often than it should."""
+    """A sample that was used more often than it should be."""
 
     what: int
-    """Its index, or its place in the sampler's order where an index may come several times."""
+    """Its index, or its place in the sampler's order if an index may come several times."""
     wheres: Sequence[Where]
 
 
@@ -43,9 +43,9 @@ class EpochKey(NamedTuple):
     epoch: int
     loader: int
     lap: int
-    """How often the loader had begun again in this epoch, beside a longer one."""
+    """How often the loader had restarted in this epoch, beside a longer one."""
     stream: int
-    """The data rank whose own order it is; 0 where all share one."""
+    """The data rank whose own order it is; 0 if all ranks share one."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class EpochAudit:
     skipped: int
     """Samples whose steps were rolled back; their data is not read again."""
     distinct: int
-    """Different indices among both; 0 where there are none."""
+    """Distinct indices among both; 0 if there are no indices."""
     is_finished: bool
     repeated: Sequence[Repeated]
     missing: Sequence[int]
-    """Indices, or places where an index may come several times; of an unfinished epoch, those left out so far."""
+    """Indices, or places if an index may come several times; in an unfinished epoch, those skipped so far."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing came twice, and nothing was left out."""
+        """Whether nothing came twice and nothing was left out."""
         return not self.repeated and not self.missing
 
     @property
@@ -86,16 +86,16 @@ class Audit:
 
     epochs: Sequence[EpochAudit]
     faults: Sequence[str]
-    """Gaps of the ledger itself."""
+    """Gaps in the ledger itself."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample came as often as it should, and the ledger is complete."""
+        """Whether every sample was used as often as it should be, and the ledger is complete."""
         return not self.faults and all(epoch.is_exact for epoch in self.epochs)
 
 
 def samples_folder(run: str | Path) -> Path:
-    """Return the folder of a run's ledger, given either.
+    """Return the folder of a run's ledger, given the run's folder or the ledger's.
 
     Raises:
         DataError: if there is no ledger.
@@ -110,7 +110,7 @@ def samples_folder(run: str | Path) -> Path:
 
 
 def audit(folder: Path) -> Audit:
-    """Audit the newest attempt and those that led to it; steps that a kill has undone do not count.
+    """Audit the newest attempt and those that led to it; steps that were undone by a kill do not count.
 
     Raises:
         DataError: for a file that is damaged.
@@ -138,10 +138,10 @@ class _EpochRecords:
     used: int = 0
     skipped: int = 0
     stretches: list[tuple[int, int, Where]] = field(default_factory=list)
-    """Place, width, and who read it."""
+    """Place, width, and where in the run it was read."""
     indices: array[int] = field(default_factory=lambda: array("q"))
     starts: list[int] = field(default_factory=list)
-    """Of the stretches, in `indices`."""
+    """Where the stretches start, in `indices`."""
 
     def add(self, record: SampleRecord, where: Where, *, is_skipped: bool) -> None:
         count = abs(record.size)
@@ -167,7 +167,7 @@ class _EpochRecords:
                 end, before = place + width, where
 
     def gaps(self, end: int) -> list[int]:
-        """Return the places before `end`, and before the last one that was read, that were not read."""
+        """Return the unread places before `end` and before the last place that was read."""
         stops = [(place, place + width) for place, width, _ in sorted(self.stretches)]
         reached, missing = 0, list[int]()
         for start, stop in [*stops, (end, end)]:
@@ -216,7 +216,7 @@ class _Ledger:
         if absent:
             self.faults.append(f"Attempt {counted.attempt} lacks the files of data ranks {absent}; copy them here.")
         turns = {path: max((record.turn for record in read_records(path)), default=0) for path, _ in files.values()}
-        if counted.last_turn == _ALL:  # a kill may have come before all ranks had noted their last step
+        if counted.last_turn == _ALL:  # a kill may have come before all ranks had recorded their last step
             counted = CountedTurns(counted.attempt, min(turns.values()), min(turns.values()))
         for rank, (path, _) in files.items():
             if turns[path] < counted.skipped_to:
@@ -252,7 +252,7 @@ class _Ledger:
         source = group.source
         laps = max(other.lap for other in self._groups if other[:2] == key[:2])
         is_finished = key.epoch < last_epoch or key.lap < laps or group.covered() >= source.end >= 0
-        # a loader that begins again beside a longer one may stop anywhere
+        # a loader that restarts beside a longer one may stop anywhere
         end = source.end if is_finished and not 0 < key.lap == laps else 0
         times = group.tensor().unique(return_counts=True)
         repeated = group.repeated_indices(times) if source.comes_once else group.repeated_places()

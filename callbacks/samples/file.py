@@ -1,4 +1,4 @@
-"""A file with the samples of one rank's steps: a line of JSON, then 64-bit integers."""
+"""File with the samples of one rank's steps: a line of JSON, then 64-bit integers."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _NUM_HEAD: Final = 7
 
 
 class Reading(NamedTuple):
-    """The samples that one loader gave to a micro-batch."""
+    """The samples that one loader contributed to a micro-batch."""
 
     loader: int
     lap: int
-    """How often the loader has begun again in this epoch of the run."""
+    """How often the loader has restarted in this epoch of the run."""
     place: int
-    """Where in the loader's order it begins."""
+    """The place in the loader's order at which it begins."""
     indices: Any
-    """As the loader's sampler gave them; None where it has no indices."""
+    """The indices from the loader's sampler; None if it has none."""
     size: int = 0
-    """Samples, where there are no indices."""
+    """The number of samples, if there are no indices."""
 
 
 class Source(NamedTuple):
     """The order of one loader in an epoch, as far as it is known."""
 
     num_indices: int = -1
-    """Samples of the data set; -1 where it has no indices."""
+    """The size of the data set; -1 if it has no indices."""
     end: int = -1
-    """The place behind the last one that is read; -1 where that is not known, or a limit cuts it."""
+    """The place after the last one that is read; -1 if it is unknown, or a limit cuts the epoch."""
     comes_once: int = 0
-    """1 where each index comes once; 0 where a sampler of the user decides."""
+    """1 if each index comes once; 0 if a user's sampler decides."""
     in_batches: int = 1
-    """1 where a place is a ready-made batch, 0 where it is a sample."""
+    """1 if a place is a ready-made batch, 0 if it is a sample."""
     num_streams: int = 1
-    """1 where all ranks share one order; their number where each has its own."""
+    """1 if all ranks share one order; the number of ranks if each has its own."""
 
 
 class CountedTurns(NamedTuple):
@@ -59,7 +59,7 @@ class CountedTurns(NamedTuple):
     attempt: int
     last_turn: int
     skipped_to: int
-    """Turns after `last_turn`, up to here, were undone by a roll-back: their data is skipped for good."""
+    """Turns after `last_turn`, up to here, were undone by a rollback: their data is skipped for good."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Header:
     """The writer of a file, and the training that came before it."""
 
     attempt: int
-    """Number of the fit or roll-back among those that wrote into this folder; from 1."""
+    """The number, from 1, of the fit or rollback among those that wrote into this folder."""
     data_rank: int
     data_size: int
     round: int
-    """Of an elastic run; 0 otherwise."""
+    """The round of an elastic run; 0 otherwise."""
     start_step: int
-    """The global step with which the attempt began."""
+    """The global step at which the attempt began."""
     history: Sequence[CountedTurns] = field(default=())
     """The attempts that led to that step, oldest first."""
 
@@ -84,29 +84,29 @@ class Header:
 
 
 class SampleRecord(NamedTuple):
-    """The samples that one loader gave to one step of a rank.
+    """The samples that one loader contributed to one step of a rank.
 
     A record whose loader is below 0 announces the epoch of the loader ``~loader``: its indices are a `Source`.
     """
 
     turn: int
-    """Number of the step in the attempt, from 1; unique, unlike `step`, which a roll-back repeats."""
+    """The number of the step in the attempt, from 1; unique, unlike `step`, which a rollback repeats."""
     step: int
     epoch: int
     loader: int
     lap: int
     place: int
     size: int
-    """Number of samples; negative where they have no indices."""
+    """The number of samples; negative if they have no indices."""
     indices: Sequence[int]
 
 
 class SampleWriter:
-    """Appends records to a file; the operating system has each when a method returns."""
+    """Appends records to a file; each is with the operating system when a method returns."""
 
     def __init__(self, folder: Path, header: Header) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # unbuffered: what is written survives this process, which a kill may end at any moment
+        # unbuffered: written data survives this process, which may be killed at any moment
         self._file = (folder / header.name).open("xb", buffering=0)
         line = json.dumps({"format": FORMAT, **asdict(header)}).encode()
         # padded, so that the integers behind it are aligned for a memory map
@@ -122,7 +122,7 @@ class SampleWriter:
         """Write what a step has read; a step without samples gets an empty record."""
         records = b""
         for loader, lap, place, given, size in readings:
-            # a slice, since to iterate over the indices of augmented samples seeds the random generators
+            # a slice, since iterating over the indices of augmented samples seeds the random generators
             indices = given[:] if isinstance(given, list) else _entries(given)
             head = turn, step, epoch, loader, lap, place
             try:
@@ -150,7 +150,7 @@ def _packed(head: Sequence[int], indices: Sequence[Any]) -> bytes:
 
 
 def _entries(given: Any) -> list[Any]:
-    """Return as a list what a sampler gave as something else, such as an int, a tuple or a tensor."""
+    """Return as a list what a sampler yielded in another form, such as an int, a tuple or a tensor."""
     try:
         return [index(given)]
     except (TypeError, ValueError):
@@ -168,7 +168,7 @@ def read_header(path: Path) -> Header:
 
 def _content(path: Path, *, first_line: bool = False) -> bytes:
     try:
-        if not path.is_file():  # a named pipe would wait for a writer
+        if not path.is_file():  # reading a named pipe would wait for a writer
             raise FileNotFoundError(errno.ENOENT, "not a regular file")
         with path.open("rb") as file:
             return file.readline(1 << 20) if first_line else file.read()
@@ -191,7 +191,7 @@ def _header(path: Path, line: bytes) -> Header:
 
 
 def read_records(path: Path) -> Iterator[SampleRecord]:
-    """Yield the records of a file; skip an unfinished one at its end, which a kill has left.
+    """Yield the records of a file; skip an unfinished one at its end, left by a kill.
 
     Raises:
         DataError: if it is not a file of samples, or its numbers are invalid.
