@@ -25,7 +25,7 @@ from .shared_step import nothing_logged
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
 
 Results = list[dict[str, float]]
-"""What was logged on each loader."""
+"""The logged metrics of each loader."""
 
 _STEP_NAMES: Final[dict[EvaluationStage, str]] = {
     "sanity_check": "validation",
@@ -36,7 +36,7 @@ _STEP_NAMES: Final[dict[EvaluationStage, str]] = {
 
 
 def validate(session: Session) -> None:
-    """Validate inside `fit`; the random streams of training do not notice."""
+    """Validate inside `fit`, without affecting the random streams of training."""
     session.writer.wait_for_copy()  # hooks may swap the weights
     session.module.on_validation_model_zero_grad()
     with isolated_rng(session.strategy.devices):
@@ -50,7 +50,7 @@ def validate(session: Session) -> None:
 
 
 def sanity_check(session: Session) -> None:
-    """Run a few validation batches before training, and forget them: a bug in validation shows at once."""
+    """Run a few validation batches before training, and discard the results: a bug in validation shows at once."""
     limit = session.settings.num_sanity_val_steps
     if limit == 0 or not validates(session):
         return
@@ -62,7 +62,7 @@ def sanity_check(session: Session) -> None:
 
 
 def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
-    """Run every batch of the evaluation loaders through the stage's step, and reduce what was logged."""
+    """Run every batch of the evaluation loaders through the stage's step, and reduce the logged values."""
     name = _STEP_NAMES[stage]
     module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
     assert data is not None
@@ -98,7 +98,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
 
 @contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Switch to eval mode, and each part back to its own, also after an error."""
+    """Switch to eval mode, and restore each submodule's mode afterwards, also after an error."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -131,7 +131,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         with session.profiler.profile(action):
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
-            copy.finish()  # that of the batch before, which ran beside this one
+            copy.finish()  # the previous batch's copy, which ran alongside this batch
             copy = HostCopy(output)
             kept = copy.output, session.progress.batch_indices
             session.progress.predictions[dataloader_idx].append((batch_idx, kept))
@@ -146,16 +146,17 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
 
 
 def _of_loader(values: Sequence[tuple[Line, Tensor]], index: int) -> dict[str, float]:
-    """Return what was logged on one loader, or on no particular one."""
+    """Return the values that were logged for this loader, or for none in particular."""
     return {line.reported: value.item() for line, value in values if line.dataloader_idx in (None, index)}
 
 
 def _in_lockstep(
     session: Session, batches: Iterator[EvaluationBatch], step_name: str, dataloader_idx: int, num_args: int
 ) -> Iterator[EvaluationBatch]:
-    """Yield this rank's batches, and run a discarded one as often as another rank has one and this one does not.
+    """Yield this rank's batches, and run a spare one, whose result is dropped, while only other ranks have batches.
 
-    It is the last one seen; a rank that has seen none gets another rank's. Collective: every rank iterates to the end.
+    The spare batch is the last one seen, or another rank's if there is none. Collective: every rank iterates to the
+    end.
     """
     strategy = session.strategy
     spare: EvaluationBatch | None = None
@@ -182,7 +183,7 @@ def _in_lockstep(
 
 
 def _gather_predictions(session: Session) -> None:
-    """Put the predictions of all ranks together, with the indices of their samples. Collective: every rank calls it."""
+    """Gather the predictions of all ranks, with their sample indices. Collective: every rank calls it."""
     gathered = session.strategy.data_collectives.all_gather_object(session.progress.predictions)
     loaders = in_dataset_order(gathered)
     session.progress.predictions = [[prediction for prediction, _ in loader] for loader in loaders]
@@ -190,10 +191,10 @@ def _gather_predictions(session: Session) -> None:
 
 
 def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, Any]]]]) -> list[list[Any]]:
-    """Return for each loader the predictions of all ranks in the order of its batches.
+    """Return, for each loader, the predictions of all ranks in batch order.
 
     Args:
-        gathered: for each rank and each loader the pairs of batch index and prediction. Ranks that share a
+        gathered: for each rank and each loader, the pairs of batch index and prediction. Ranks that share a
             model saw the same batch and have the same prediction; one of them is kept.
     """
     merged: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""HostCopy: the output of a step on its way from a GPU to the host, while the next step runs."""
+"""HostCopy: a copy of a step's output from a GPU to the host, while the next step runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...strategies.distributed.nested import map_tensors
 
 
 class HostCopy:
-    """A copy of an output on the CPU; on a GPU it is there once `finish` has been called."""
+    """A copy of an output on the CPU; from a GPU, it is complete once `finish` has been called."""
 
     def __init__(self, output: Any) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._event: Any = None
         self.output: Any = map_tensors(self._begin, output)
-        """The output, its tensors on the CPU; those that were there are not copied."""
+        """The output with its tensors on the CPU; those that already were are not copied."""
         if self._pairs:
             self._event = torch.cuda.Event()
             self._event.record()
@@ -32,7 +32,7 @@ class HostCopy:
         return kept
 
     def finish(self) -> None:
-        """Wait for the copy; the pinned memory through which it went is used again for the next one."""
+        """Wait for the copy; its pinned memory is reused for the next one."""
         if self._event is not None:
             self._event.synchronize()
         for kept, staged in self._pairs:

@@ -1,4 +1,4 @@
-"""Weights of the micro-batches of an optimizer step, by their samples or by the units of `Loss`."""
+"""Weights of the micro-batches of an optimizer step, by samples or by the units of `Loss`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from ..module.loss import Loss, as_tensor, mean_of, nonzero
 class Weights:
     """Weighs losses so that the gradient of a step is the mean over all its samples, however they are cut.
 
-    With `Loss` the unit is whatever the user counts: the gradient is the sum of totals over the sum of counts. Those
-    come only with the last micro-batch: gradients are first of totals over the first count, and corrected at the end.
+    With `Loss` the unit is whatever the user counts: the gradient is that of the sum of totals divided by the sum of
+    counts. The latter is known only after the last micro-batch, so gradients are first divided by an estimate, and
+    corrected at the end.
 
     Args:
-        window: the micro-batches of this rank, with the samples of all ranks where there are several.
-        strategy: where several ranks share a step; they average their gradients.
-        is_whole: whether one loss is all there is of the step; by default if one micro-batch is.
+        window: the micro-batches of this rank, with the samples of all ranks if there are several.
+        strategy: the strategy if several ranks share a step; they average their gradients.
+        is_whole: whether one loss is the whole step; by default, whether one micro-batch is.
     """
 
     __slots__ = (
@@ -40,22 +41,22 @@ class Weights:
         self._strategy = strategy
         self._planned = window.size if strategy is None else window.total_size
         self._is_whole = len(window) == 1 and strategy is None if is_whole is None else is_whole
-        # tensors are weighed by the samples of their data rank, and each `Loss` by its count among all
+        # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
         self._ranks = 1 if strategy is None else strategy.data_size
         self._sharers = 1 if strategy is None else strategy.loss_collectives.world_size
         self._used = 0
-        # of the totals, as long as the counts are not known
+        # divides the totals until all counts are known
         self._divisor: Tensor | float = 1.0
         self._count: Tensor | float = 0.0
         self.has_units = False
-        """Whether the losses were `Loss`."""
+        """Whether the losses are `Loss`."""
         self.losses: list[Tensor] = []
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
         """Return the tensor whose gradient this micro-batch contributes.
 
         Raises:
-            ModuleError: when the micro-batches of a window return tensors and `Loss` in turn.
+            ModuleError: if some micro-batches of a window return tensors and others `Loss`.
         """
         if self._is_whole:
             weighed = mean_of(loss)
@@ -67,7 +68,7 @@ class Weights:
         elif isinstance(loss, Loss):
             if not self.has_units:
                 self.has_units = True
-                # a number that all ranks share, where there are several
+                # with several ranks, a number that is the same on all
                 self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._sharers
             self._count = self._count + loss.count
             weighed = loss.total / self._divisor
@@ -78,14 +79,14 @@ class Weights:
         return weighed
 
     def weigh_samples(self, loss: Tensor, size: int) -> Tensor:
-        """Return the mean loss of so many samples, weighed by them."""
+        """Return the mean loss of `size` samples, weighted by their number."""
         weight = self._ranks * size / self._planned
         return loss if weight == 1.0 else loss * weight
 
     def correction(self, *, counts_units: bool) -> Tensor | float | None:
-        """Return by what all gradients have yet to be multiplied; None for nothing. Collective: every rank calls it.
+        """Return the factor by which to multiply all gradients; None for no change. Collective: every rank calls it.
 
-        With `counts_units` the ranks return `Loss`, which one without samples cannot know by itself.
+        With `counts_units` the ranks return `Loss`, which a rank without samples cannot know by itself.
         """
         if self._is_whole:
             return None
@@ -94,12 +95,12 @@ class Weights:
             return self._planned / self._used if is_skipped else None
         if self._strategy is None:
             like = self.losses[0]
-            if like.device.type != "cpu" and not isinstance(self._count, Tensor):  # it need not wait for two numbers
+            if like.device.type != "cpu" and not isinstance(self._count, Tensor):  # no wait for two numbers
                 return self._divisor / nonzero(self._count)
             return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
         like = self._like(self._strategy)
         if like.device.type != "cpu":
-            # numbers travel by gloo, beside what the device is doing; it alone knows counts that are its tensors
+            # plain numbers are sent with gloo, alongside the device's work; tensor counts are only on the device
             is_tensor = isinstance(self._count, Tensor)
             numbers = [0.0 if is_tensor else float(self._count), float(is_tensor)]
             number, num_tensors = self._strategy.count_collectives.all_reduce(numbers)
@@ -112,7 +113,7 @@ class Weights:
         return self.losses[0] if self.losses else torch.zeros((), device=strategy.device)
 
     def total(self, *, counts_units: bool) -> Tensor:
-        """Return the loss of the step, detached: what an optimizer that evaluates it itself gets. Collective.
+        """Return the loss of the step, detached, for an optimizer that evaluates it itself. Collective.
 
         As in `correction`, with `counts_units` the ranks return `Loss`.
         """
@@ -120,7 +121,7 @@ class Weights:
             total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
         else:
             like = self._like(self._strategy)
-            # in one dtype, also on a rank that has no loss
+            # in one dtype, also on a rank without a loss
             own = sum((as_tensor(loss, like) for loss in self.losses), as_tensor(0.0, like))
             total = self._strategy.count_collectives.all_reduce(own) / self._sharers
         correction = self.correction(counts_units=counts_units)

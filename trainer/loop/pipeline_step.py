@@ -1,4 +1,4 @@
-"""PipelineStep: an optimizer step whose micro-batches pass through stages on several ranks, all of them at once."""
+"""PipelineStep: an optimizer step whose micro-batches pass through stages on several ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .shared_step import SharedStep, nothing_logged
 class PipelineStep(SharedStep):
     """The step of a rank that has stages of the module.
 
-    The hooks at the start of all micro-batches come first, then forward and backward in the order of the schedule, then
-    the hooks at their ends, which get the loss on every rank. The last stage has the loss: hooks around its backward,
-    and what a step returns beside it, are there.
+    The start hooks of all micro-batches come first, then forward and backward in the order of the schedule, then the
+    end hooks, which get the loss on every rank. The last stage has the loss: the hooks around its backward run there,
+    and only there is what a step returns beside the loss.
     """
 
     __slots__ = ("_batches", "_losses", "_outputs", "_spare_factor", "_window", "position", "signatures")
@@ -37,7 +37,7 @@ class PipelineStep(SharedStep):
         self._outputs: dict[int, Any] = {}
         self._losses: list[float] = []
         self._spare_factor: float | None = None
-        """0 where this rank has no samples, and takes part with a batch seen before."""
+        """0 while this rank has no samples, and takes part with an earlier batch; else None."""
         self.signatures: Sequence[Hashable] = ()
         self.position = 0
         if overrides(session.module, "backward", TrainModule):
@@ -73,7 +73,7 @@ class PipelineStep(SharedStep):
         self._batches, first = [], self.state.batches_in_epoch
         goes_on = True
         for index, micro_batch in enumerate(window):
-            self.state.batches_in_epoch = first + index  # as the hooks of this micro-batch see it
+            self.state.batches_in_epoch = first + index  # what the hooks of this micro-batch see
             goes_on = self.begin(micro_batch)
             if not goes_on:
                 break
@@ -95,7 +95,7 @@ class PipelineStep(SharedStep):
         self._spare_factor, self._batches = None, []
 
     def _share_losses(self, number: int) -> None:
-        """Tell all stages the losses, where something asks for them."""
+        """Share the losses with all stages if something reads them."""
         is_read = self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log
         if not (number and is_read):
             return
@@ -104,20 +104,20 @@ class PipelineStep(SharedStep):
             self._outputs.setdefault(index, torch.tensor(loss, device=self.strategy.device))
 
     def _show(self, index: int) -> None:
-        """Let the hooks at the end of a micro-batch see it."""
+        """Make a micro-batch the current one, for its end hooks."""
         self.batch, self.output = self._batches[index], self._outputs.get(index)
         self.progress.batch_idx = self.state.batches_in_epoch
         self.progress.micro_batch = self._window[index]
 
     @property
     def micro_batches_a_step(self) -> int:
-        """Of a whole step."""
+        """The number of micro-batches in a whole step."""
         return self.progress.accumulate_grad_batches
 
     # --- what the stages call ----------------------------------------------------------------------------------------
 
     def arguments_at(self, index: int) -> Sequence[Any]:
-        """Return what ``training_step`` gets with a micro-batch."""
+        """Return the arguments of ``training_step`` for a micro-batch."""
         number = num_step_arguments(self.module, "training_step", 2)
         return (self._batches[index], self.state.batches_in_epoch + index)[:number]
 
@@ -130,10 +130,10 @@ class PipelineStep(SharedStep):
         return self.forward(self._batches[index], self.progress.batch_idx)
 
     def loss_at(self, index: int, output: Any) -> Tensor:
-        """Return the weighed loss in what the step returned.
+        """Return the weighted loss from the output of the step.
 
         Raises:
-            ModuleError: if it is None.
+            ModuleError: if the output is None.
         """
         loss = loss_of(output, module=self.module)
         if loss is None:
@@ -148,11 +148,11 @@ class PipelineStep(SharedStep):
         return self.weights.weigh(loss, self._window[index].size)
 
     def backward_of(self, loss: Tensor) -> None:
-        """Add the gradients of a loss."""
+        """Accumulate the gradients of a loss."""
         self.backward(loss)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return a loss as it is differentiated, for a schedule that computes gradients in two halves."""
+        """Return a loss as it is differentiated, for a schedule that computes gradients in two passes."""
         for hook in self.hooks.on_before_backward:
             hook(loss)
         return self.strategy.scaled(loss)

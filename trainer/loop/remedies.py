@@ -1,4 +1,4 @@
-"""Remedies for what data does to training: an epoch that never ends, and a batch of one sample in BatchNorm."""
+"""Remedies for data that breaks training: an epoch that never ends, and a batch of one sample in BatchNorm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...strategies.errors import DataError
 from ..session.session import Session
 
 _PATIENCE: Final = 5.0
-"""Seconds of an epoch of unknown length after which to ask whether it ends at all."""
+"""Seconds after which to ask whether an epoch of unknown length ever ends."""
 
 
 class EndlessEpoch:
-    """Warns once, on rank 0, if the first epoch of a fit takes long, has no length, and nothing else ends training."""
+    """Warns once, on rank 0, if the first epoch of a fit is long, has no length, and nothing else ends training."""
 
     def __init__(self, session: Session) -> None:
         settings = session.settings
@@ -25,7 +25,7 @@ class EndlessEpoch:
         self._began, self._epoch = monotonic(), session.state.current_epoch
 
     def look(self) -> None:
-        """Warn if it is time to."""
+        """Warn if it is due."""
         if not self._watches:
             return
         session = self._session
@@ -41,7 +41,7 @@ class EndlessEpoch:
 
 
 def raise_if_single_sample(session: Session, error: ValueError) -> None:
-    """Say which batch it was if BatchNorm has refused one sample.
+    """Raise an error that names the batch if BatchNorm refused a single sample.
 
     Raises:
         DataError: with the remedy.

@@ -1,4 +1,4 @@
-"""Schedule of a run: when it ends, logs, validates, reloads its data and steps its learning rate schedulers."""
+"""Schedule of a run: when it ends, logs, validates, reloads its loaders and steps its learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def is_over(session: Session) -> bool:
         )
         progress.next_check = min(last_step, meeting)
         if session.strategy.stage_collectives.world_size > 1:
-            session.metrics.reduce()  # what the stage with the loss has logged, for the bar and callbacks of rank 0
-        if has_failed:  # all ranks raise together, and none waits for another in vain
+            session.metrics.reduce()  # brings the values logged by the last stage to rank 0's bar and callbacks
+        if has_failed:  # all ranks raise together, so none waits for another in vain
             session.writer.close()
     epochs = state.epoch + state.is_epoch_done
     last_epoch = math.inf if settings.last_epoch is None else settings.last_epoch
@@ -88,7 +88,7 @@ def is_validation_due(session: Session, num_micro_batches: int) -> bool:
 
 
 def is_validation_due_at_epoch_end(session: Session) -> bool:
-    """Return whether the epoch, just completed, ends with a validation."""
+    """Return whether the epoch that was just completed ends with a validation."""
     interval = session.settings.val_check_interval
     at_end = interval == 1.0 and isinstance(interval, float)
     if not at_end or not validates(session) or session.progress.validated_at == session.state.global_step:
@@ -97,20 +97,20 @@ def is_validation_due_at_epoch_end(session: Session) -> bool:
 
 
 def is_last_validation_due(session: Session) -> bool:
-    """Return whether a validation is due as a hook has set ``should_stop`` inside an epoch; the same on every rank."""
+    """Return whether a validation is due because a hook set ``should_stop`` inside an epoch; the same on every rank."""
     if not session.progress.should_stop or session.interruption.signal is not None or not validates(session):
         return False
     return session.progress.validated_at != session.state.global_step and validates_in_this_epoch(session)
 
 
 def validates_in_this_epoch(session: Session) -> bool:
-    """Return whether a validation that is due falls into this epoch."""
+    """Return whether this is an epoch with validations."""
     every = session.settings.check_val_every_n_epoch
     return every is None or (session.state.epoch + 1) % every == 0
 
 
 def reload_if_due(session: Session, kind: LoaderKind) -> None:
-    """Ask for loaders again ``reload_dataloaders_every_n_epochs`` after the last time, when they are needed."""
+    """Request loaders again if ``reload_dataloaders_every_n_epochs`` epochs have passed since the last time."""
     every = session.settings.reload_dataloaders_every_n_epochs
     if every and session.reload is not None and session.state.epoch - session.progress.loaded_in[kind] >= every:
         session.reload(kind)
@@ -119,17 +119,17 @@ def reload_if_due(session: Session, kind: LoaderKind) -> None:
 def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
     """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
 
-    Those with a metric are stepped apart, `with_metric`, when it has been computed. In manual optimization the module
-    steps them all.
+    Schedulers with a metric are stepped separately, `with_metric`, once it is computed. In manual optimization the
+    module steps them all.
 
     Raises:
-        ConfigError: when a metric that a scheduler monitors strictly was never logged.
+        ConfigError: if a metric that a scheduler monitors strictly was never logged.
     """
     for config in session.schedulers if session.module.automatic_optimization else ():
         if config.interval != interval or config.reduce_on_plateau != with_metric or count % config.frequency:
             continue
         if with_metric:
-            session.metrics.reduce()  # a step's value, of all ranks
+            session.metrics.reduce()  # a step's value, over all ranks
         metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
         if with_metric and metric is None and config.strict:
             known = sorted(session.metrics.callback_metrics())

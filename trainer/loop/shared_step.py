@@ -1,4 +1,4 @@
-"""SharedStep: an optimizer step that several ranks share, each with its part of the global batch."""
+"""SharedStep: an optimizer step that several ranks share, each with its slice of the global batch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .step import Step
 class SharedStep(Step):
     """The step of a rank that shares it with others, and whose window may be shorter than theirs, or empty.
 
-    Where forward is collective (FSDP), a rank runs a spare batch, whose loss is multiplied by 0, for each micro-batch
-    that other ranks have more.
+    If forward is collective (FSDP), a rank runs a spare batch, whose loss is multiplied by 0, for each micro-batch that
+    it has less than other ranks.
     """
 
     __slots__ = ("_counts_units", "_is_collective", "_manual_weight", "_spare_batch")
@@ -30,15 +30,15 @@ class SharedStep(Step):
         super().__init__(session)
         self._is_collective = session.strategy.forward_is_collective
         self._spare_batch: MicroBatch | None = None
-        """A batch seen before, for a step in which this rank has none."""
+        """An earlier batch, for steps in which this rank has none."""
         self._counts_units: bool | None = None
         """Whether training steps return `Loss`, on all ranks; None before the first one."""
         self._manual_weight = 1.0
-        """In manual optimization, what the losses of this window are multiplied by."""
+        """The factor of this window's losses in manual optimization."""
 
     def forward_backward(self, window: Window) -> bool:
         last = len(window) - 1
-        if not window.total_size:  # one data rank, whose sequences are cut
+        if not window.total_size:  # one data rank, whose sequences are split
             window.total_size = window.size
         self.weights = self.make_weights(window)
         self.has_gradients = False
@@ -48,7 +48,7 @@ class SharedStep(Step):
             if index:
                 self.end(window[index - 1])
             if not self.begin(micro_batch):
-                if self.has_gradients:  # all ranks stop here, with gradients that have not met
+                if self.has_gradients:  # all ranks stop here, with gradients that are not synchronized yet
                     self._backward_spare(is_first=False, is_last=True)
                 return False
             self.set_grad_sync(index == last)
@@ -76,7 +76,7 @@ class SharedStep(Step):
         return Weights(window, self.strategy)
 
     def counts_units(self, weights: Weights) -> bool:
-        """Return whether the losses of a step are `Loss`; the ranks agree on it in the first. Collective.
+        """Return whether the losses of a step are `Loss`; the ranks agree on it in the first step. Collective.
 
         Raises:
             ModuleError: if some ranks return `Loss` and others do not.
@@ -103,7 +103,7 @@ class SharedStep(Step):
         super().manual_backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
     def skip(self) -> None:
-        """Refuse that this rank skips a micro-batch, which the other ranks do not know.
+        """Refuse to skip a micro-batch on this rank, since the other ranks would not know.
 
         Raises:
             ModuleError: always.
@@ -124,10 +124,10 @@ class SharedStep(Step):
             super().begin_again(window)
 
     def _catch_up(self, window: Window) -> bool:
-        """Run a spare batch for each micro-batch that other ranks have more in this step; return if there were any.
+        """Run a spare batch for each micro-batch that this rank has less than others; return whether there were any.
 
-        They come first, so that all ranks end with the last micro-batch, which synchronizes. The old gradients are gone
-        then, and those of other ranks may be here.
+        They come first, so that all ranks end with the last micro-batch, which synchronizes. Afterwards the old
+        gradients are gone, and other ranks' may have arrived.
         """
         missing = window.length - max(len(window), 1)
         for index in range(missing if self.is_automatic else 0):
@@ -135,7 +135,7 @@ class SharedStep(Step):
         return self.is_automatic and missing > 0
 
     def _take_part_without_samples(self, *, is_first: bool) -> None:
-        """Take part in a step of the other ranks, and add nothing to their gradients."""
+        """Take part in a step of the other ranks without contributing to the gradients."""
         if self.is_automatic:
             self._backward_spare(is_first=is_first, is_last=True)
             self.has_gradients = True
@@ -145,7 +145,7 @@ class SharedStep(Step):
                 self.forward(self._batch_to_spare(), self.progress.batch_idx)
 
     def _backward_spare(self, *, is_first: bool, is_last: bool) -> None:
-        """Compute the gradients of a loss of 0; with `is_first` those of the step before are still there."""
+        """Compute the gradients of a loss of 0; with `is_first`, first reset those of the previous step."""
         self.set_grad_sync(is_last)
         with nothing_logged(self.session):
             loss = self.strategy.zero_loss(self._spare_loss)

@@ -29,14 +29,14 @@ from .schedule import step_schedulers
 
 
 class Step(ABC):
-    """One optimizer step of a fit. What it reads is bound here, once, as directly as strategy and hooks allow.
+    """One optimizer step of a fit. Everything it uses is bound here, once, as directly as strategy and hooks allow.
 
-    The order is Lightning's: for each micro-batch batch start, forward, zero_grad (before the first backward), backward
-    and batch end; before the last batch end clip, update and schedulers. A subclass says how gradients come about: on
-    one rank alone, on ranks that share the step, in a pipeline.
+    The order is Lightning's: for each micro-batch, batch start, forward, zero_grad (before the first backward),
+    backward and batch end; before the last batch end, clipping, update and schedulers. A subclass defines how gradients
+    are computed: on one rank alone, on ranks that share the step, or in a pipeline.
     """
 
-    # side by side in memory: the step of a small model takes as long as some dozens of cache misses
+    # slots lie next to each other in memory: a small model's step takes as long as a few dozen cache misses
     __slots__ = (
         "_clips", "_has_stepped", "_has_warned_of_loss", "_is_updating", "_managed_optimizers", "_may_leave",
         "_needs_closure", "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward",
@@ -56,22 +56,22 @@ class Step(ABC):
         self.set_grad_sync = session.strategy.set_grad_sync
         self._on_batch_start, self._on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
         self._may_leave = overrides(session.module, "on_train_batch_start", ModuleHooks)
-        """Whether the last hook is the module's, which may end the epoch; what callbacks return is not asked."""
+        """Whether the last hook is the module's, which may end the epoch; return values of callbacks are ignored."""
         self._bind_update()
         self._bind_gradients()
         self.weights: Weights | None = None
-        """Of the losses of this window; None where its one micro-batch is the whole step."""
+        """The weights of this window's losses; None if its one micro-batch is the whole step."""
         self.has_gradients = False
-        """Whether this window has computed any."""
+        """Whether this window has computed gradients."""
         self._is_updating = False
         """Whether the trainer makes an optimizer step, through the module's ``optimizer_step``."""
         self._has_warned_of_loss = False
         self._has_stepped = False
         """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
         self.batch: Any = None
-        """The batch of the micro-batch that runs, on the device."""
+        """The batch of the current micro-batch, on the device."""
         self.output: Any = None
-        """What ``training_step`` returned for it."""
+        """The return value of ``training_step`` for it."""
 
     def _bind_gradients(self) -> None:
         strategy, hooks, module, measured = self.strategy, self.hooks, self.module, self.session.profiler.measured
@@ -107,7 +107,7 @@ class Step(ABC):
         self._needs_closure = [needs_closure(optimizer) for optimizer in self.optimizers]
         self._overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
         self.passes_closure = self._overrides_optimizer_step or any(self._needs_closure)
-        """Whether the loss may be asked for again."""
+        """Whether an optimizer may ask for the loss again."""
         overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
         self._clips = self.session.settings.gradient_clip_val is not None or overrides_clipping
         hooked = self.hooks.on_before_optimizer_step
@@ -122,7 +122,7 @@ class Step(ABC):
 
     @abstractmethod
     def forward_backward(self, window: Window) -> bool:
-        """Add the gradients of a window's micro-batches; return False if a hook asked to end the epoch."""
+        """Accumulate the gradients of a window's micro-batches; return False if a hook asked to end the epoch."""
 
     def begin(self, micro_batch: MicroBatch) -> bool:
         """Bring a micro-batch to the device and call the hooks; return False if one asked to end the epoch."""
@@ -138,13 +138,13 @@ class Step(ABC):
         for hook in self._on_batch_start:
             answer = hook(batch, batch_idx)
         if self.writer.is_copying and not self.is_automatic:
-            self.writer.wait_for_copy()  # the step itself changes what a checkpoint is copying
+            self.writer.wait_for_copy()  # the step itself changes state that a checkpoint is copying
         return not (answer == -1 and self._may_leave)
 
     def add_gradients(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
-        """Add the gradients of the loss that ``training_step`` returned for a micro-batch."""
+        """Accumulate the gradients of the loss that ``training_step`` returned for a micro-batch."""
         output = self.output
-        # nearly always the loss itself, known without a call
+        # nearly always the loss itself, which this recognizes without a function call
         is_plain = type(output) is Tensor and output.requires_grad and output.ndim == 0
         loss = output if is_plain else loss_of(output, module=self.module)
         if is_first:
@@ -159,7 +159,7 @@ class Step(ABC):
         self.backward(loss if is_plain else mean_of(loss))
 
     def skip(self) -> None:
-        """Take note that ``training_step`` returned None for a micro-batch."""
+        """Note that ``training_step`` returned None for a micro-batch."""
 
     def end(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch and call the hooks."""
@@ -187,7 +187,7 @@ class Step(ABC):
             if self.passes_closure:
                 closure = self._closure(window, self.weights)
         if self.writer.is_copying:
-            self.writer.wait_for_copy()  # a checkpoint is copying what changes now
+            self.writer.wait_for_copy()  # a checkpoint is copying state that changes now
         has_updated = True
         if self._updates_directly:
             for index, update in enumerate(self._update_fns):
@@ -226,7 +226,7 @@ class Step(ABC):
             hook()
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add gradients as ``training_step`` asks in manual optimization."""
+        """Accumulate gradients when ``training_step`` calls for it in manual optimization."""
         self._end_manual_update()
         self.backward(loss, *args, **kwargs)
 
@@ -241,13 +241,13 @@ class Step(ABC):
         return weights.has_units
 
     def correct_gradients(self, weights: Weights) -> None:
-        """Multiply the gradients by what was not known before the last micro-batch. Collective with several ranks."""
+        """Multiply the gradients by the factor known since the last micro-batch. Collective with several ranks."""
         correction = weights.correction(counts_units=self.counts_units(weights))
         if correction is not None:
             self.strategy.scale_gradients(correction)
 
     def _look_at_loss(self) -> None:
-        """Say once, at a step that is logged, that training goes on with a loss that is not finite."""
+        """Warn once, at a logged step, that training continues with a loss that is not finite."""
         loss = self.output if type(self.output) is Tensor else loss_of(self.output)
         if loss is None or self.strategy.rank or math.isfinite(value := mean_of(loss).item()):
             return
@@ -259,7 +259,7 @@ class Step(ABC):
         )
 
     def _update_each(self, closure: Callable[[], Any] | None) -> bool:
-        """Unscale, clip and step each optimizer; return False if one was left out as scaled gradients overflowed."""
+        """Unscale, clip and step each optimizer; return False if one was skipped because its gradients overflowed."""
         settings = self.session.settings
         for index, optimizer in enumerate(self.optimizers):
             self.strategy.unscale(optimizer)
@@ -279,7 +279,7 @@ class Step(ABC):
         return self.strategy.end_step()
 
     def _managed_step(self, index: int, closure: Callable[[], Any] | None) -> None:
-        """Do what ``step`` means of an optimizer that the user's module holds."""
+        """Carry out ``step`` of an optimizer that the user's module holds."""
         if self.is_automatic and not self._is_updating:
             warnings.warn(
                 f"{type(self.optimizers[index]).__name__}.step() was called with automatic_optimization=True, where "
@@ -297,10 +297,10 @@ class Step(ABC):
         self.state.optimizer_steps[index] += 1
         if not self.is_automatic:
             self._has_stepped = True
-            torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
+            torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
 
     def _end_manual_update(self) -> None:
-        """Adapt the loss scale, once all optimizers have stepped whose gradients were computed with it."""
+        """Adapt the loss scale once all optimizers whose gradients were computed with it have stepped."""
         if self._has_stepped:
             self._has_stepped = False
             self.state.skipped_steps += not self.strategy.end_step()
@@ -308,7 +308,7 @@ class Step(ABC):
     # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
 
     def _closure(self, window: Window, weights: Weights) -> Callable[[], Tensor]:
-        """Return what an optimizer may call for the loss: the first time the one that is computed already."""
+        """Return a function of the loss for an optimizer; its first call returns the loss that is already computed."""
         computed = [weights.total(counts_units=self.counts_units(weights))]
 
         def closure() -> Tensor:
@@ -317,7 +317,7 @@ class Step(ABC):
         return closure
 
     def _compute_again(self, window: Window) -> Tensor:
-        """Compute the loss and the gradients of a window at the parameters as they are now."""
+        """Compute the loss and the gradients of a window with the current parameters."""
         weights = self.make_weights(window)
         self.begin_again(window)
         last = len(window) - 1
@@ -335,13 +335,13 @@ class Step(ABC):
         return weights.total(counts_units=self.counts_units(weights))
 
     def begin_again(self, window: Window) -> None:
-        """Drop the gradients, before the loss of a window is computed once more."""
+        """Reset the gradients before the loss of a window is computed again."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
 class OneRankStep(Step):
-    """The step of a rank that shares it with no other."""
+    """The step of a single rank, shared with no other."""
 
     __slots__ = ()
 

@@ -30,17 +30,17 @@ from .step import OneRankStep, Step
 
 
 def make_step(session: Session) -> Step:
-    """Return the implementation of an optimizer step that fits the run."""
+    """Return the implementation of the optimizer step for this run."""
     if session.strategy.stage_collectives.world_size > 1:
         return PipelineStep(session)
     return SharedStep(session) if session.is_shared else OneRankStep(session)
 
 
 def train(session: Session, step: Step) -> None:
-    """Train until an end: of epochs, steps or time, or because a hook or a signal asked for it.
+    """Train until the epochs, steps or time are up, or a hook or a signal ends training.
 
     At every step boundary, in this order: update, step metrics, validation if due; at the end of an epoch its metrics,
-    hooks and schedulers; then, with nothing left undone, `on_train_step_end`, where checkpoints are saved.
+    hooks and schedulers; then, when all this is done, `on_train_step_end`, where checkpoints are saved.
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone = session.interruption, not session.meetings.is_needed
@@ -93,7 +93,7 @@ def train(session: Session, step: Step) -> None:
 
 
 def _begin_epoch(session: Session) -> None:
-    """Go to the next epoch, or on with one that was resumed."""
+    """Begin the next epoch, or continue one that was resumed."""
     state, metrics, progress = session.state, session.metrics, session.progress
     session.writer.wait_for_copy()
     is_new = state.is_epoch_done or state.batches_in_epoch == 0
@@ -116,7 +116,7 @@ def _windows(session: Session) -> Iterator[Window]:
     """Return the windows of the rest of the epoch.
 
     Raises:
-        DataError: when a whole epoch is empty.
+        DataError: if a whole epoch is empty.
     """
     data, state = session.train_data, session.state
     assert data is not None
@@ -137,7 +137,7 @@ def _first_batch(window: Window) -> Any:
 
 
 def _leave_epoch(session: Session) -> None:
-    """Do what is due where training ends inside an epoch."""
+    """Do what is due when training ends inside an epoch."""
     if is_last_validation_due(session):
         validate(session)
     session.hooks.call("on_train_last_step")
@@ -149,7 +149,7 @@ def _log_step(session: Session) -> None:
 
 
 def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
-    """Do everything due at the end of an epoch; of one that is cut short, only what reports."""
+    """Do everything due at the end of an epoch; if it was cut short, only report."""
     if not is_partial:
         _warn_if_untrained(session)
     state, metrics = session.state, session.metrics
@@ -158,7 +158,7 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     values = metrics.end_batches()
     session.hooks.call("on_train_epoch_end")
     values += metrics.end_hooks()
-    if not (is_partial and session.run.is_interrupted):  # the run that goes on will log the epoch as a whole
+    if not (is_partial and session.run.is_interrupted):  # the resumed run will log the whole epoch
         session.log({line.reported: value for line, value in values})
     if is_partial:
         return
@@ -169,12 +169,12 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
 
 
 def _version_of(module: nn.Module) -> int:
-    """Return a number that grows with each change of a parameter in place, by whichever optimizer."""
+    """Return a number that grows with each in-place change of a parameter, whichever optimizer makes it."""
     return sum(parameter._version for parameter in module.parameters())  # noqa: SLF001 - torch has no other name for it
 
 
 def _warn_if_untrained(session: Session) -> None:
-    """Say that no batch of all epochs until now had a loss, or that nothing has stepped in manual optimization."""
+    """Warn if no batch so far had a loss, or if no optimizer was stepped in manual optimization."""
     state = session.state
     is_manual = not session.module.automatic_optimization
     has_stepped = any(state.optimizer_steps) or session.progress.first_version != _version_of(session.module)

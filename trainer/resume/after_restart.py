@@ -1,4 +1,4 @@
-"""Resuming after a restart of the workers: from the newest state that is left, in the same folders."""
+"""Resuming after a restart of the workers: from the newest surviving state, in the same folders."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from ..loggers.base import continue_loggers
 from ..session.session import ElasticFit, Session
 
 _KEPT: Final = 10
-"""Checkpoints that are kept in mind; all but the newest few are deleted by and by."""
+"""Number of checkpoints to remember; all but the newest few are deleted over time."""
 
 _FITS: Final = itertools.count()
-"""Counts the fits of this process: a program that has several does all of them again in each round."""
+"""Counts the fits of this process: a program with several repeats all of them in each round."""
 
 _log = logging.getLogger("echelon")
 
 
 @dataclass(frozen=True)
 class _Notes:
-    """What earlier rounds have noted of a fit."""
+    """The notes of earlier rounds about a fit."""
 
     seed: int
     data_size: int
     versions: list[int | str | None]
-    """Where its loggers write."""
+    """The versions of its loggers: where they write."""
     owns_snapshots: bool
-    """Whether the snapshots in memory are its own: they are of the fit that was running."""
+    """Whether the snapshots in memory are its own: they belong to the fit that was running."""
     step: int
-    """That of its newest sound checkpoint; -1 if there is none."""
+    """The step of its newest valid checkpoint; -1 if there is none."""
     checkpoint: Path | None
 
 
 def go_on(session: Session) -> None:
-    """Have a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
+    """Make a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
 
-    A run that had saved nothing yet keeps its folders and starts again. So does, in a program of several fits, one that
-    had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
+    A run that had saved nothing yet keeps its folders and starts again. In a program with several fits, so does one
+    that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
     strategy = session.strategy
     supervisor: Supervisor | None = strategy.supervisor
@@ -61,7 +61,7 @@ def go_on(session: Session) -> None:
         supervisor.snapshots.clear()
         return
     recovery.is_restarted = True
-    # a run that has saved nothing would otherwise choose them again
+    # a run that has saved nothing would otherwise choose new ones
     session.state.seed, session.state.data_size = notes.seed, notes.data_size
     continue_loggers(session.loggers, notes.versions)
     step, path = notes.step, notes.checkpoint
@@ -77,7 +77,7 @@ def go_on(session: Session) -> None:
 
 
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
-    """Keep for later rounds where this run logs, and what it began with."""
+    """Record for later rounds where this run logs, and what it began with."""
     strategy, recovery = session.strategy, session.recovery
     supervisor: Supervisor | None = strategy.supervisor
     if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
@@ -89,14 +89,14 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
 
 
 def note_end(session: Session) -> None:
-    """Tell the agent whether this round has trained to the end, or was asked to end, as nodes come or leave."""
+    """Tell the agent whether this round trained to the end, or was asked to end because nodes join or leave."""
     supervisor: Supervisor | None = session.strategy.supervisor
     if supervisor is not None and session.interruption.is_requested:
         supervisor.cut_short()
 
 
 def note_checkpoint(session: Session, path: Path) -> None:
-    """Keep for later rounds that there is, or soon will be, a checkpoint from which they can go on."""
+    """Record for later rounds that there is, or soon will be, a checkpoint that they can resume from."""
     recovery = session.recovery
     supervisor: Supervisor | None = session.strategy.supervisor
     if supervisor is not None and recovery is not None and session.strategy.rank == 0:
@@ -106,23 +106,23 @@ def note_checkpoint(session: Session, path: Path) -> None:
 
 
 def _returns(supervisor: Supervisor) -> list[tuple[int, int]]:
-    """Return the rounds of the fit that was running, and the step from which each went on."""
+    """Return the rounds of the fit that was running, and the step that each resumed from."""
     fit = supervisor.notices.read("fit")
     return [(number, step) for number, step in supervisor.notices.read(f"returns/{fit}") or []]
 
 
 def _note_return(supervisor: Supervisor, fit: int, step: int) -> None:
-    """Keep for later rounds from which step this one goes on; the logs of later steps are dropped, to come again.
+    """Record for later rounds which step this one resumes from; the logs of later steps are dropped and redone.
 
-    A node that others took for lost may come back with newer snapshots, which are of another course of the run.
+    A node that others believed lost may come back with newer snapshots, which belong to a different history of the run.
     """
     name = f"returns/{fit}"
-    known = [one for one in supervisor.notices.read(name) or [] if one[1] < step]  # of others this one says as much
+    known = [one for one in supervisor.notices.read(name) or [] if one[1] < step]  # this one implies the others
     supervisor.notices.post(name, [*known, (supervisor.round.number, step)])
 
 
 def _recall(supervisor: Supervisor, fit: int, in_memory: int) -> _Notes | None:
-    """Return what earlier rounds have noted of a fit, given the step of the snapshots in memory; None if nothing."""
+    """Return the notes of earlier rounds about a fit, given the step of the snapshots in memory; None if none."""
     known = supervisor.notices.read(f"run/{fit}")
     if known is None:
         return None
@@ -132,9 +132,9 @@ def _recall(supervisor: Supervisor, fit: int, in_memory: int) -> _Notes | None:
 
 
 def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | None]:
-    """Return the newest sound checkpoint that a fit has written, and its step; (-1, None) if there is none.
+    """Return the newest valid checkpoint that a fit has written, and its step; (-1, None) if there is none.
 
-    One of a step before `least` is not read as a whole to see whether it is sound: there is something better.
+    A checkpoint of a step before `least` is not read in full to verify it, since there is a better state.
     """
     for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or []):
         path = Path(name)
@@ -144,7 +144,7 @@ def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | N
             step = int(loop["global_step"])
             if step > least:
                 checkpoint.verify(path)
-        except CheckpointError as error:  # deleted since, as there are better ones; or being written when its rank died
+        except CheckpointError as error:  # deleted since, or being written when its rank died
             _log.info("%s", error)
         else:
             return step, path

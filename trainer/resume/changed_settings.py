@@ -1,4 +1,4 @@
-"""Changed settings of optimizers and schedulers on resume: the saved or the configured ones win."""
+"""Changed settings of optimizers and schedulers on resume: the saved or the configured ones are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...strategies.state.schema import NUMBER, check
 
 Winner = Literal["saved", "configured"]
 
-# values that a run changes, and that differ though nobody configured them otherwise
+# values that change during a run, and so differ even if nobody configured them differently
 _MOVED_BY_SCHEDULERS: Final = frozenset(["lr", "momentum", "betas"])
 _MOVING: Final = frozenset(
     [
@@ -26,10 +26,10 @@ _MOVING: Final = frozenset(
 def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_scheduler: bool, winner: Winner) -> list[str]:
     """Resolve the differences between an optimizer's groups `before` its state was loaded and now.
 
-    Where a scheduler moves the learning rate, the one it began with is compared, and the present one scaled with it.
+    If a scheduler changes the learning rate, the initial rates are compared, and the current rate is scaled with them.
 
     Returns:
-        What differed, for the user to read.
+        A description of each difference, for the user.
     """
     differences, name = [], type(optimizer).__name__
     for index, (configured, saved) in enumerate(zip(before, optimizer.param_groups, strict=True)):
@@ -47,7 +47,7 @@ def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_schedule
 
 
 def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> list[str]:
-    """Load a scheduler's state, and resolve what was configured in another way; return what differed."""
+    """Load a scheduler's state, and resolve what was configured differently; return the differences as text."""
     before = scheduler.state_dict()
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
     for key, value in before.items():
@@ -57,7 +57,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> 
     for key, value in before.items():
         if key in _MOVING or key not in state or state[key] == value:
             continue
-        if not key.startswith("_"):  # what is private follows from what is not
+        if not key.startswith("_"):  # private attributes follow from public ones
             differences.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
         if winner == "configured":
             state[key] = value

@@ -1,4 +1,4 @@
-"""Looking up the checkpoint that ``ckpt_path`` means, and reading it on all ranks."""
+"""Looking up the checkpoint that ``ckpt_path`` refers to, and reading it on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..checkpoint.files import explain
 from ..checkpoint.saved_state import check_saved
 
 _LARGE: Final = ("model", "optimizers")
-"""The entries that a rank may need only in part."""
+"""The entries of which a rank may need only a part."""
 
 
 def find_checkpoint(
@@ -28,16 +28,15 @@ def find_checkpoint(
     to_resume: bool,
     has_fitted: bool = False,
 ) -> Path | None:
-    """Return the checkpoint that ``ckpt_path`` means; None without one, and for ``last`` where there is none yet.
+    """Return the checkpoint that ``ckpt_path`` refers to; None without one, and for ``last`` if there is none yet.
 
-    ``best`` is that of the first `ModelCheckpoint`; of a trainer that has not fitted (`has_fitted`), that of the run
-    whose checkpoint is the last one. ``last`` is the newest valid one in their folders, and in those of all
-    runs of the loggers' names, or in `root_dir` without loggers; `to_resume` training, the newest that holds more than
-    weights.
+    ``best`` is that of the first `ModelCheckpoint`; if the trainer has not fitted (`has_fitted`), that of the run that
+    saved the last checkpoint. ``last`` is the newest valid one in their folders, and in those of all runs with the
+    loggers' names, or in `root_dir` without loggers; with `to_resume`, the newest that holds more than weights.
 
     Raises:
-        ConfigError: for ``best`` where none was saved.
-        CheckpointError: if the path is absent or no checkpoint, or all that could be the last one are damaged.
+        ConfigError: for ``best`` if none was saved.
+        CheckpointError: if the path is missing or not a checkpoint, or all candidates for the last one are damaged.
     """
     if ckpt_path is None:
         return None
@@ -57,7 +56,7 @@ def find_checkpoint(
 
 
 def _folders_of_runs(parent: Path) -> list[str]:
-    """Return the folders of checkpoints of all runs below `parent` that this user may read."""
+    """Return the checkpoint folders of all runs below `parent` that this user may read."""
     try:
         return list(map(str, parent.glob("*/checkpoints")))
     except OSError as error:
@@ -68,10 +67,10 @@ def _folders_of_runs(parent: Path) -> list[str]:
 
 
 def _best_of_last_run(folders: Sequence[str]) -> Path:
-    """Return what the first `ModelCheckpoint` of the newest run called the best when it saved the last checkpoint.
+    """Return the best checkpoint of the newest run, as its first `ModelCheckpoint` saved it in the last checkpoint.
 
     Raises:
-        ConfigError: where there is none.
+        ConfigError: if there is none.
     """
     last = checkpoint.newest_valid(*folders, part="callbacks")
     states = {} if last is None else checkpoint.load(last, parts=["callbacks"], verify=False)["callbacks"]
@@ -101,20 +100,20 @@ def read_checkpoint(
     large: Collection[str] = _LARGE,
     checked: Callable[[dict[str, Any], str], None] = check_saved,
 ) -> dict[str, Any]:
-    """Return the state in a checkpoint; each rank reads what it uses. Collective: every rank calls it.
+    """Return the state in a checkpoint; each rank reads what it needs. Collective: every rank calls it.
 
-    With `verify`, the ranks of each node share in comparing the hashes, and all hear of it.
+    With `verify`, the ranks of each node divide the hashes among themselves, and all ranks learn the result.
 
     Args:
         path: the checkpoint.
-        strategy: of the ranks.
+        strategy: the strategy of the ranks.
         verify: whether to compare the hashes.
-        parts: what to read; by default everything.
-        large: the parts that a rank may need only in part.
+        parts: the entries to read; by default all.
+        large: the entries of which a rank may need only a part.
         checked: raises if the state is not as it was saved.
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint is absent or damaged as any of them sees it.
+        CheckpointError: on every rank, if the checkpoint is missing or damaged on any rank.
     """
     with strategy.collectives.fail_together():
         share = strategy.local_rank, strategy.environment.local_world_size

@@ -1,4 +1,4 @@
-"""Rolling a run back to its last checkpoint, without reading the data since then again."""
+"""Rolling a run back to its last checkpoint, without rereading the data since then."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .run_state import load_weights
 
 
 def roll_back(session: Session, path: Path) -> None:
-    """Put weights, optimizers, step schedulers, callbacks and counters of steps back to a checkpoint of this run.
+    """Restore weights, optimizers, step schedulers, callbacks and step counters from a checkpoint of this run.
 
-    Epoch, data position and random generators stay where they are: what was read since the checkpoint is skipped. So
-    the run goes on in the same way when it is killed now, resumed from that checkpoint, and decides the same again.
+    Epoch, data position and random generators stay where they are: the data read since the checkpoint is skipped. So if
+    the run is killed now, resumed from that checkpoint, and decides the same again, it continues in the same way.
     Collective: every rank calls it, between two optimizer steps.
 
     Raises:
-        RunError: inside an optimizer step, and while no training batches run.
+        RunError: inside an optimizer step, and outside of training batches.
     """
     if session.progress.is_in_step:
         raise RunError(
@@ -40,7 +40,7 @@ def roll_back(session: Session, path: Path) -> None:
     for config, scheduler_state in zip(session.schedulers, saved["lr_schedulers"], strict=True):
         if config.interval == "step":
             config.scheduler.load_state_dict(scheduler_state)
-        elif hasattr(config.scheduler, "get_last_lr"):  # epochs do not go back, and the optimizer's rates just did
+        elif hasattr(config.scheduler, "get_last_lr"):  # epochs are not rolled back, but the optimizer's rates were
             for group, rate in zip(
                 config.scheduler.optimizer.param_groups, config.scheduler.get_last_lr(), strict=True
             ):

@@ -1,4 +1,4 @@
-"""State of a run as one dictionary, taken at a step boundary, and loading it."""
+"""State of a run as one dictionary: taking it at a step boundary, and loading it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PARTS: Final = {name: part for part, name in NAMES_FOR_HOOKS.items()}
 
 
 def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
-    """Return everything that a resumed run needs; the names are those of Lightning's checkpoints where it has one.
+    """Return everything that a resumed run needs, under the names of Lightning's checkpoints where they exist.
 
-    ``on_save_checkpoint`` of callbacks and module may add to it. Only what strategies, loaders and generators hold
-    differs between ranks; callbacks and loss scale are alike on all, and rank 0's are saved. Collective: every rank
+    ``on_save_checkpoint`` of callbacks and module may add to it. Only the state of strategies, loaders and generators
+    differs between ranks; callbacks and loss scale are the same on all, and rank 0's are saved. Collective: every rank
     calls it.
     """
     session.strategy.sync_replicas()
@@ -48,7 +48,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 
 def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return what a module can be built from again: its weights and hyper-parameters."""
+    """Return what is needed to build a module again: its weights and hyper-parameters."""
     hyper_parameters, omitted = jsonable(module.hparams_initial)
     return {
         "state_dict": weights,
@@ -91,28 +91,28 @@ def _training_state(session: Session) -> dict[str, Any]:
 
 
 def of_data_ranks(strategy: Strategy, own: T) -> list[T]:
-    """Return what each data rank passes, for a checkpoint. Collective: every rank calls it.
+    """Return the value of each data rank, for a checkpoint. Collective: every rank calls it.
 
-    Ranks with parts of one replica have the same: what a data rank goes on from is its first rank's.
+    Ranks that share a replica have the same value; a data rank's is that of its first rank.
     """
     if strategy.collectives.is_rehearsed:
-        return [copy.deepcopy(own) for _ in range(strategy.data_size)]  # equal tensors, and not one
+        return [copy.deepcopy(own) for _ in range(strategy.data_size)]  # equal tensors, not one shared tensor
     rows = strategy.collectives.all_gather_object((strategy.data_rank, own))
     by_data_rank = dict(reversed(rows))
     return [by_data_rank[data_rank] for data_rank in range(strategy.data_size)]
 
 
 def still_parts(session: Session) -> set[str]:
-    """Return the parts of a state that stay as they are until the optimizers step; forward may change buffers."""
+    """Return the entries of a state that do not change until the optimizers step; forward may change buffers."""
     has_buffers = next(session.module.buffers(), None) is not None
     return {"optimizers"} if has_buffers else {"optimizers", "model"}
 
 
 def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
-    """Let the hooks see (and change) what was read, and load the weights. Collective: every rank calls it.
+    """Let the hooks see (and change) the loaded state, and load the weights. Collective: every rank calls it.
 
     Raises:
-        CheckpointError: if they do not fit the module.
+        CheckpointError: if the weights do not fit the module.
     """
     state = as_hooks_see(saved)
     session.hooks.call("on_load_checkpoint", state)
@@ -126,10 +126,10 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
 
 
 def load_position(session: Session, state: Mapping[str, Any]) -> None:
-    """Put the counters and the seed of the sample order back, before the data is asked for.
+    """Restore the counters and the seed of the sample order, before loaders are requested.
 
     Raises:
-        CheckpointError: if the checkpoint holds weights only.
+        CheckpointError: if the checkpoint holds only weights.
     """
     if "loop" not in state:
         raise CheckpointError(
@@ -141,15 +141,15 @@ def load_position(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "saved") -> None:
-    """Put a run back to where `take_state` saw it. Collective: every rank calls it.
+    """Restore a run to the state that `take_state` returned. Collective: every rank calls it.
 
     Args:
-        session: the run, its data and optimizers built.
-        state: what was read.
-        winner: which settings of optimizers and schedulers count where they differ; what differs is logged.
+        session: the run, with its data and optimizers built.
+        state: the loaded state.
+        winner: which settings of optimizers and schedulers to use where they differ; differences are logged.
 
     Raises:
-        CheckpointError: if the checkpoint holds other optimizers or schedulers than the run.
+        CheckpointError: if the checkpoint has different optimizers or schedulers than the run.
     """
     assert session.train_data is not None
     _check_number("optimizers", len(session.optimizers), len(state["optimizers"]))
@@ -170,22 +170,22 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
 
 
 def of_this_rank(strategy: Strategy, saved: Sequence[T]) -> T:
-    """Return what this data rank saved; the first one's on all, where there were more or fewer."""
+    """Return what this data rank saved; if their number has changed, what the first data rank saved."""
     return saved[strategy.data_rank if len(saved) == strategy.data_size else 0]
 
 
 def load_generators(session: Session, state: Mapping[str, Any]) -> None:
-    """Put this rank's random generators back, the last thing before training goes on.
+    """Restore this rank's random generators, as the last thing before training continues.
 
-    They are those of its data rank; one that the saved run did not have begins a stream of its own.
+    They are those of its data rank; a data rank that the saved run did not have begins a stream of its own.
     """
     put_generators_back(session.strategy, state["rng"], session.state.seed, session.state.global_step)
 
 
 def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, Any]], seed: int, step: int) -> None:
-    """Put the generators of this data rank back; or, of one that was not saved, begin them by a seed and a step."""
+    """Restore the generators of this data rank, or seed them from `seed` and `step` if they were not saved."""
     rank = strategy.data_rank
-    # -1 stands where other streams of a run have their epoch
+    # -1 takes the place of the epoch in the keys of a run's other streams
     seed_devices(strategy.devices, derive(seed, -1, step), rank)
     if rank < len(saved):
         with reading("rng"):
@@ -226,9 +226,9 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
 
 @contextmanager
 def first_step_of(counters: TrainState) -> Iterator[None]:
-    """Turn an error of an optimizer in the first step after its state was loaded into one that says so.
+    """Turn an optimizer's error in the first step after its state was loaded into an error that says so.
 
-    What an optimizer keeps for each parameter is its own affair: only its step tells whether all of it is there.
+    The state that an optimizer keeps for each parameter is its own: only a step shows whether all of it is there.
 
     Raises:
         CheckpointError: for such an error.

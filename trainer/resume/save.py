@@ -23,8 +23,8 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
     """Write a checkpoint of a run in this process. Collective: every rank calls it.
 
     Raises:
-        RunError: before the run has all that a checkpoint holds, inside an optimizer step, and after an error where
-            there are several ranks.
+        RunError: before the run has everything that a checkpoint holds, inside an optimizer step, and after an error
+            with several ranks.
     """
     if not session.is_built:
         raise RunError(
@@ -44,7 +44,7 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
             "samples. Call it in on_train_step_end, or pass weights_only=True."
         )
     began = monotonic()
-    # in a validation there is inference mode, whose tensors no later save could write to
+    # a validation runs in inference mode, and no later save could write to tensors made in it
     with torch.inference_mode(False), torch.no_grad(), session.profiler.profile("checkpoint"):
         origin = origin_of(session, path.parent)
         state = take_state(session, weights_only=weights_only or session.task != "fit")
@@ -63,15 +63,15 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
 
 
 def origin_of(session: Session, folder: Path | None = None) -> Origin:
-    """Return the lineage of a run, and a time after that of each checkpoint that it has saved or gone on from.
+    """Return the lineage of a run, and a time later than that of each checkpoint that it has saved or resumed from.
 
-    With a `folder`, after that of each checkpoint in it, too, when the run first writes there: a clock that has been
-    set back, or another machine's, does not make an older checkpoint the last one.
+    With a `folder`, the time is also later than that of each checkpoint in it, when the run first writes there: a clock
+    that was set back, or another machine's, does not make an older checkpoint the last one.
     """
     known = session.progress.known_folders
     if folder is not None and folder not in known and session.strategy.rank == 0:
         known.add(folder)
-        with suppress(CheckpointError):  # a folder that cannot be read: the save says so, on all ranks
+        with suppress(CheckpointError):  # if the folder cannot be read, the save reports it on all ranks
             for checkpoint in list_checkpoints(folder):
                 session.origin = session.origin.not_before(checkpoint.saved_at)
     session.origin = session.origin.after()
@@ -79,13 +79,13 @@ def origin_of(session: Session, folder: Path | None = None) -> Origin:
 
 
 def newest_saved(saved_list: Path) -> Path | None:
-    """Return the newest checkpoint in a list of those that a run has begun to write, and that is there."""
+    """Return the newest existing checkpoint in a list of those that a run has begun to write."""
     lines = saved_list.read_text(encoding="utf-8").splitlines() if saved_list.exists() else []
     return next((path for line in reversed(lines) if (path := Path(json.loads(line))).is_dir()), None)
 
 
 def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
-    """Add to an error that ended a run where it can go on, if there is a checkpoint."""
-    # not Path.is_dir(), which raises what a disk refuses
+    """Add a note to an error that ended a run, with the checkpoint to resume from, if there is one."""
+    # not Path.is_dir(), which raises errors of the disk
     if path is not None and os.path.isdir(path) and isinstance(error, Exception):
         error.add_note(f"The last checkpoint is {str(path)!r}: go on with fit(..., ckpt_path={str(path)!r}).")

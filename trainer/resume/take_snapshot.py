@@ -11,16 +11,16 @@ from .save import origin_of
 
 
 def take_snapshot(session: Session) -> None:
-    """Take a snapshot of an elastic run into memory, while training goes on. Collective: every rank calls it.
+    """Take a snapshot of an elastic run into memory, while training continues. Collective: every rank calls it.
 
-    To be called where a checkpoint may be saved. Nothing that goes wrong with the snapshot is raised.
+    Call it where a checkpoint may be saved. Errors of the snapshot are not raised.
     """
     recovery, progress = session.recovery, session.progress
     if recovery is None:
         return
     began = time.monotonic()
     with session.profiler.profile("snapshot"):
-        # what they hold back would be lost with this process, and the run that goes on does not log it again
+        # data that loggers buffer would be lost with this process, and the resumed run does not log it again
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
         progress.is_taking_snapshot = True
@@ -38,7 +38,7 @@ def take_snapshot(session: Session) -> None:
 
 
 def end_snapshots(session: Session, *, has_failed: bool) -> None:
-    """Wait until the snapshot under way is complete; after a failure, not for long."""
+    """Wait until the snapshot in progress is complete; after a failure, only briefly."""
     if session.recovery is not None:
         if has_failed:
             session.recovery.snapshots.abandon()
