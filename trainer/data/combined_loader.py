@@ -15,7 +15,7 @@ Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"
 Item: TypeAlias = tuple[Any, int, int]
 """(batch, batch_idx, dataloader_idx)"""
 Limited: TypeAlias = tuple[Any, int | float]
-"""(loader, how many of its batches may be taken)"""
+"""(loader, the largest number of its batches to take)"""
 
 _OVER: Final = object()
 
@@ -25,13 +25,13 @@ class CombinedLoader:
 
     The modes are Lightning's:
 
-    - ``min_size``: a batch of each, in the structure of `iterables`, until the shortest is over.
-    - ``max_size``: until the longest is over; None for those that are over before.
-    - ``max_size_cycle``: until the longest is over; the others begin again.
+    - ``min_size``: a batch of each, in the structure of `iterables`, until the shortest is exhausted.
+    - ``max_size``: until the longest is exhausted, with None for those that are exhausted before.
+    - ``max_size_cycle``: until the longest is exhausted; the others restart.
     - ``sequential``: one loader after the other; ``batch_idx`` begins at 0 for each, ``dataloader_idx`` says which.
 
     Raises:
-        ConfigError: for another mode.
+        ConfigError: for an unknown mode.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -50,7 +50,7 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders in a flat list; setting it replaces them in their structure."""
+        """The loaders as a flat list; setting it replaces them in their structure."""
         found: list[Any] = []
         _map_leaves(found.append, self._iterables)
         return found
@@ -66,7 +66,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """The largest number of batches taken of each loader; setting one number sets it for all."""
+        """The largest number of batches to take from each loader; setting one number sets it for all."""
         return self._limits
 
     @limits.setter
@@ -117,7 +117,7 @@ def _until_the_longest(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
 
 def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
     iterators = [begin(loader) for loader, _ in loaders]
-    is_over = [getattr(loader, "rounds", 0) > 0 for loader, _ in loaders]  # a resumed run's may have begun again
+    is_over = [getattr(loader, "rounds", 0) > 0 for loader, _ in loaders]  # in a resumed run, it may have restarted
     for taken in itertools.count():
         row = [next(iterator, _OVER) for iterator in iterators]
         for position, (_, limit) in enumerate(loaders):
@@ -152,7 +152,7 @@ def _refill(tree: Any, leaves: Sequence[Any]) -> Any:
 def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: _map_leaves(function, value) for key, value in tree.items()}
-    # a list of numbers or strings is itself something to iterate over
+    # a list of numbers or strings is itself an iterable of batches
     if isinstance(tree, list | tuple) and not (tree and all(isinstance(value, int | float | str) for value in tree)):
         parts = [_map_leaves(function, value) for value in tree]
         if isinstance(tree, list):
@@ -175,7 +175,7 @@ _READERS: Final[dict[str, Callable[[Sequence[Limited]], Iterator[Sequence[Any]]]
 
 
 def combined_of(source: Any) -> CombinedLoader | None:
-    """Return several loaders as a CombinedLoader of our own; None for one loader."""
+    """Return several loaders as a new CombinedLoader; None for a single loader."""
     if isinstance(source, CombinedLoader):
         return copy.copy(source)
     if isinstance(source, Mapping | list | tuple):

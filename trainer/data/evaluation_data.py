@@ -27,22 +27,22 @@ class EvaluationBatch(NamedTuple):
     """Its index among the batches of all ranks."""
     batch: Any
     indices: list[int] | None = None
-    """What the loader's sampler drew for it; None where only the batch tells its number of samples."""
+    """The indices that the loader's sampler drew for it; None if only the batch tells its number of samples."""
 
 
 Reader = Callable[[int | None, int], Iterator[EvaluationBatch]]
-"""Reads this rank's batches of a loader. The arguments are the number of batches of all ranks (None: all of them) and a
-seed for random samplers, the same on all ranks."""
+"""Reads this rank's batches from a loader. The arguments are the number of batches for all ranks (None: all of them)
+and a seed for random samplers, the same on all ranks."""
 
 
 class SideBySide:
-    """A combined loader whose batches are structures: what evaluation reads as one loader."""
+    """A combined loader whose batches are structures, which evaluation reads as one loader."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self.combined = combined
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, _, _ in self.combined:  # not a generator expression, which would begin to read at once
+        for batch, _, _ in self.combined:  # not a generator expression, which would start reading at once
             yield batch
 
     def __len__(self) -> int:
@@ -57,10 +57,10 @@ def deals(loader: Any, ranks: DataRanks) -> bool:
 
 
 def reader_of(loader: Any, ranks: DataRanks) -> Reader:
-    """Return what reads this rank's batches of an evaluation loader.
+    """Return the reader of this rank's batches from an evaluation loader.
 
-    Batch k is read by rank k modulo their number. A loader that yields to each rank its own is taken to yield them in
-    turn.
+    Batch k is read by rank k modulo the number of ranks. A loader that yields each rank its own batches is assumed to
+    deal them in turn.
     """
     if is_indexed(loader) and (ranks.data_size == 1 or deals(loader, ranks)):
         return _Indexed(loader, ranks)
@@ -74,7 +74,7 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
 
 
 def _own(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
-    """Read a loader that yields to each rank batches of its own."""
+    """Read a loader that yields each rank its own batches."""
     mine = None if stop is None else len(range(ranks.data_rank, stop, ranks.data_size))
     return map(EvaluationBatch, count(ranks.data_rank, ranks.data_size), islice(begin(loader), mine))
 
@@ -86,25 +86,25 @@ def _picked(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Itera
 
 
 def _passed(loader: SideBySide, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
-    """Read loaders side by side: all of them whole, since one that begins again has no batch k, and pass most over."""
+    """Read loaders side by side in full, since one that restarts has no batch k, and skip other ranks' batches."""
     batches = drawn(map(EvaluationBatch, count(), loader), seed, stop=stop, chunk=1)
     return islice(batches, ranks.data_rank, None, ranks.data_size)
 
 
 class _Indexed:
-    """Reads a DataLoader with indices: a copy of it, which reads this rank's batches of indices alone."""
+    """Reads a DataLoader with indices, through a copy that reads only this rank's batches of indices."""
 
     def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
         self._ranks = ranks
         self._turns = _Turns(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, ranks)
         self._loader = with_indices(loader, self._turns)
-        # indices are known of batches that come as they were drawn (DataLoader(in_order=False))
+        # indices are known only if batches come in the order in which they were drawn (DataLoader(in_order=False))
         vars(self._loader)["in_order"] = True
 
     def __call__(self, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
         self._turns.stop, self._turns.seed = stop, seed
         places = count(self._ranks.data_rank, self._ranks.data_size)
-        # on one rank the sampler is left to itself, and may read ahead of the limit
+        # on one rank the sampler is used as it is, and may read ahead of the limit
         batches = islice(begin(self._loader), stop if self._ranks.data_size == 1 else None)
         for place, batch in zip(places, batches, strict=False):
             entry = self._turns.drawn.popleft() if self._turns.drawn else None
@@ -112,9 +112,9 @@ class _Indexed:
 
 
 class _Turns:
-    """What a sampler yields when it is this rank's turn, noted; where it draws random numbers, all ranks draw the same.
+    """The entries that a sampler yields on this rank's turns, recorded; random numbers are the same on all ranks.
 
-    On one rank it draws as if nobody looked.
+    On one rank the sampler draws as it would by itself.
     """
 
     stop: int | None = None
@@ -123,7 +123,7 @@ class _Turns:
     def __init__(self, sampler: Iterable[Any], ranks: DataRanks) -> None:
         self._sampler, self._ranks = sampler, ranks
         self.drawn: deque[Any] = deque()
-        """What has been drawn for batches that the loader has not returned yet."""
+        """The entries drawn for batches that the loader has not returned yet."""
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn = deque()
@@ -142,24 +142,24 @@ class _Turns:
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """The loaders of a validation, test or prediction, and how many batches are read of each."""
+    """The loaders of a validation, test or prediction, and the number of batches to read from each."""
 
     loaders: list[Any]
     num_batches: list[Count]
-    """Of all ranks."""
+    """For all ranks together."""
     readers: list[Reader]
     seed: int = 0
     source: Any = None
-    """The loaders as they were given."""
+    """The loaders as given."""
 
     @classmethod
     def of(
         cls, source: Any, limit: int | float, stage: str, *, in_order: bool = False, ranks: DataRanks, seed: int = 0
     ) -> EvaluationData:
-        """Take one loader, or a nested list or dict of them, one after the other; limit 0 takes none.
+        """Read one loader, or a nested list or dict of them, one after the other; limit 0 reads none.
 
-        With `in_order` a shuffle is ignored (overfit_batches). `seed` is that of samplers that are dealt to several
-        ranks, the same on all.
+        With `in_order` a shuffle is ignored (overfit_batches). `seed` is for samplers that are dealt to several ranks,
+        and the same on all.
         """
         combined = combined_of(source)
         if combined is None:
@@ -184,9 +184,8 @@ class EvaluationData:
     def batches(self, dataloader_idx: int, limit: float, step: int, epoch: int = 0) -> Iterator[EvaluationBatch]:
         """Return this rank's batches of a loader.
 
-        What the ranks read together are the batches of one process, each once. The limit is the largest number of
-        batches of all ranks. On several ranks a random order is a function of seed and step. Samplers are told the
-        epoch.
+        Together, the ranks read the batches of one process, each once. The limit is the largest number of batches over
+        all ranks. On several ranks, a random order is a function of seed and step. Samplers are told the epoch.
         """
         _tell_epoch(self.loaders[dataloader_idx], epoch)
         count = min(self.num_batches[dataloader_idx], limit)
@@ -204,7 +203,7 @@ def _tell_epoch(loader: Any, epoch: int) -> None:
 
 
 def _length_on_all(loader: Any, ranks: DataRanks) -> int | None:
-    """Return how many batches all ranks read of an evaluation loader, at most; None if that is not known."""
+    """Return the largest number of batches that all ranks read from an evaluation loader; None if unknown."""
     length = length_of(loader)
     if ranks.data_size == 1 or deals(loader, ranks):
         return length

@@ -1,4 +1,4 @@
-"""Generators: those of Python, NumPy and torch on the CPU, seeded together, put aside and put back."""
+"""Generators of Python, NumPy and torch on the CPU: seeded, saved and restored together."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, Final
 import torch
 
 _NUM_WORDS: Final = 624
-"""Of a Mersenne Twister, which each of the three is; beside them it keeps the number of the one that comes next."""
+"""Words of a Mersenne Twister, which each of the three is; it also keeps the index of the next one."""
 _WORDS: Final = 4 * _NUM_WORDS
 _AT_END: Final = _NUM_WORDS.to_bytes(4, sys.byteorder)
-"""The number after which the words are made again."""
+"""The index at which new words are generated."""
 _NO_NORMAL: Final = bytes(16)
 
 _TORCH_HEAD: Final = 20
 """Bytes before torch's words: the seed, how many words are left, whether it is seeded, and the next one."""
 _TORCH_TAIL: Final = 28
-"""Bytes behind them: the second halves of pairs of normals, kept for the next call."""
+"""Bytes after them: the second halves of pairs of normals, kept for the next call."""
 
 _TURN: Final = 833
-"""Bytes by which the words of one generator are turned against those of another, so that each draws a stream of its
-own: a third of them, and no whole word."""
+"""Bytes by which the words of one generator are rotated against those of another, so that each draws a stream of its
+own: a third of them, and not a whole number of words."""
 
 
 class SavedState:
-    """A state of the generators that was put aside."""
+    """A saved state of the generators."""
 
     __slots__ = ("gauss", "normal", "numpy", "python", "torch", "twister")
 
@@ -37,31 +37,31 @@ class SavedState:
         self.torch: Any = None
         self.numpy: Any = None
         self.twister: Any = None
-        """The generator of NumPy's that was the global one."""
+        """The NumPy generator that was the global one."""
         self.normal: Any = None
         self.gauss: float | None = None
 
 
 class Generators:
-    """The global generators, by their public functions."""
+    """The global generators, used through their public functions."""
 
     __slots__ = ()
 
     def new_state(self) -> SavedState:
-        """Return the state as it is."""
+        """Return the current state."""
         state = SavedState()
         self.take(state)
         return state
 
     def take(self, state: SavedState) -> None:
-        """Put the state as it is aside."""
+        """Save the current state."""
         state.python, state.torch = random.getstate(), torch.default_generator.get_state()
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"].random
             state.twister, state.numpy = numpy.get_bit_generator(), numpy.get_state(legacy=False)
 
     def put(self, state: SavedState) -> None:
-        """Go on from a state that was put aside."""
+        """Restore a saved state."""
         random.setstate(state.python)
         torch.default_generator.set_state(state.torch)
         if state.twister is not None:
@@ -70,7 +70,7 @@ class Generators:
             numpy.set_state(state.numpy)
 
     def seed(self, seed: int) -> None:
-        """Begin a stream of each library; Python's and NumPy's with the words that torch makes of the seed, turned."""
+        """Seed each library; Python's and NumPy's generators get the words that torch makes of the seed, rotated."""
         cpu = torch.default_generator.manual_seed(seed).get_state()
         words = struct.pack(f"={_NUM_WORDS}I", *cpu[24 : 24 + 2 * _WORDS].view(torch.int64).tolist())
         one, two = (struct.unpack(f"={_NUM_WORDS}I", words[by:] + words[:by]) for by in (_TURN, 2 * _TURN))
@@ -83,10 +83,10 @@ class Generators:
 
 
 class MappedGenerators(Generators):
-    """The global generators where they lie in memory: a copy takes 0.1 us, public functions take 0.3 to 70 us.
+    """The global generators, used directly in memory: a copy takes 0.1 us, public functions take 0.3 to 70 us.
 
     Raises:
-        LookupError: if one does not lie as it is known to.
+        LookupError: if one does not have the expected memory layout.
     """
 
     __slots__ = ("_cpu", "_numpy", "_python", "_python_index", "_python_words", "_random", "_torch", "_words")
@@ -143,7 +143,7 @@ class MappedGenerators(Generators):
 
 
 class _NumPy:
-    """The memory of the generator behind NumPy's global functions; scratch memory for one that is not a twister."""
+    """The memory of the generator behind NumPy's global functions; scratch memory if it is not a Mersenne Twister."""
 
     __slots__ = ("current", "first", "index", "is_foreign", "last", "memory", "normal", "own", "twister")
 
@@ -151,12 +151,12 @@ class _NumPy:
         numpy = sys.modules["numpy"].random
         self.current = numpy.get_bit_generator
         self.own = numpy.MT19937(0)
-        """For the data, where training draws from another kind."""
+        """Used for the data if training draws from another kind of generator."""
         self.normal = _normal_memory(numpy.random.__self__)
         self.look_again()
 
     def look_again(self) -> None:
-        """Take note of the generator that is the global one now."""
+        """Update to the current global generator."""
         self.twister = self.current()
         self.is_foreign = type(self.twister) is not type(self.own)
         scratch = memoryview(bytearray(_WORDS + 4))
@@ -165,7 +165,7 @@ class _NumPy:
         self.index = self.memory[_WORDS:]
 
     def install(self, twister: Any) -> None:
-        """Let a generator be the global one."""
+        """Make a generator the global one."""
         sys.modules["numpy"].random.set_bit_generator(twister)
         self.look_again()
 
@@ -179,7 +179,7 @@ def _memory(address: int, size: int) -> memoryview:
 
 
 def _python_memory(generator: random.Random) -> memoryview:
-    """Return the memory of a generator: behind the head of the object, the index and the words."""
+    """Return the memory of a generator: after the object's header, the index and the words."""
     if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + _WORDS + 4:
         raise LookupError("Python's generator")
     memory = _memory(id(generator) + object.__basicsize__, _WORDS + 4)
@@ -190,7 +190,7 @@ def _python_memory(generator: random.Random) -> memoryview:
 
 
 def _normal_memory(functions: Any) -> memoryview:
-    """Return where NumPy's functions keep the second half of a pair of normals: whether there is one, and which."""
+    """Return the memory in which NumPy's functions keep the second half of a pair of normals, and whether they do."""
     numpy = sys.modules["numpy"].random
     probe = numpy.RandomState(numpy.MT19937(0))
     probe.standard_normal()
@@ -206,7 +206,7 @@ def _normal_memory(functions: Any) -> memoryview:
 
 
 def _torch_memory(generator: torch.Generator) -> memoryview:
-    """Return the memory of a generator: its seed, the number of the next word, the words, and kept normals."""
+    """Return the memory of a generator: its seed, the index of the next word, the words, and kept normals."""
     seed = 2**40 + 1
     probes = [torch.Generator().manual_seed(seed), torch.Generator()]
     addresses = [getattr(each, "_cdata", 0) for each in (*probes, generator)]

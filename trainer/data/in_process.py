@@ -14,9 +14,10 @@ from .loader_kinds import begin
 
 
 def reader_of(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:
-    """Return what makes a batch of the indices of one, as the loader does; None where that is left to its iterator.
+    """Return a function that makes a batch from its indices, as the loader does; None to use the loader's iterator.
 
-    Without that iterator, 4 us of whose 6 are torch's profiler, the data set and ``collate_fn`` are called as it does.
+    The function calls the data set and ``collate_fn`` as the iterator would, but without its 6 us, 4 of which are
+    torch's profiler.
     """
     if not _is_read_plainly(loader):
         return None
@@ -31,8 +32,8 @@ def reader_of(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:
 
 
 def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return an iterator over the batches of an iterable data set, likewise."""
-    # torch compares the length that a data set announces with what it gives
+    """Return an iterator over the batches of an iterable data set, in the same way."""
+    # torch compares the length that a data set announces with what it yields
     if not _is_read_plainly(loader) or length_of(loader.dataset) is not None:
         return begin(loader)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch does, for workers
@@ -51,7 +52,7 @@ def _is_read_plainly(loader: DataLoader[Any]) -> bool:
 
 
 def _chunks(samples: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield lists of `size` samples, at the end a shorter one."""
+    """Yield lists of `size` samples; the last one may be shorter."""
     while len(chunk := list(islice(samples, size))) == size:
         yield chunk
     if chunk and not drop_last:

@@ -1,4 +1,4 @@
-"""IndexStream: the indices that this rank reads of each global batch, a function of seed, epoch and position alone."""
+"""IndexStream: the indices that this rank reads from each global batch, determined by seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .seed import RngStream, derive, mix, seed_generators
 
 
 class Order(Protocol):
-    """The entries of an epoch (indices of samples, or of whole batches), from any position on."""
+    """The entries of an epoch (indices of samples or of whole batches), from any position on."""
 
     def entries(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield the entries of an epoch, without the first `start`."""
 
     def size(self) -> int | None:
-        """Return how many entries an epoch has; None if nobody knows."""
+        """Return the number of entries in an epoch; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Every index once, in another permutation for each epoch."""
+    """Every index once, in a different permutation in each epoch."""
 
     num_samples: int
     seed: int
@@ -59,7 +59,7 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a user's sampler or batch sampler yields, with random numbers of its own that are seeded for each epoch."""
+    """The entries of a user's sampler or batch sampler, with random numbers of its own that are seeded each epoch."""
 
     sampler: Iterable[Any]
     seed: int
@@ -75,7 +75,7 @@ class Sampled:
 
 
 def _with_generator(sampler: Any, seed: int) -> Any:
-    """Return a sampler that draws from a generator of this seed, if it draws from one of its own, else as it is."""
+    """Return a sampler, with a new generator of this seed if it has one of its own."""
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator().manual_seed(seed)
@@ -85,9 +85,9 @@ def _with_generator(sampler: Any, seed: int) -> Any:
 def drawn(
     sampler: Iterable[Any], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
 ) -> Iterator[Any]:
-    """Yield what a sampler yields, from one place to another, while random numbers come from a stream of their own.
+    """Yield a sampler's entries from one place to another, with random numbers from a stream of their own.
 
-    That costs 25 us for each chunk.
+    That costs 25 us per chunk.
     """
     own_rng = RngStream(seed)
     with own_rng:
@@ -103,14 +103,14 @@ def drawn(
 class SeededIndices(list[int]):
     """The indices of a micro-batch; reading one seeds the random generators for that sample.
 
-    So a random augmentation depends on the seed, the epoch and the sample's place in it: not on the number of workers
-    or ranks, nor on a restart.
+    So a random augmentation depends on the seed, the epoch and the sample's place in it, but not on the number of
+    workers or ranks, or on a restart.
     """
 
     def __init__(self, indices: Iterable[int], seed: int, place: int) -> None:
         super().__init__(indices)
         self.seed = seed
-        """With a sample's place it makes the seed of that sample."""
+        """Combined with a sample's place into the seed of that sample."""
         self.place = place
 
     def __iter__(self) -> Iterator[int]:
@@ -124,28 +124,28 @@ class SeededIndices(list[int]):
 
 
 def _arrive(indices: list[int], seed: int, place: int) -> SeededIndices:
-    """Unpickle indices in a worker, and seed it: for a data set whose ``__getitems__`` does not iterate over them."""
+    """Unpickle indices in a worker, and seed it, for a data set whose ``__getitems__`` does not iterate over them."""
     seed_generators(mix(seed, place))
     return SeededIndices(indices, seed, place)
 
 
 Agree = Callable[[list[float]], list[list[float]]]
-"""Gathers numbers: one row for each data rank, in their order. Collective: every rank calls it."""
+"""Gathers numbers: one row per data rank, in rank order. Collective: every rank calls it."""
 
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Who reads the data: this rank, of how many."""
+    """The ranks that read the data: this one, and how many there are."""
 
     data_rank: int = 0
     data_size: int = 1
     planned_size: int = 0
-    """For how many ranks the loaders' batch_size and accumulate_grad_batches are meant: a run that goes on with other
-    ranks keeps its global batch. 0: for those that there are."""
+    """The number of ranks for which the loaders' batch_size and accumulate_grad_batches were chosen, so that a run that
+    continues on a different number keeps its global batch. 0: `data_size`."""
     is_dealing: bool = True
-    """Whether one stream is dealt to the ranks; False: the user's loaders yield to each rank what is its own."""
+    """Whether one stream is dealt to the ranks; False: the user's loaders yield each rank its own batches."""
     agree: Agree | None = None
-    """Needed where only reading tells how much there is."""
+    """Needed if only reading tells how much data there is."""
 
     def gather(self, *numbers: float) -> list[list[float]]:
         """Return the numbers of every rank. Collective: every rank calls it."""
@@ -153,24 +153,24 @@ class DataRanks:
         return self.agree(list(numbers))
 
     def longest(self, length: int | None) -> int | None:
-        """Return the largest length that a rank has; None if one does not know. Collective: every rank calls it."""
+        """Return the largest length on any rank; None if one is unknown. Collective: every rank calls it."""
         most = max(row[0] for row in self.gather(math.inf if length is None else length))
         return None if math.isinf(most) else int(most)
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How a global batch is cut: into ranks, and each rank's part into micro-batches."""
+    """How a global batch is cut: into one slice per rank, and each slice into micro-batches."""
 
     global_batch_size: int
     """In entries of the order."""
     micro_batch_size: int | None
-    """In entries; None where an entry is a batch already."""
+    """In entries; None if an entry is already a batch."""
     data_rank: int = 0
     data_size: int = 1
 
     def of(self, num_entries: int, rank: int | None = None) -> slice:
-        """Return this (or another) rank's slice of a global batch of `num_entries`; the first ranks have most."""
+        """Return this (or another) rank's slice of a global batch of `num_entries`; the first ranks' are largest."""
         rank = self.data_rank if rank is None else rank
         smaller, num_larger = divmod(num_entries, self.data_size)
         start = rank * smaller + min(rank, num_larger)
@@ -182,16 +182,16 @@ class BatchShare:
         return [slice(start, min(start + width, own.stop)) for start in range(own.start, own.stop, width)]
 
     def num_micro_batches(self, num_entries: int) -> int:
-        """Return into how many micro-batches the largest part of such a global batch is cut."""
+        """Return the number of micro-batches in the largest slice of such a global batch."""
         return math.ceil(math.ceil(num_entries / self.data_size) / (self.micro_batch_size or 1))
 
     def totals(self, entries: Sequence[Any]) -> list[int | None]:
-        """Return how many samples the first, second, ... micro-batches of all ranks hold; None where reading tells."""
+        """Return the samples in the first, second, ... micro-batches of all ranks; None if only reading tells."""
         if self.micro_batch_size is None:
             parts = (entries[self.of(len(entries), rank)] for rank in range(self.data_size))
             return [_num_samples(batches) for batches in zip_longest(*parts, fillvalue=[])]
         width = self.micro_batch_size
-        smaller, num_larger = divmod(len(entries), self.data_size)  # parts differ by one entry at most
+        smaller, num_larger = divmod(len(entries), self.data_size)  # slices differ by at most one entry
         starts = range(0, smaller + bool(num_larger), width)
         return [
             (self.data_size - num_larger) * min(max(smaller - start, 0), width)
@@ -201,7 +201,7 @@ class BatchShare:
 
 
 def _num_samples(batches: Iterable[Any]) -> int | None:
-    """Return the number of samples of batches of indices; None if one is not a list of indices."""
+    """Return the number of samples in batches of indices; None if one is not a list of indices."""
     lists = list(batches)
     return sum(map(len, lists)) if all(isinstance(batch, list) for batch in lists) else None
 
@@ -209,8 +209,8 @@ def _num_samples(batches: Iterable[Any]) -> int | None:
 class IndexStream:
     """The batch sampler behind every training loader: it yields the indices of this rank's micro-batches.
 
-    `drawn` receives the `Window` of each global batch before the indices of its first micro-batch are yielded. Where
-    this rank has no sample of a global batch, its window is empty and nothing is yielded.
+    `drawn` receives the `Window` of each global batch before the indices of its first micro-batch are yielded. If this
+    rank has no sample in a global batch, its window is empty and nothing is yielded.
     """
 
     def __init__(self, order: Order, share: BatchShare, *, seed: int, drop_last: bool, is_seeded: bool) -> None:
@@ -223,11 +223,11 @@ class IndexStream:
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int) -> None:
-        """Let the next iteration begin at this position."""
+        """Make the next iteration begin at this position."""
         self._epoch, self._start = epoch, start
 
     def recut(self, share: BatchShare) -> None:
-        """Cut global batches in another way from the next iteration on."""
+        """Cut global batches differently from the next iteration on."""
         self._share = share
 
     def __iter__(self) -> Iterator[Any]:
@@ -238,7 +238,7 @@ class IndexStream:
                 yield micro_batch.indices
 
     def windows(self) -> Iterator[Window]:
-        """Yield the windows from the position on; their batches are still to be read."""
+        """Yield the windows from the position on; their batches are not read yet."""
         share, place, draw = self._share, self._start, self._draw
         entries = self._order.entries(self._epoch, place)
         seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
@@ -247,7 +247,7 @@ class IndexStream:
         cuts: list[slice] = []
         totals: list[int | None] = []
         while global_batch := list(islice(entries, size)):
-            if len(global_batch) != length:  # the first, or the last: all others are cut in the same way
+            if len(global_batch) != length:  # only for the first and the last: all others are cut in the same way
                 length = len(global_batch)
                 if self._drop_last and length < size:
                     return
@@ -263,7 +263,7 @@ class IndexStream:
         if self._share.micro_batch_size is not None:
             indices: Any = SeededIndices(entries, seed, place) if self._is_seeded else entries
             return MicroBatch(None, len(entries), place, indices)
-        indices = entries[0]  # a ready-made batch is one entry: the places of its samples are those inside it
+        indices = entries[0]  # a ready-made batch is one entry: the places of its samples are counted inside it
         if not isinstance(indices, list):
             return MicroBatch(None, None, place, indices)
         size = len(indices)
@@ -278,18 +278,18 @@ class IndexStream:
         return size
 
     def num_batches(self) -> int | None:
-        """Return the micro-batches of an epoch, on the rank that has most; None if the sampler has no length."""
+        """Return the micro-batches per epoch, on the rank with the most; None if the sampler has no length."""
         size = self._order.size()
         return None if size is None else self.count(size)
 
     def count(self, num_entries: int) -> int:
-        """Return into how many micro-batches `num_entries` are cut, on the rank that has most."""
+        """Return the number of micro-batches into which `num_entries` are cut, on the rank with the most."""
         whole, rest = divmod(num_entries, self._share.global_batch_size)
         count = whole * self._share.num_micro_batches(self._share.global_batch_size)
         return count if self._drop_last else count + self._share.num_micro_batches(rest)
 
     def source(self, num_indices: int | None, num_streams: int) -> Source:
-        """Return what is known of the order, as the iteration that runs reads it."""
+        """Return what is known about the order of the current iteration."""
         end = self.end
         return Source(
             -1 if num_indices is None else num_indices,
@@ -301,16 +301,16 @@ class IndexStream:
 
     @property
     def end(self) -> int | None:
-        """The position behind the last entry that this iteration reads; None if the sampler has no length."""
+        """The position after the last entry that this iteration reads; None if the sampler has no length."""
         size, width = self._order.size(), self._share.global_batch_size
         if size is None or not self._drop_last:
             return size
         return self._start + max(0, size - self._start) // width * width
 
     def count_before(self, position: int) -> int:
-        """Return how many of an epoch's micro-batches lie before a position."""
+        """Return the number of an epoch's micro-batches before a position."""
         size = self._order.size()
-        # from behind: the position may lie inside a global batch, if those were of another size until now
+        # counted from the end: the position may lie inside a global batch if their size has changed
         return self.count(position) if size is None else self.count(size) - self.count(max(0, size - position))
 
 
@@ -325,7 +325,7 @@ def length_of(data: object) -> int | None:
 
 
 def set_epoch(data: object, epoch: int) -> None:
-    """Tell a sampler, data set or loader the epoch, if it wants to know."""
+    """Tell a sampler, data set or loader the epoch if it has a ``set_epoch``."""
     told = getattr(data, "set_epoch", None)
     if callable(told):
         told(epoch)

@@ -1,4 +1,4 @@
-"""IterableStream: any iterable of batches, read from any position on; by its own state if it has one."""
+"""IterableStream: any iterable of batches, read from any position on, with its own state if it has one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .stream import END, CountSamples, Cut, load_place, place_of
 class IterableStream:
     """An iterable without indices: its position is a number of batches.
 
-    Each rank reads its own. All have the same random numbers, so that what deals a shuffled order to them can.
+    Each rank reads its own. All ranks have the same random numbers, so that a loader can deal a shuffled order to them.
     """
 
     def __init__(self, loader: Any, seed: int, num_streams: int, *, count: CountSamples) -> None:
@@ -45,7 +45,7 @@ class IterableStream:
         self._is_over = self._was_over = False
 
     def recut(self, cut: Cut) -> None:
-        """An iterable is not cut: micro-batches are taken as they come."""
+        """Do nothing: an iterable is not cut, and its batches are taken as they come."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class IterableStream:
             pass
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch of a DataLoader, or `END`; what it draws comes from a random stream of its own."""
+        """Return the next batch of a DataLoader, or `END`; its random numbers come from a stream of their own."""
         assert self._rng is not None
         with self._rng:
             return next(batches, END)
@@ -128,4 +128,4 @@ class IterableStream:
         return Source(num_streams=self.num_streams)
 
     def close(self) -> None:
-        """An iterable is the user's to close."""
+        """Do nothing: closing an iterable is up to the user."""

@@ -1,4 +1,4 @@
-"""Limits: how many batches of a loader are read."""
+"""Limits: the number of batches to read from a loader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import warnings
 from ...strategies.errors import ConfigError
 
 Count = int | float
-"""A number of batches; infinity where the data does not know."""
+"""A number of batches; infinity if the data does not know."""
 
 
 def limited(limit: int | float, length: int | None, name: str, what: str) -> Count:
-    """Return how many batches a limit leaves of a loader.
+    """Return the number of a loader's batches within a limit.
 
     Raises:
         ConfigError: for a fraction that leaves nothing, or a fraction of an unknown length.

@@ -1,4 +1,4 @@
-"""Kinds of loaders: how a user's loader reads, judged without reading."""
+"""Kinds of loaders: how a user's loader reads, determined without reading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .index_stream import DataRanks, Order, Sampled, Sequential, Shuffled, lengt
 
 
 def check_loader(loader: Any, ranks: DataRanks) -> None:
-    """Raise `DataError` unless these ranks can read batches from it, judging without reading."""
+    """Raise `DataError` unless these ranks can read batches from it, as far as can be told without reading."""
     if isinstance(loader, Dataset) and not _is_web_loader(loader):
         raise DataError(
             f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
@@ -47,9 +47,9 @@ _of_thread = threading.local()
 
 @contextmanager
 def ending_workers() -> Iterator[None]:
-    """End, at the end, the worker processes of what has begun inside: the traceback of an error may hold them longer.
+    """End, on exit, the worker processes of loaders begun inside; the traceback of an error could keep them alive.
 
-    Those that outlive an iterator (``persistent_workers=True``) are the loader's.
+    Workers that outlive an iterator (``persistent_workers=True``) are left to the loader.
     """
     outer, own = getattr(_of_thread, "begun", None), WeakSet[Any]()
     _of_thread.begun = own
@@ -62,7 +62,7 @@ def ending_workers() -> Iterator[None]:
 
 
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return an iterator over a loader; worker processes that this starts do not hear Ctrl-C."""
+    """Return an iterator over a loader; worker processes that it starts ignore Ctrl-C."""
     with sheltering_forks():
         iterator = iter(loader)
     begun = getattr(_of_thread, "begun", None)
@@ -72,7 +72,7 @@ def begin(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_web_loader(loader: Any) -> bool:
-    """Return whether a loader is webdataset's: a data set by its class, which yields what the DataLoader in it does."""
+    """Return whether a loader is webdataset's: a data set by class, which yields the batches of its DataLoader."""
     return any(kind.__name__ == "WebLoader" for kind in type(loader).__mro__)
 
 
@@ -82,21 +82,21 @@ def is_indexed(loader: Any) -> bool:
 
 
 def is_sequence(loader: Any) -> bool:
-    """Return whether a loader holds batches by index; what has an ``__iter__`` of its own is read with that."""
+    """Return whether a loader holds batches by index; an object with its own ``__iter__`` is read with that."""
     if isinstance(loader, Sequence):
         return True
     return hasattr(loader, "__getitem__") and length_of(loader) is not None and not hasattr(loader, "__iter__")
 
 
 def is_dealt(loader: Any, ranks: DataRanks) -> bool:
-    """Return whether what a loader reads is dealt to the ranks from outside; otherwise it yields each its own."""
+    """Return whether a loader's batches are dealt to the ranks from outside; otherwise it yields each rank its own."""
     if not ranks.is_dealing or not (is_indexed(loader) or is_sequence(loader)):
         return False
     return _distributed_sampler(loader) is None
 
 
 def _distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """Return the user's sampler that deals, of the loader itself or inside its batch sampler; None if it has none."""
+    """Return the user's DistributedSampler, of the loader or of its batch sampler; None if it has none."""
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
@@ -111,7 +111,7 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
     sampler: Any = loader.sampler
     if type(sampler) is SequentialSampler:
         return Sequential(len(dataset))
-    # torchdata's sampler makes a generator of its own, with another seed each time
+    # torchdata's sampler makes its own generator, with a different seed each time
     generator = loader.generator if _is_of_torchdata(sampler) else getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         seed = generator.initial_seed()
@@ -121,7 +121,7 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
 
 
 def _is_random(sampler: Any) -> bool:
-    """Return whether a sampler is the one of ``shuffle=True``: torch's, or that of torchdata's StatefulDataLoader."""
+    """Return whether a sampler is that of ``shuffle=True``: torch's, or torchdata's for a StatefulDataLoader."""
     return type(sampler) is RandomSampler or _is_of_torchdata(sampler)
 
 
@@ -131,7 +131,7 @@ def _is_of_torchdata(sampler: Any) -> bool:
 
 
 def unshuffled(loader: Any) -> Any:
-    """Return a copy of a loader that reads its samples in their order; one that does not shuffle as it is."""
+    """Return a copy of a loader that reads its samples in order; return one that does not shuffle as it is."""
     if not isinstance(loader, DataLoader) or not _is_random(loader.sampler):
         return loader
     dataset: Any = loader.dataset
@@ -142,20 +142,20 @@ def unshuffled(loader: Any) -> Any:
 
 
 def makes_batches(loader: DataLoader[Any]) -> bool:
-    """Whether the loader itself makes batches of samples, of its batch_size."""
+    """Return whether the loader itself makes batches of samples, of its batch_size."""
     return loader.batch_size is not None
 
 
 def _has_own_batches(loader: DataLoader[Any]) -> bool:
-    """Whether the user gave a batch sampler."""
+    """Return whether the user passed a batch sampler."""
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
 def with_indices(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
-    """Return a copy of the loader, of the same class and with everything it has, that reads these indices."""
+    """Return a copy of the loader, with its class and attributes, that reads these indices."""
     clone = copy.copy(loader)
     batched = loader.batch_sampler is not None
-    # a DataLoader forbids setting its sampler, for fear of a half-changed one: everything that uses it is set here
+    # a DataLoader forbids setting its sampler, which could leave it inconsistent: all that depends on it is set here
     vars(clone)["batch_sampler" if batched else "sampler"] = indices
     vars(clone)["_iterator"] = None
     return clone

@@ -20,23 +20,23 @@ from .seed import derive, isolated_rng, mix
 from .stream import END, CountSamples, Cut, load_place, place_of
 
 _PLAIN: Final = {TensorDataset, list, tuple, range}
-"""Data sets that draw no random numbers; nor do subsets and concatenations of them."""
+"""Data sets that draw no random numbers, like subsets and concatenations of them."""
 _PLAIN_COLLATE: Final = (default_collate, default_convert)
 
 
 class MapStream:
-    """A user's DataLoader over a data set with indices: a copy of it that reads what our index stream draws."""
+    """A user's DataLoader over a data set with indices: a copy of it that reads the indices of our index stream."""
 
     def __init__(
         self, loader: DataLoader[Any], seed: int, cut: Cut, *, count: CountSamples, in_order: bool = False
     ) -> None:
         ranks = cut.ranks
         self.num_streams = 1 if in_order or is_dealt(loader, ranks) else ranks.data_size
-        # where each rank reads its own, the same place is another sample on each
+        # if each rank reads its own data, the same place is a different sample on each
         self._seed = seed if self.num_streams == 1 else derive(seed, ranks.data_rank)
         self._count = count
         self._batch_size = loader.batch_size if makes_batches(loader) else None
-        """The loader's own; None where it yields ready-made batches."""
+        """The loader's batch size; None if it yields ready-made batches."""
         self._take(cut)
         is_seeded = not (_is_plain(loader.dataset) and loader.collate_fn in _PLAIN_COLLATE)
         self._indices = IndexStream(
@@ -47,20 +47,20 @@ class MapStream:
             is_seeded=is_seeded,
         )
         self._loader = with_indices(loader, self._indices)
-        # a position says what was read only if batches come as the sampler gave them (DataLoader(in_order=False))
+        # a position tells what was read only if batches come in the sampler's order (DataLoader(in_order=False))
         vars(self._loader)["in_order"] = True
         if cut.pins_memory:
             vars(self._loader)["pin_memory"] = True
         self._is_seeded = is_seeded and loader.num_workers == 0
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._reader: Callable[[Any], Any] | None = None
-        """What makes a batch of its indices; None where the loader's iterator does."""
+        """Makes a batch from its indices; None to use the loader's iterator."""
         self._batches: Iterator[Any] = iter(())
         self._ahead: Any = END
         self._epoch_seed = self._first_offset = self._offset = 0
-        """With the position they make the seed of a batch."""
+        """Combined with the position into the seed of a batch."""
         self._outside = GENERATORS.new_state()
-        """Training's random numbers, while the data draws its own."""
+        """Training's random state, while the data draws its own numbers."""
         self._is_over = False
 
     def __repr__(self) -> str:
@@ -73,17 +73,17 @@ class MapStream:
 
     @property
     def indices(self) -> IndexStream:
-        """What draws the indices."""
+        """The stream that draws the indices."""
         return self._indices
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of an optimizer step; None where the loader yields ready-made batches."""
+        """Samples per optimizer step; None if the loader yields ready-made batches."""
         return self._share.global_batch_size * self.num_streams if self._samples is not None else None
 
     @property
     def per_step(self) -> int:
-        """Micro-batches of an optimizer step, on the rank that has most."""
+        """Micro-batches per optimizer step, on the rank with the most."""
         return self._share.num_micro_batches(self._share.global_batch_size)
 
     def seek(self, epoch: int, position: int) -> None:
@@ -101,7 +101,7 @@ class MapStream:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def windows(self, limit: float) -> Iterator[Window]:
-        """Yield this rank's part of each global batch, perhaps empty, with the counts of all ranks.
+        """Yield this rank's slice of each global batch, which may be empty, with the counts of all ranks.
 
         Args:
             limit: the largest number of micro-batches that a rank may read.
@@ -138,7 +138,7 @@ class MapStream:
 
     @contextmanager
     def _reading(self) -> Iterator[Iterator[Window]]:
-        """Begin to read at the position; let go of the loader's iterator, and with it its workers, at the end."""
+        """Start reading at the position; release the loader's iterator, and so its workers, at the end."""
         if self._is_over:  # the next iteration is another epoch
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         epoch = self._epoch + self.rounds
@@ -156,14 +156,14 @@ class MapStream:
         try:
             yield self._drawn()
         finally:
-            if self._batches is batches:  # nobody has begun to read again
+            if self._batches is batches:  # nobody has started reading again
                 self._batches = iter(())
 
     def _drawn(self) -> Iterator[Window]:
-        """Yield what the loader's iterator has drawn, its batches still to be filled in."""
+        """Yield the windows that the loader's iterator has drawn; their batches are filled in later."""
         drawn = self._indices.drawn
         while True:
-            if not drawn:  # reading makes the sampler go on, which then says what comes
+            if not drawn:  # reading advances the sampler, which then says what comes
                 try:
                     self._ahead = self._fetch(None)
                 except StopIteration:
@@ -176,7 +176,7 @@ class MapStream:
             yield drawn.popleft()
 
     def _fill(self, micro_batch: MicroBatch) -> bool:
-        """Read the batch of what the sampler has drawn; return False if the loader has none."""
+        """Read the batch for the indices that the sampler has drawn; return False if the loader has none."""
         batch, self._ahead = self._ahead, END
         if batch is END:
             try:
@@ -192,7 +192,7 @@ class MapStream:
         return True
 
     def _fetch(self, indices: Any) -> Any:
-        """Return a batch; what it draws at random depends on its place alone, and leaves training's numbers alone."""
+        """Return a batch; its random numbers depend only on its place, and do not affect training's."""
         if not self._is_seeded:
             return next(self._batches) if self._reader is None else self._reader(indices)
         generators, outside = GENERATORS, self._outside
@@ -245,7 +245,7 @@ def _is_plain(dataset: Any) -> bool:
 
 
 def _note(error: Exception, micro_batch: MicroBatch | None) -> None:
-    """Say in an error of the user's data set which samples it is about."""
+    """Add a note to an error of the user's data set that names the samples."""
     if micro_batch is not None and isinstance(micro_batch.indices, list):
         listed = ", ".join(map(str, micro_batch.indices[:8])) + (", ..." if micro_batch.indices[8:] else "")
         error.add_note(f"Raised while the samples [{listed}] of the training data were read into a batch.")

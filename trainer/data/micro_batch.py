@@ -1,4 +1,4 @@
-"""MicroBatch and Window: batches on their way from the sampler to the optimizer step, with their counts."""
+"""MicroBatch and Window: batches from the sampler to the optimizer step, with their counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...callbacks.samples.file import Reading
 class MicroBatch:
     """A batch, its number of samples, and its place in the epoch.
 
-    It is made where a sampler draws its indices, filled where the loader returns the batch, and read by the step.
+    It is created when a sampler draws its indices, filled when the loader returns the batch, and read by the step.
     """
 
     __slots__ = ("batch", "indices", "lap", "place", "readings", "size")
@@ -19,30 +19,30 @@ class MicroBatch:
     def __init__(self, batch: Any, size: int | None, place: int = 0, indices: Any = None) -> None:
         self.batch = batch
         self.size: Any = size
-        """Samples. A sampler of ready-made batches may leave it at None, until the batch is there."""
+        """The number of samples. With ready-made batches, it may be None until the batch is read."""
         self.place = place
-        """Where in the loader's order it begins."""
+        """The place in the loader's order at which it begins."""
         self.indices = indices
-        """What the sampler drew; None where a loader has none."""
+        """The indices that the sampler drew; None if the loader has none."""
         self.lap = 0
-        """How often the loader has begun again in this epoch."""
+        """How often the loader has restarted in this epoch."""
         self.readings: Sequence[Reading] | None = None
-        """What each of several loaders gave; None for one loader."""
+        """What each of several loaders contributed; None for one loader."""
 
     def reading(self, loader: int) -> Reading:
-        """Return which samples these are, of the loader with this number."""
+        """Return the samples of this micro-batch, as read from the loader with this number."""
         return Reading(loader, self.lap, self.place, self.indices, 0 if self.indices is not None else self.size)
 
 
 class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank have the defaults of the class
-    """The micro-batches of one optimizer step on this rank, perhaps none, with the counts of all ranks."""
+    """The micro-batches of one optimizer step on this rank, possibly none, with the counts of all ranks."""
 
     totals: Sequence[int | None] = ()
-    """Samples of all ranks in their first, second, ... micro-batches; None where only reading tells."""
+    """Samples of all ranks in their first, second, ... micro-batches; None if only reading tells."""
     total_size: int = 0
-    """Samples on all ranks, once it has been read; kept where there are several ranks."""
+    """Samples on all ranks, once it has been read; set if there are several ranks."""
     num_micro_batches: int | None = None
-    """Of the rank that has most; None if there is one rank."""
+    """The number on the rank with the most; None if there is one rank."""
     end: int = 0
     """The position of all ranks after this window."""
 
@@ -53,12 +53,12 @@ class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank hav
 
     @property
     def length(self) -> int:
-        """Micro-batches of the rank that has most."""
+        """Micro-batches on the rank with the most."""
         return len(self) if self.num_micro_batches is None else self.num_micro_batches
 
     @classmethod
     def of_all_ranks(cls, micro_batches: Iterable[MicroBatch], totals: Sequence[int | None], end: int) -> Window:
-        """Return a window of a global batch; without totals it is that of one rank."""
+        """Return a window of a global batch; without totals, that of a single rank."""
         window = cls(micro_batches)
         window.end = end
         if totals:

@@ -1,4 +1,4 @@
-"""Prefetch of batches to a GPU: the copy of one runs beside the computation of the one before."""
+"""Prefetch of batches to a GPU: one batch is copied while the previous one is computed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...strategies.distributed.nested import iterate_tensors, named_leaves
 class SideStream:
     """Moves batches to a device on a stream of its own.
 
-    The host runs ahead of the device: while that computes a batch, the next one is copied, and what is computed with it
-    waits for the copy alone. Where the batch lies in pinned memory, the host does not wait for the copy either.
+    The host runs ahead of the device: while the device computes one batch, the next one is copied, and its computation
+    waits only for that copy. If the batch is in pinned memory, the host does not wait for the copy either.
     """
 
     def __init__(self, move: Callable[[Any], Any], device: torch.device) -> None:
@@ -23,15 +23,15 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch on the device; the current stream computes with it once the copy has ended."""
+        """Return the batch on the device; the current stream uses it once the copy is complete."""
         if any(callable(getattr(leaf, "to", None)) for _, leaf in named_leaves(batch) if not isinstance(leaf, Tensor)):
-            return self._move(batch)  # what such an object holds cannot be seen, and so not be kept from reuse
+            return self._move(batch)  # the memory of such an object is unknown, and cannot be protected from reuse
         with torch.cuda.stream(self._stream):
             moved = self._move(batch)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
         for tensor in iterate_tensors(moved):
             if tensor.is_cuda:
-                # else its memory could be given to the next batch while this one is still computed with
+                # otherwise its memory could be given to the next batch while this one is still in use
                 tensor.record_stream(computing)
         return moved

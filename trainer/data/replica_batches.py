@@ -1,4 +1,4 @@
-"""Batches of the ranks that hold parts of one replica: the same on each, which is checked where it costs nothing."""
+"""Batches of ranks that share one replica: they must be equal, which is checked where it costs nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...strategies.errors import DataError
 T = TypeVar("T")
 
 _SAMPLED: Final = 1 << 16
-"""Elements of a tensor that are compared."""
+"""Number of elements of a tensor to compare."""
 
 
 def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]]:
-    """Return the numbers of each data rank, in their order. Collective: every rank calls it.
+    """Return the numbers of each data rank, in rank order. Collective: every rank calls it.
 
     Raises:
-        DataError: on every rank, if ranks with parts of one replica differ.
+        DataError: on every rank, if ranks that share one replica differ.
     """
     if strategy.collectives.is_rehearsed:
         return [numbers] * strategy.data_size
@@ -39,9 +39,9 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
 
 
 def compared(items: Iterator[T], strategy: Strategy, batch_of: Callable[[T], Any]) -> Iterator[T]:
-    """Return the items once the first of them holds the same batch for all parts of a replica.
+    """Return the items after checking that the first batch is the same on all ranks of a replica.
 
-    Collective where several ranks hold one: every rank calls it.
+    Collective if several ranks share one: every rank calls it.
 
     Raises:
         DataError: on every rank, if the batches differ.
@@ -67,7 +67,7 @@ def _different(first: int, other: int, found: str) -> DataError:
 
 
 def _digest(batch: Any) -> str:
-    """Return the shapes of a batch, and a hash of what is in it."""
+    """Return the shapes of a batch, and a hash of its contents."""
     shapes, hashed = [], 0
     for name, leaf in named_leaves(batch):
         if not isinstance(leaf, Tensor):
@@ -79,7 +79,7 @@ def _digest(batch: Any) -> str:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return the bytes of elements all over a dense tensor; nothing of another one."""
+    """Return the bytes of elements spread over a dense tensor; nothing for other tensors."""
     if tensor.layout != torch.strided or not tensor.numel():
         return b""
     flat = tensor.detach().reshape(-1)

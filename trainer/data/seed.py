@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python's, NumPy's and torch's generators (of every device) and return the seed; None means 0.
 
-    ``workers`` is Lightning's and changes nothing here: workers of loaders are always seeded.
+    ``workers`` is accepted for Lightning and has no effect: loader workers are always seeded.
 
     Raises:
         ConfigError: for a seed that is not an integer from 0 to 4294967295, the range that NumPy takes.
@@ -53,7 +53,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def derive(seed: int, *keys: int) -> int:
-    """Return a 64-bit seed for a place in a run, such as (epoch, index): the same on every machine, well mixed."""
+    """Return a well-mixed 64-bit seed for a place in a run, such as (epoch, index), the same on every machine."""
     mixed = mix(0, seed)
     for key in keys:
         mixed = mix(mixed, key)
@@ -61,9 +61,9 @@ def derive(seed: int, *keys: int) -> int:
 
 
 def mix(mixed: int, key: int) -> int:
-    """Return a seed made of another one and a key: the finaliser of SplitMix64 (Steele et al. 2014).
+    """Return a seed made from another seed and a key: the finalizer of SplitMix64 (Steele et al. 2014).
 
-    Neighbouring keys share no bits. ``mix(derive(a, b), c)`` is ``derive(a, b, c)``.
+    Neighboring keys give unrelated seeds. ``mix(derive(a, b), c)`` is ``derive(a, b, c)``.
     """
     mixed = (mixed + key + 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -74,7 +74,7 @@ def mix(mixed: int, key: int) -> int:
 def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the state of every generator of this process and of these devices, as tensors and JSON values.
 
-    NumPy's is there only if something imported it.
+    NumPy's is included only if NumPy was imported.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -89,9 +89,10 @@ def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], devices: Iterable[torch.device] = ()) -> None:
-    """Put the generators back to what `capture_rng` saw; those of absent libraries and devices are left out.
+    """Restore the generators to what `capture_rng` saw, except those of missing libraries and devices.
 
-    The states of devices go by their place among the devices of the process, not by their index on the machine.
+    The states of devices are matched by their place among the devices of the process, not by their index on the
+    machine.
     """
     python = state["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
@@ -105,7 +106,7 @@ def restore_rng(state: Mapping[str, Any], devices: Iterable[torch.device] = ()) 
 
 @contextmanager
 def isolated_rng(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Restore the CPU generators, and those of these devices, on exit, whatever is drawn or seeded inside."""
+    """Restore the CPU generators, and those of these devices, on exit, regardless of what is drawn or seeded inside."""
     streams = RandomStreams(devices)
     try:
         yield
@@ -114,13 +115,13 @@ def isolated_rng(devices: Iterable[torch.device] = ()) -> Iterator[None]:
 
 
 def seed_devices(devices: Iterable[torch.device], seed: int, data_rank: int) -> None:
-    """Seed the generators of this process's devices by the run's seed and the rank, each with numbers of its own."""
+    """Seed the generators of this process's devices from the run's seed and the rank, each differently."""
     for place, generator in enumerate(device_generators(devices)):
         generator.manual_seed(derive(seed, _OF_DEVICES, data_rank, place))
 
 
 def part_ranks(devices: Iterable[torch.device], seed: int, data_rank: int) -> None:
-    """Give each data rank random numbers of its own, for dropout; rank 0 has those of a run of one process."""
+    """Give each data rank its own random numbers, for dropout; rank 0 has those of a run with one process."""
     if data_rank:
         seed_generators(derive(seed, _OF_RANKS, data_rank))
     seed_devices(devices, seed, data_rank)
@@ -132,7 +133,7 @@ def seed_generators(seed: int) -> None:
 
 
 class RngStream:
-    """A stream of random numbers of its own, begun by a seed: what runs inside ``with stream:`` draws from it alone."""
+    """A separate stream of random numbers, from a seed: code inside ``with stream:`` draws only from it."""
 
     __slots__ = ("_outside", "_own")
 

@@ -12,10 +12,10 @@ from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
 
 CountSamples = Callable[[Any], int]
-"""Returns the number of samples of a batch that no sampler has counted."""
+"""Returns the number of samples in a batch that no sampler has counted."""
 
 END: Final[Any] = object()
-"""What reading returns after the last batch."""
+"""The value that reading returns after the last batch."""
 
 _PLACE: Final = ("position", "rounds", "batch_size", "num_streams")
 
@@ -24,16 +24,16 @@ class Stream(Protocol):
     """One training loader while it is read."""
 
     position: int
-    """How far this epoch has been consumed by all ranks; in samples, or in batches where the loader yields those."""
+    """How much of this epoch all ranks have consumed, in samples, or in batches if the loader yields batches."""
     rounds: int
-    """How often the loader has begun again in this epoch of the run, beside longer ones."""
+    """How often the loader has restarted in this epoch of the run, beside longer ones."""
     batch_size: int
-    """Samples of the micro-batch that was read last, where several loaders are combined."""
+    """Samples in the micro-batch that was read last, if several loaders are combined."""
     num_streams: int
-    """1 if all ranks share what is read; their number, if each reads its own."""
+    """1 if all ranks share one stream; the number of ranks if each reads its own."""
 
     def seek(self, epoch: int, position: int) -> None:
-        """Let the next iteration begin here."""
+        """Make the next iteration begin here."""
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches from the position on."""
@@ -42,32 +42,32 @@ class Stream(Protocol):
         """Return `num_batches`, or raise TypeError."""
 
     def num_batches(self) -> int | None:
-        """Return the batches of a whole epoch; None if the data does not know."""
+        """Return the number of batches in a whole epoch; None if the data does not know."""
 
     def batches_done(self) -> int:
-        """Return how many batches lie before the position, on the rank that has most."""
+        """Return the number of batches before the position, on the rank with the most."""
 
     def recut(self, cut: Cut) -> None:
-        """Cut global batches in another way, from the next iteration on."""
+        """Cut global batches differently from the next iteration on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what the loader needs to go on from it."""
+        """Return the position, and what the loader needs to continue from it."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
 
     def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return whether what is read was cut and dealt in the same way when `state_dict` was taken."""
+        """Return whether the data was cut and dealt in the same way when `state_dict` was taken."""
 
     def source(self) -> Source:
-        """Return what is known of the order that is read."""
+        """Return what is known about the order of reading."""
 
     def close(self) -> None:
-        """Let the loader's workers go."""
+        """Release the loader's workers."""
 
 
 class Cut:
-    """How the global batch is cut for one loader, as the settings say it."""
+    """How the settings cut the global batch for one loader."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class Cut:
         self.global_batch_size = global_batch_size
         self.ranks = ranks
         self.pins_memory = pins_memory
-        """Whether batches go to pinned memory, from which a GPU copies without the host."""
+        """Whether batches go to pinned memory, from which a GPU copies without blocking the host."""
         self.micro_batch_size = micro_batch_size
         """The largest micro-batch; None for the loader's own batch size."""
         self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate
 
     @property
     def per_step(self) -> int:
-        """Batches of an optimizer step on one rank, where a loader's batches are taken as they come."""
+        """Batches per optimizer step on one rank, if a loader's batches are taken as they come."""
         return math.ceil(self._num_planned / self.ranks.data_size)
 
     def share(self, batch_size: int | None, *, is_dealt: bool) -> BatchShare:
         """Return the share of a loader with this batch size; None: it yields ready-made batches.
 
-        A loader that is not dealt is all this rank's: its global batch is this rank's part of the whole one.
+        A loader that is not dealt belongs to this rank alone: its global batch is this rank's slice of the whole one.
         """
         if self.global_batch_size is not None and batch_size is not None:
             size = self.global_batch_size
@@ -108,12 +108,12 @@ class Cut:
 
 
 def place_of(stream: Stream) -> dict[str, Any]:
-    """Return where a stream is, for its state."""
+    """Return the place of a stream, for its state."""
     return {name: getattr(stream, name) for name in _PLACE}
 
 
 def load_place(stream: Stream, state_dict: Mapping[str, Any]) -> None:
-    """Put a stream back to where its state was taken; as near as possible if other ranks read other streams."""
+    """Restore the place of a stream, as closely as possible if it was saved by a different number of ranks."""
     position, stream.rounds, stream.batch_size, saved = (state_dict[name] for name in _PLACE)
     if saved != stream.num_streams:
         position = position * saved // stream.num_streams

@@ -39,7 +39,7 @@ class TrainData:
         count: CountSamples = size_of,
     ) -> None:
         self.source = source
-        """The loaders as they were given."""
+        """The loaders as given."""
         self._cut, self._limit = cut, limit
         self._resumed_epoch: int | None = None
         self._combined = combined_of(source)
@@ -47,7 +47,7 @@ class TrainData:
         if not loaders:
             raise DataError(f"The training loaders are empty: {source!r:.60}; pass at least one loader.")
         self.is_read_once = any(isinstance(loader, Iterator) for loader in loaders)
-        """Whether a loader is an iterator, which does not begin again."""
+        """Whether a loader is an iterator, which cannot restart."""
         self._streams = [stream_of(loader, seed, cut, in_order=in_order, count=count) for loader in loaders]
         self._columns = [_Column(number, stream) for number, stream in enumerate(self._streams)]
         if self._combined is not None:
@@ -58,7 +58,7 @@ class TrainData:
         self.num_batches = limited(limit, self._known_length, "limit_train_batches", "training")
         self._planned_per_step, self._is_whole = self._per_step, self.num_batches == self._known_length
         self.planned_batches = self.num_batches
-        """`num_batches` with the loader's own batch size, to which settings refer that count batches."""
+        """`num_batches` with the loader's own batch size, which settings that count batches refer to."""
         if self.num_batches == 0:
             warnings.warn(
                 f"Nothing is trained: limit_train_batches={limit} of a training loader of length {self._known_length} "
@@ -67,7 +67,7 @@ class TrainData:
             )
 
     def _count_steps(self) -> None:
-        """Work out how much an optimizer step reads."""
+        """Compute how much an optimizer step reads."""
         cut, first = self._cut, self._streams[0]
         self._per_step, self.global_batch_size = cut.per_step, None
         if isinstance(first, MapStream):
@@ -80,16 +80,16 @@ class TrainData:
 
     @property
     def is_shared(self) -> bool:
-        """Whether what is read is a function of indices that all ranks know; if not, each rank has its own state."""
+        """Whether the data is determined by indices that all ranks know; otherwise each rank has its own state."""
         return self._combined is None and self._streams[0].num_streams == 1 and isinstance(self._streams[0], MapStream)
 
     @property
     def num_steps(self) -> int | float:
-        """Optimizer steps of an epoch; infinity where only reading tells."""
+        """Optimizer steps per epoch; infinity if only reading tells."""
         return self.num_batches if math.isinf(self.num_batches) else math.ceil(self.num_batches / self._per_step)
 
     def recut(self, accumulate: int) -> None:
-        """Set the micro-batches of a step, from the next epoch on."""
+        """Set the number of micro-batches per step, from the next epoch on."""
         if accumulate == self.accumulate:
             return
         before = self._known_length
@@ -102,8 +102,8 @@ class TrainData:
         """Cut global batches into micro-batches of this size, from the next iteration on.
 
         Args:
-            micro_batch_size: their largest number of samples.
-            global_batch_size: samples of a step; by default as many as now, and the steps of an epoch stay the same.
+            micro_batch_size: the largest number of samples in one.
+            global_batch_size: samples per step; by default as now, so that the steps of an epoch stay the same.
 
         Raises:
             ConfigError: if the data is not cut by samples, or ``limit_train_batches`` ends an epoch inside a step.
@@ -137,18 +137,18 @@ class TrainData:
 
     @property
     def scale(self) -> Fraction | int:
-        """How many micro-batches there are now for one of the loader's own batch size."""
+        """The number of micro-batches now per micro-batch of the loader's own batch size."""
         is_cut = self._cut.micro_batch_size is not None
         return Fraction(self._per_step, self._planned_per_step) if is_cut else 1
 
     def as_planned(self, num_batches: float | Fraction) -> float | Fraction:
-        """Return how many batches of the loader's own size these micro-batches of an epoch are."""
+        """Return how many batches of the loader's own size these micro-batches of an epoch amount to."""
         return min(num_batches / self.scale, self.planned_batches)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Read this epoch from its beginning, unless it is the one just resumed."""
+        """Read this epoch from its beginning, unless it was just resumed."""
         resumed, self._resumed_epoch = self._resumed_epoch, None
-        if epoch == resumed:  # its place may lie inside the first global batch, if that is larger now
+        if epoch == resumed:  # its place may lie inside the first global batch if that is larger now
             return
         for stream in self._streams:
             stream.seek(epoch, 0)
@@ -156,8 +156,8 @@ class TrainData:
     def resume_epoch(self, epoch: int, states: Sequence[Mapping[str, Any]], batches_done: int) -> int:
         """Read this epoch from where `state_dict` was taken, `batches_done` batches into it.
 
-        Return how many batches that is as the data is cut and dealt now. Where other ranks saved the states, all ranks
-        pass those of one of them.
+        Return how many batches that is with the data as it is cut and dealt now. If a different number of ranks saved
+        the states, all ranks pass those of one of them.
         """
         self._resumed_epoch = epoch
         for stream, state in zip(self._streams, states, strict=True):
@@ -172,8 +172,8 @@ class TrainData:
     def windows(self, batches_done: int) -> Iterator[Window]:
         """Return the rest of the epoch, after the `batches_done` micro-batches that this rank has already seen.
 
-        Where there are several ranks, a window may be empty on this one, and reading is collective unless all is known
-        from indices.
+        With several ranks, a window may be empty on this one, and reading is collective unless everything is known from
+        indices.
         """
         remaining = self.num_batches - batches_done
         if self.is_shared:
@@ -185,11 +185,11 @@ class TrainData:
             return self._windows_of_all_ranks(remaining)
         micro_batches = islice(self._micro_batches(), None if remaining == math.inf else int(remaining))
         if self._per_step == 1:
-            return map(Window, zip(micro_batches))  # without a frame of ours
+            return map(Window, zip(micro_batches))  # without a Python frame of ours
         return map(Window, iter(lambda: tuple(islice(micro_batches, self._per_step)), ()))
 
     def _with_totals(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yield windows with the samples of all ranks; asks them where their samplers do not tell."""
+        """Yield windows with the samples of all ranks; ask them if their samplers do not tell."""
         for window in windows:
             if None in window.totals:
                 window.total_size = sum(int(row[0]) for row in self._cut.ranks.gather(window.size))
@@ -198,7 +198,7 @@ class TrainData:
             yield window
 
     def _windows_of_all_ranks(self, remaining: float) -> Iterator[Window]:
-        """Yield what this rank reads by itself, until no rank has any."""
+        """Yield windows that this rank reads by itself, until no rank has any."""
         micro_batches = self._micro_batches()
         while remaining > 0:
             window = Window(islice(micro_batches, int(min(self._per_step, remaining))))
@@ -225,24 +225,24 @@ class TrainData:
             yield micro_batch
 
     def sources(self) -> list[Source]:
-        """Return what is known of the order of each loader in this epoch."""
+        """Return what is known about the order of each loader in this epoch."""
         is_whole = self._known_length == self.num_batches and (
             self._combined is None or (self._combined.mode != "min_size" and self._combined.limits is None)
         )
         return [source if is_whole else source._replace(end=-1) for source in (one.source() for one in self._streams)]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the position of every loader; where `is_shared`, the same on every rank."""
+        """Return the position of every loader; if `is_shared`, the same on every rank."""
         return [stream.state_dict() for stream in self._streams]
 
     @contextmanager
     def kept_place(self, epoch: int) -> Iterator[None]:
-        """Go back at the end to where this epoch is read now, whatever was read inside."""
+        """On exit, go back to where this epoch is read now, regardless of what was read inside."""
         resumed, states, cut, num_batches = self._resumed_epoch, self.state_dict(), self._cut, self.num_batches
         try:
             yield
         finally:
-            self.close()  # what workers have read ahead
+            self.close()  # drops what workers have read ahead
             if self._cut is not cut:
                 self._take(cut)
                 self.num_batches = num_batches
@@ -253,17 +253,17 @@ class TrainData:
             self._resumed_epoch = resumed
 
     def batches_done(self) -> int:
-        """Return how many micro-batches lie before the position, where `is_shared`."""
+        """Return the number of micro-batches before the position, if `is_shared`."""
         return self._streams[0].batches_done()
 
     def close(self) -> None:
-        """Let workers go that outlive an epoch."""
+        """Release workers that outlive an epoch."""
         for stream in self._streams:
             stream.close()
 
 
 class _Column:
-    """One of several loaders: an iterable of its batches that keeps which samples it gave."""
+    """One of several loaders: an iterable of its batches that records their samples."""
 
     def __init__(self, number: int, stream: Stream) -> None:
         self._number, self._stream = number, stream
@@ -282,7 +282,7 @@ class _Column:
         return len(self._stream)
 
     def take_readings(self) -> list[Reading]:
-        """Return what was read since the last call: loaders read ahead, and a combined row may be dropped."""
+        """Return what was read since the last call; loaders read ahead, and a combined row may be dropped."""
         readings, self.readings = self.readings, []
         return readings
 
@@ -308,7 +308,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _check_global_batch(cut: Cut, possible: int | None, source: Any) -> None:
-    """Check that a given global_batch_size can be kept; `possible` is what the data allows, None if it is not cut."""
+    """Check that a given global_batch_size is possible; `possible` is what the data allows, None if it is not cut."""
     asked, data_size = cut.global_batch_size, cut.ranks.data_size
     if asked is None:
         return

@@ -21,9 +21,9 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 def make_count(module: TrainModule) -> CountSamples:
-    """Return what counts the samples of a batch that no sampler has counted: the module's hook, or the guess of it.
+    """Return a function that counts the samples of a batch: the module's `batch_size_of`, overridden or by default.
 
-    The guess warns if the tensors of the first batch do not agree.
+    The default warns if the tensors of the first batch disagree.
     """
     if overrides(module, "batch_size_of", TrainModule):
         return module.batch_size_of
@@ -40,9 +40,9 @@ def make_count(module: TrainModule) -> CountSamples:
 
 
 def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> Transfer | None:
-    """Return what brings a batch to the device, through the hooks that somebody overrides; None for nothing to do.
+    """Return a function that moves a batch to the device, through overridden hooks; None if there is nothing to do.
 
-    A hook of the data module goes before the module's of the same name.
+    A hook of the data module takes precedence over the module's of the same name.
     """
     hooks: dict[str, Any] = {}
     for name in _TRANSFER_HOOKS:
@@ -51,7 +51,7 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
     before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
     precision = strategy.precision
     device, carry = strategy.device, _carrier(strategy)
-    # converted where that is faster; a hook that moves batches itself gets them as ever
+    # converted where that is faster; a hook that moves batches itself gets converted ones
     converts_first = device.type != "cuda" or move is not None
     if not any((before, move, after)) and strategy.device.type == "cpu" and precision.param_dtype is None:
         return None
@@ -74,7 +74,7 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
 
 
 def make_move(strategy: Strategy) -> Move | None:
-    """Return what brings a batch to the device, in the dtype of the precision; None for nothing to do."""
+    """Return a function that moves a batch to the device in the precision's dtype; None if there is nothing to do."""
     precision, carry = strategy.precision, _carrier(strategy)
     if strategy.device.type == "cpu":
         return None if precision.param_dtype is None else precision.convert_batch
@@ -82,6 +82,6 @@ def make_move(strategy: Strategy) -> Move | None:
 
 
 def _carrier(strategy: Strategy) -> Move:
-    """Return what copies a batch to the device, on a GPU beside what that computes."""
+    """Return a function that copies a batch to the device; on a GPU, while it is computing."""
     device, move = strategy.device, strategy.batch_to_device
     return SideStream(move, device) if device.type == "cuda" else move
