@@ -1,7 +1,7 @@
 """Lightning's names over Echelon's, and `stand_in` for libraries that import Lightning. Imports trainer and below.
 
-``import echelon.lightning as L`` in place of ``import lightning as L`` runs a program as it is; a name without a
-counterpart raises where it is used, and says what to use.
+``import echelon.lightning as L`` in place of ``import lightning as L`` runs a program unchanged; a name without a
+counterpart raises when it is used, and says what to use instead.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return another name of Lightning's, or one of its modules, such as ``callbacks`` and ``pytorch``."""
+    """Return any other Lightning name, or one of its modules, such as ``callbacks`` and ``pytorch``."""
     return getattr(module_of("lightning", __name__), name)

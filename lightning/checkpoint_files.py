@@ -1,4 +1,4 @@
-"""Checkpoints for libraries that open them themselves: their state under Lightning's names, or as a file in memory."""
+"""Checkpoints for libraries that open them directly: their state under Lightning's names, or as a file in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..trainer.module.load import as_hooks_see
 
 
 class CheckpointFiles:
-    """A file system of fsspec's on which a checkpoint, a folder, opens as a file that ``torch.load`` reads."""
+    """An fsspec file system on which a checkpoint, which is a folder, opens as a file that ``torch.load`` reads."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -23,7 +23,7 @@ class CheckpointFiles:
         return getattr(self._files, name)
 
     def open(self, path: str | Path, mode: str = "rb", **options: Any) -> Any:
-        """Open a file as fsspec does; a checkpoint as bytes in memory, which hold plain values and tensors only."""
+        """Open a file as fsspec does, and a checkpoint as bytes in memory that hold only plain values and tensors."""
         if mode != "rb" or not Path(path).is_dir():
             return self._files.open(path, mode, **options)
         content = BytesIO()
@@ -33,14 +33,14 @@ class CheckpointFiles:
 
 
 def get_filesystem(path: str | Path, **options: Any) -> Any:
-    """Return fsspec's file system for a path, on which checkpoints can be opened."""
+    """Return fsspec's file system for a path, which can also open checkpoints."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     return CheckpointFiles(url_to_fs(str(path), **options)[0])
 
 
 def load_checkpoint(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Return the state of a checkpoint of Echelon, under Lightning's names, on the CPU.
+    """Return the state of an Echelon checkpoint, under Lightning's names, on the CPU.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.

@@ -1,6 +1,6 @@
-"""Table of departures: where a Lightning program behaves otherwise, and how a line of a program shows it.
+"""Table of departures: where a Lightning program behaves differently, and how to recognize it in a line of code.
 
-docs/lightning.md has the same rows, with both behaviours and the reason; a test holds one against the other.
+docs/lightning.md has the same rows, with both behaviors and the reason; a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Departure:
-    """A row of docs/lightning.md, and the places of a program that it concerns."""
+    """A row of docs/lightning.md, and the places in a program that it concerns."""
 
     row: str
     """The first cell of the row, without backquotes."""
@@ -20,16 +20,16 @@ class Departure:
     methods: tuple[str, ...] = ()
     """Methods that a class of the program defines."""
     calls: tuple[str, ...] = ()
-    """Methods that are called, also with an argument by keyword: ``log`` or ``log(sync_dist_group)``."""
+    """Methods that are called, possibly with a keyword argument: ``log`` or ``log(sync_dist_group)``."""
     attributes: tuple[str, ...] = ()
     """Attributes that are read."""
     texts: tuple[str, ...] = ()
-    """Parts of texts."""
+    """Substrings of string literals."""
     classes: tuple[str, ...] = ()
-    """Classes that are constructed, also with an argument by keyword, or a dict as one: ``Timer``,
+    """Classes that are constructed, possibly with a keyword argument, or with a dict as one: ``Timer``,
     ``Trainer(plugins)``, ``Trainer(accumulate_grad_batches={})``. An argument that is None or False does not count."""
     is_missing: bool = False
-    """Whether the row stands under "No counterpart"."""
+    """Whether the row is under "No counterpart"."""
 
 
 DEPARTURES: Final = (
@@ -180,7 +180,7 @@ DEPARTURES: Final = (
         is_missing=True,
     ),
 )
-"""What a line of a program can show."""
+"""Departures that a line of a program can show."""
 
 OLD_HOOKS: Final = {
     "training_epoch_end": "on_train_epoch_end",
@@ -193,7 +193,7 @@ OLD_HOOKS: Final = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
 }
-"""Hooks of Lightning 1, which are refused, and the new names."""
+"""Hooks of Lightning 1, which are refused, and their new names."""
 
 RENAMED_SETTINGS: Final = {
     "Trainer(num_processes)": "devices",
@@ -204,7 +204,7 @@ RENAMED_SETTINGS: Final = {
     "ModelCheckpoint(period)": "every_n_epochs",
     "ModelCheckpoint(every_n_val_epochs)": "every_n_epochs",
 }
-"""Arguments with another name, and the same meaning."""
+"""Arguments with a different name and the same meaning."""
 
 BY_NAME: Final = frozenset(
     {
@@ -213,7 +213,7 @@ BY_NAME: Final = frozenset(
         "private names (_AcceleratorConnector), LightningOptimizer, accelerators.*, StrategyRegistry, core.saving",
     }
 )
-"""Rows whose names names.py has or refuses, beside those that consist of names alone."""
+"""Rows whose names names.py has or refuses, besides those that consist only of names."""
 
 UNSEEN: Final = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Imports of a Lightning program: the names that they bind, and the imports of Echelon in their place."""
+"""Imports of a Lightning program: the names that they bind, and the Echelon imports that replace them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from .names import PUBLIC_AT_ROOT, RENAMED, has_counterpart, is_known
 from .stand_in import MODULES, ROOTS
 
 ELSEWHERE: Final = "echelon.lightning"
-"""Where those names are that Echelon itself does not have, and those that raise when they are used."""
+"""The module of names that Echelon itself does not have, and of those that raise when they are used."""
 
 _ROOMS: Final = {"callbacks", "strategies"}
-"""Modules of Lightning's that the root of Echelon has under the same name."""
+"""Lightning modules that Echelon's root has under the same name."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a name of the program stands for: a module of Lightning's, or one of its names."""
+    """What a name in the program refers to: a Lightning module, or a name in one."""
 
     path: str
     is_module: bool
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last part of the path."""
         return self.path.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The text in place of an import, what it binds, and what to say of it."""
+    """The replacement of an import, what it binds, and what to note about it."""
 
     text: str
     bound: dict[str, Bound]
     unknown: tuple[str, ...] = ()
-    """Names that nothing is known of, which stay as they are."""
+    """Unknown names, which stay as they are."""
     source: str | None = None
-    """The module that all names come from, if it is one: then the layout of the line can stay."""
+    """The module that all names come from, if there is only one: then the layout of the line can stay."""
 
 
 def is_lightning(path: str | None) -> bool:
-    """Return whether a module is one of Lightning's."""
+    """Return whether a module belongs to Lightning."""
     return path is not None and path.partition(".")[0] in ROOTS
 
 
 def new_name(name: str) -> str:
-    """Return what Echelon calls a class or a function of Lightning's."""
+    """Return Echelon's name of a Lightning class or function."""
     return RENAMED.get(name, name)
 
 
 def rewrite_import(node: ast.Import) -> Rewritten:
-    """Return ``import echelon`` in place of ``import lightning``; what else the line imports stays."""
+    """Return ``import echelon`` in place of ``import lightning``; the line's other imports stay."""
     texts, bound, has_root = [], {}, False
     for alias in node.names:
         if not is_lightning(alias.name):
@@ -68,7 +68,7 @@ def rewrite_import(node: ast.Import) -> Rewritten:
 
 
 def rewrite_from(node: ast.ImportFrom, indent: str) -> Rewritten:
-    """Return the imports in place of ``from lightning... import ...``: from Echelon, and from `ELSEWHERE`."""
+    """Return the imports that replace ``from lightning... import ...``: from Echelon, and from `ELSEWHERE`."""
     module = node.module or ""
     groups: dict[str, list[str]] = {}
     bound, unknown = {}, []

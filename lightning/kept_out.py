@@ -1,4 +1,4 @@
-"""Objects that a checkpoint cannot hold: left out of it with a warning, and made again when it is loaded."""
+"""Objects that a checkpoint cannot hold: left out with a warning, and created again when it is loaded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..strategies.errors import CheckpointError
 from ..trainer.checkpoint.encoding import encode
 
 KEPT_OUT: Final = "kept_out"
-"""Under which a checkpoint lists the places of what was left out, each with the names that lead to it."""
+"""The key under which a checkpoint lists the objects left out, each as the path of names that leads to it."""
 
 _OURS: Final = frozenset(
     {"state_dict", "optimizer_states", "lr_schedulers", "precision", "loop", "data", "metrics", "rng", KEPT_OUT}
 )
-"""The parts that hold nothing of a library's; those of the strategy are sharded, and encoded by it."""
+"""The entries that cannot hold a library's objects; those of the strategy are sharded, and encoded by it."""
 
 
 def keep_out(checkpoint: dict[str, Any]) -> None:
-    """Remove from a checkpoint's state what it cannot hold, and warn of it: it is never pickled.
+    """Remove from a checkpoint's state the objects that it cannot hold, with a warning: nothing is pickled.
 
-    Of a dict only the items are removed that hold such an object; a list that holds one is removed whole, since half a
-    list would be another list.
+    From a dict, only the items with such an object are removed; a list with one is removed as a whole, since half a
+    list would be a different list.
     """
     places: list[list[Any]] = []
     for name in [name for name in checkpoint if name not in _OURS]:
@@ -39,11 +39,11 @@ def keep_out(checkpoint: dict[str, Any]) -> None:
 
 
 def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> None:
-    """Put in what was kept out, as far as a module saves it now.
+    """Put back what was left out, as far as the module saves it now.
 
     Args:
-        checkpoint: what was loaded.
-        save: the ``on_save_checkpoint`` of the module that is being loaded.
+        checkpoint: the loaded checkpoint.
+        save: the ``on_save_checkpoint`` of the module being loaded.
     """
     places = checkpoint.get(KEPT_OUT)
     if not places:
@@ -70,7 +70,7 @@ def _prune(holder: MutableMapping[Any, Any], name: Any, place: list[Any], places
         del holder[name]
         places.append(place)
         return
-    plain = dict(value)  # also of a subclass, which the checkpoint would refuse; the module's own stays as it is
+    plain = dict(value)  # also for a subclass, which the checkpoint would refuse; the module's own dict is not changed
     for key in list(plain):
         _prune(plain, key, [*place, key], places)
     holder[name] = plain
@@ -85,7 +85,7 @@ def _is_storable(value: Any) -> bool:
 
 
 def _copy(place: list[Any], source: Any, target: Any) -> None:
-    """Put the value at a place in `source` there in `target`, where something leads there in both."""
+    """Copy the value at a place in `source` to that place in `target`, if the place exists in both."""
     *parents, last = place
     for name in parents:
         if not isinstance(source, dict) or name not in source or not isinstance(target, dict):

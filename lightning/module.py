@@ -1,4 +1,4 @@
-"""LightningModule and LightningDataModule: the bases of modules that were written for Lightning."""
+"""LightningModule and LightningDataModule: the bases of modules written for Lightning."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .kept_out import give_back, keep_out
 
 
 class LightningModule(TrainModule):
-    """A `TrainModule` that may put objects into a checkpoint: those that it cannot hold are kept out, with a warning.
+    """A `TrainModule` that may add objects to a checkpoint: those that it cannot hold are left out, with a warning.
 
-    Lightning pickles them. Here `on_load_checkpoint` gets what the module, built anew from its hyper-parameters, would
-    save in their places.
+    Lightning pickles them. Here `on_load_checkpoint` gets what the module, built again from its hyper-parameters, would
+    save in their place.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, around in (("on_save_checkpoint", _saving), ("on_load_checkpoint", _loading)):
             hook = getattr(cls, name)
-            if not hasattr(hook, "__wrapped__"):  # a mixin's as well, which is no LightningModule
+            if not hasattr(hook, "__wrapped__"):  # also a mixin's, which is not a LightningModule
                 setattr(cls, name, around(hook))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint, or change what is in it; what it cannot hold is kept out afterwards."""
+        """Add to a checkpoint, or change what is in it; objects that it cannot hold are left out afterwards."""
         keep_out(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Names of Lightning's: the module of ours that has each, and for those without a counterpart what to use."""
+"""Lightning's names: the module of ours that has each, and for those without a counterpart, what to use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..strategies.errors import ConfigError, did_you_mean
 
 VERSION: Final = "2.6.6+echelon"
-"""The version of Lightning whose names these are, as libraries ask for it."""
+"""The version of Lightning whose names these are, for libraries that ask for it."""
 
 _SHELVES: Final = (
     "callbacks",
@@ -25,7 +25,7 @@ _SHELVES: Final = (
     "lightning.parts",
     "lightning.checkpoint_files",
 )
-"""Modules of ours whose public names are Lightning's as well."""
+"""Modules of ours whose public names are also Lightning's."""
 
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "LightningModule": "lightning.module:LightningModule",
@@ -45,13 +45,13 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "_AcceleratorConnector": "lightning.parts:AcceleratorChoice",
     "pl_load": "lightning.checkpoint_files:load_checkpoint",
 }
-"""Those that stand elsewhere, or have another name there."""
+"""Names that are elsewhere, or have a different name there."""
 
 _IN_ONE_MODULE: Final[Mapping[tuple[str, str], str]] = {
     ("utilities.model_summary", "ModelSummary"): "callbacks:Summary",
     ("utilities.model_summary.model_summary", "ModelSummary"): "callbacks:Summary",
 }
-"""Those that mean something else in one of Lightning's modules."""
+"""Names that mean something else in one of Lightning's modules."""
 
 _OTHER_MEANING: Final = frozenset({"ParallelStrategy", "Precision"})
 """Names of ours that mean something else in Lightning."""
@@ -62,7 +62,7 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
     "LightningDeprecationWarning": "builtins:DeprecationWarning",
     "Tqdm": "tqdm.auto:tqdm",
 }
-"""Those for which a class of Python's or of tqdm's does the same."""
+"""Names for which a class of Python or tqdm does the same."""
 
 ANNOTATIONS: Final[Mapping[str, Any]] = {
     **dict.fromkeys(
@@ -75,7 +75,7 @@ ANNOTATIONS: Final[Mapping[str, Any]] = {
     ),
     "LRSchedulerTypeTuple": (LRScheduler, ReduceLROnPlateau),
 }
-"""Names that only annotations use."""
+"""Names that are used only in annotations."""
 
 WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "LightningCLI": "`echelon fit config.yaml`",
@@ -135,7 +135,7 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
 
 
 RENAMED: Final[Mapping[str, str]] = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule"}
-"""Classes that Echelon calls otherwise."""
+"""Classes with a different name in Echelon."""
 
 PUBLIC_AT_ROOT: Final = frozenset(
     {
@@ -148,18 +148,18 @@ PUBLIC_AT_ROOT: Final = frozenset(
         *("ThroughputMonitor", "Timer", "Trainer", "WeightAveraging", "rank_zero_only", "seed_everything"),
     }
 )
-"""Lightning's names that ``import echelon`` has, under this name or that of `RENAMED`."""
+"""Lightning's names that ``import echelon`` has, under this name or that in `RENAMED`."""
 
 
 def find(name: str, module: str = "") -> Any:
-    """Return what stands for a name of Lightning's.
+    """Return the object that replaces a Lightning name.
 
     Args:
         name: the name.
-        module: the module below ``lightning.pytorch`` that it is taken from, for the few that mean two things.
+        module: the module below ``lightning.pytorch`` that it is imported from, for the few names with two meanings.
 
     Raises:
-        AttributeError: for a name that nothing is known of.
+        AttributeError: for an unknown name.
     """
     place = _IN_ONE_MODULE.get((module, name)) or _ELSEWHERE.get(name)
     if place is not None:
@@ -180,23 +180,23 @@ def find(name: str, module: str = "") -> Any:
 
 @cache
 def known() -> frozenset[str]:
-    """Return every name that stands for one of Lightning's or is refused by name."""
+    """Return every Lightning name that is replaced or refused by name."""
     shelves = (name for shelf in _SHELVES for name in _public(shelf))
     return frozenset({*_ELSEWHERE, *shelves, *_OF_OTHERS, *ANNOTATIONS, *WITHOUT_COUNTERPART})
 
 
 def is_known(name: str) -> bool:
-    """Return whether a name stands for something, or is refused by name."""
+    """Return whether a name is replaced, or is refused by name."""
     return name in known()
 
 
 def has_counterpart(name: str) -> bool:
-    """Return whether a name stands for something that works."""
+    """Return whether a name has a replacement that works."""
     return name in known() and name not in WITHOUT_COUNTERPART
 
 
 def refusal(name: str) -> type:
-    """Return a class of this name that libraries may import and derive from, and that raises when it is called."""
+    """Return a class of this name that libraries may import and subclass, and that raises when it is called."""
     use = WITHOUT_COUNTERPART[name]
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:
@@ -214,7 +214,7 @@ def _public(shelf: str) -> Mapping[str, Any]:
         for name, value in found.items()
         if not name.startswith("_")
         and name not in _OTHER_MEANING
-        # what a module has imported for itself is none of its names
+        # names that a module has imported are not its own
         and getattr(value, "__module__", module.__name__).startswith(module.__name__)
         and not isinstance(value, ModuleType)
     }

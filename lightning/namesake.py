@@ -1,4 +1,4 @@
-"""Import of Lightning itself where Python finds this folder by that name: in the root of a checkout."""
+"""Import of Lightning itself when Python finds this folder under that name, as in the root of a checkout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NAMESAKE: Final = "lightning"
 
 
 def import_namesake() -> None:
-    """Put Lightning into the place of this folder's module, while that is being imported as ``lightning``.
+    """Replace this folder's module with Lightning, while it is being imported as ``lightning``.
 
     Raises:
-        ModuleNotFoundError: if Lightning is not installed, as without this folder.
+        ModuleNotFoundError: if Lightning is not installed, as would happen without this folder.
     """
-    del sys.modules[__name__]  # no module of Lightning's
+    del sys.modules[__name__]  # not a Lightning module
     here = Path(__file__).resolve().parents[1]
     others = [entry for entry in sys.path if Path(entry).resolve() != here]
     specs = (finder.find_spec(NAMESAKE, others) for finder in sys.meta_path)

@@ -1,4 +1,4 @@
-"""Classes and functions of Lightning's that libraries derive from or call, made of Echelon's and torch's."""
+"""Lightning's classes and functions that libraries subclass or call, made from Echelon's and torch's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 
 _log = logging.getLogger("echelon.lightning")
 
-# --- the state of a trainer, whose own words these are ---
+# --- the state of a trainer, in Lightning's words ---
 
 
 class TrainerFn(StrEnum):
@@ -66,7 +66,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """What runs in them."""
+    """The stages of these methods."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -76,7 +76,7 @@ class RunningStage(StrEnum):
 
 
 class TrainerStatus(StrEnum):
-    """How far a trainer is."""
+    """The status of a trainer."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -88,7 +88,7 @@ class TrainerStatus(StrEnum):
 
 
 class ProgressBar(Callback, ABC):
-    """Base of progress bars; a trainer with one of these shows no other."""
+    """Base of progress bars; a trainer with one of these shows no other bar."""
 
     def __init__(self) -> None:
         self._trainer: Run | None = None
@@ -99,7 +99,7 @@ class ProgressBar(Callback, ABC):
         """The trainer of the current run.
 
         Raises:
-            TypeError: before the first one, as Lightning.
+            TypeError: before the first run, as in Lightning.
         """
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__}.trainer is None before a run; read it in hooks.")
@@ -121,42 +121,42 @@ class ProgressBar(Callback, ABC):
         print(*values, **options)  # noqa: T201 - what it is for
 
     def get_metrics(self, trainer: Run, module: Any) -> dict[str, Any]:
-        """Return the numbers behind the bar: what was logged with ``prog_bar=True``, and the logger's version."""
+        """Return the numbers behind the bar: those logged with ``prog_bar=True``, and the logger's version."""
         version = trainer.loggers[0].version if trainer.loggers else None
         own = {} if version is None else {"v_num": version[-4:] if isinstance(version, str) else version}
         return {**own, **trainer.progress_bar_metrics}
 
     @property
     def total_train_batches(self) -> int | float:
-        """Batches of an epoch."""
+        """Batches per epoch."""
         count: int | float = self.trainer.num_training_batches
         return count
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of a validation."""
+        """Batches per validation."""
         counts: Sequence[int | float] = self.trainer.num_val_batches
         return sum(counts)
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the validation loader that runs, or of the sanity check."""
+        """Batches of the current validation loader, or of the sanity check."""
         trainer = self.trainer
         counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         return counts[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the test loader that runs."""
+        """Batches of the current test loader."""
         return self.trainer.num_test_batches[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the loader to predict that runs."""
+        """Batches of the current prediction loader."""
         return self.trainer.num_predict_batches[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return whether another loader runs than when this was called before."""
+        """Return whether the loader has changed since the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
@@ -165,19 +165,19 @@ ProgressBar.register(ProgressDisplay)  # type: ignore[type-abstract]
 
 
 class CheckpointIO:
-    """Base of checkpoint plugins, which a trainer leaves out: Echelon reads and writes its checkpoints itself."""
+    """Base of checkpoint plugins, which a trainer ignores: Echelon reads and writes its checkpoints itself."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Lightning's plugin for pickled files; it has nothing to do here."""
+    """Lightning's plugin for pickled files, which does nothing here."""
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the state of a checkpoint of Echelon, under Lightning's names."""
+        """Return the state of an Echelon checkpoint, under Lightning's names."""
         return load_checkpoint(path)
 
 
 class Accelerator:
-    """Base of accelerators, which a trainer takes by name only: ``cpu``, ``cuda`` and ``mps``."""
+    """Base of accelerators, which a trainer accepts only by name: ``cpu``, ``cuda`` and ``mps``."""
 
     @staticmethod
     def is_available() -> bool:
@@ -202,7 +202,7 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return the number of them."""
+        """Return the number of CUDA devices."""
         return torch.cuda.device_count()
 
 
@@ -215,10 +215,10 @@ class MPSAccelerator(Accelerator):
 
 
 class Registry(dict[str, Any]):
-    """Names that a library registers; a trainer knows its own only, and refuses the others by name."""
+    """Names that a library registers; a trainer knows only its own names, and refuses the others."""
 
     def register(self, name: str, kind: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Keep a name; without a class, decorate one."""
+        """Register a name; without a class, return a decorator."""
         if kind is None:
             return lambda decorated: self.register(name, decorated)
         self[name] = kind
@@ -230,7 +230,7 @@ StrategyRegistry: Final = Registry()
 
 
 class AcceleratorChoice:
-    """The accelerator and the devices that ``"auto"`` stands for: what libraries read of Lightning's connector."""
+    """The accelerator and the devices that ``"auto"`` chooses, which libraries read from Lightning's connector."""
 
     def __init__(self, accelerator: str = "auto", devices: Any = "auto", **_: Any) -> None:
         found = next(
@@ -247,7 +247,7 @@ class AcceleratorChoice:
 
 
 def rank_zero_experiment(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a logger's ``experiment``: other ranks than 0 get one that takes every call and does nothing."""
+    """Decorate a logger's ``experiment``: ranks other than 0 get one that accepts every call and does nothing."""
     return rank_zero_only(default=DummyExperiment())(function)
 
 
@@ -271,7 +271,7 @@ def rank_zero_warn(message: Any, stacklevel: int = 4, category: type[Warning] = 
 
 @rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5, **_: Any) -> None:
-    """Warn on rank 0 of what is deprecated."""
+    """Warn on rank 0 of a deprecation."""
     warnings.warn(str(message), DeprecationWarning, stacklevel=stacklevel)
 
 
@@ -285,7 +285,7 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in a frame, without ``self``; ``**kwargs`` taken apart."""
+    """Return the arguments of the ``__init__`` running in a frame, without ``self``, with ``**kwargs`` unpacked."""
     values = inspect.getargvalues(frame)
     if frame.f_code.co_name != "__init__":
         return {}
@@ -301,7 +301,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 
 
 def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:
-    """Return the norm of each parameter's gradient and of all together, under Lightning's names."""
+    """Return the norm of each parameter's gradient, and of all together, under Lightning's names."""
     grads = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     if not grads:
         return {}

@@ -1,7 +1,7 @@
-"""Port of a Lightning program: its imports and names rewritten, and a note on each line that behaves otherwise.
+"""Port of a Lightning program: its imports and names rewritten, and a note on each line that behaves differently.
 
-The program is read as a syntax tree, and only the places of the names are exchanged in its text: comments and layout
-stay as they are.
+The program is parsed into a syntax tree, and only the names are replaced in its text: comments and layout stay as they
+are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATTERNS_OF_METHODS: Final = [(one, pattern) for one in DEPARTURES for pattern 
 
 @dataclass(frozen=True, order=True)
 class Note:
-    """What a user must know of a line."""
+    """What a user must know about a line."""
 
     line: int
     kind: Kind
@@ -35,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Ported:
-    """A program after the port."""
+    """A ported program."""
 
     source: str
     notes: tuple[Note, ...]
@@ -43,14 +43,14 @@ class Ported:
 
 
 def port(source: str, name: str = "the program") -> Ported:
-    """Return a Lightning program with Echelon's imports and names, and notes on what departs.
+    """Return a Lightning program with Echelon's imports and names, and notes on the differences.
 
     Args:
         source: the text of a Python file.
-        name: what errors call it.
+        name: the name of the program in errors.
 
     Raises:
-        ConfigError: if it is no Python, or does not import Lightning.
+        ConfigError: if it is not valid Python, or does not import Lightning.
     """
     try:
         tree = ast.parse(source)
@@ -90,7 +90,7 @@ class _Porter(ast.NodeVisitor):
     # --- imports ---
 
     def visit_imports(self, tree: ast.AST) -> None:
-        """Exchange the imports, and remember what they bind."""
+        """Replace the imports, and remember what they bind."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import) and any(is_lightning(alias.name) for alias in node.names):
                 self.has_lightning = True
@@ -117,7 +117,7 @@ class _Porter(ast.NodeVisitor):
                 self._note_name(node, one.name)
 
     def _exchange_in_place(self, node: ast.ImportFrom, source: str) -> None:
-        """Exchange the module and the names only, so that parentheses and comments stay."""
+        """Replace only the module and the names, so that parentheses and comments stay."""
         assert node.module is not None
         start = self._bytes.index(node.module.encode(), self._range(node)[0])
         self.edits[start, start + len(node.module.encode())] = source
@@ -133,7 +133,7 @@ class _Porter(ast.NodeVisitor):
     # --- names ---
 
     def visit_Name(self, node: ast.Name) -> None:
-        """Exchange a name that an import has bound to a class with another name."""
+        """Replace a name that an import has bound to a class with a new name."""
         one = self.bound.get(node.id)
         if one is not None and not one.is_module and node.id == one.name and has_counterpart(one.name):
             self._replace_name(node, one.name)
@@ -145,7 +145,7 @@ class _Porter(ast.NodeVisitor):
             self._edit(node, new_name(name))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Exchange ``pl.callbacks.EarlyStopping`` for ``pl.EarlyStopping``, and note attributes that depart."""
+        """Replace ``pl.callbacks.EarlyStopping`` with ``pl.EarlyStopping``, and note attributes that differ."""
         for departure in DEPARTURES:
             if node.attr in departure.attributes:
                 self._note_departure(node, departure, node.attr)
@@ -181,13 +181,13 @@ class _Porter(ast.NodeVisitor):
     # --- calls, methods, texts ---
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Note methods and constructors that depart, and exchange arguments with another name."""
+        """Note methods and constructors that differ, and replace renamed arguments."""
         kind, name = self._called(node)
         keywords = {keyword.arg: keyword for keyword in node.keywords if keyword.arg}
         for departure in DEPARTURES:
             for pattern in departure.classes if kind == "class" else departure.calls:
                 called, _, argument = pattern.partition("(")
-                is_asked = departure.is_missing and name != "Trainer"  # even None would be an argument too many
+                is_asked = departure.is_missing and name != "Trainer"  # even None would be an unknown argument
                 if called == name and (not argument or _is_given(argument[:-1], keywords, is_asked=is_asked)):
                     self._note_departure(node, departure, pattern)
         if kind == "class":
@@ -222,7 +222,7 @@ class _Porter(ast.NodeVisitor):
             self._note(node, "departs", "Trainer(...): takes keyword arguments only")
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        """Note methods that depart, and hooks of Lightning 1."""
+        """Note methods that differ, and hooks of Lightning 1."""
         arguments = [argument.arg for argument in node.args.args]
         if arguments[:1] == ["self"]:
             for departure, pattern in _PATTERNS_OF_METHODS:
@@ -235,7 +235,7 @@ class _Porter(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """Note texts that depart."""
+        """Note strings that differ."""
         for departure in DEPARTURES if isinstance(node.value, str) else ():
             for text in departure.texts:
                 if text in str(node.value):
@@ -257,7 +257,7 @@ class _Porter(ast.NodeVisitor):
         return self._starts[line - 1] + column
 
     def edited(self) -> str:
-        """Return the program with all exchanges made."""
+        """Return the program with all replacements made."""
         if self._needs_elsewhere and self._first_import is not None:
             place = self._range(self._first_import)
             self.edits[place] = f"import {ELSEWHERE}\n{' ' * self._first_import.col_offset}{self.edits[place]}"

@@ -1,4 +1,4 @@
-"""Modules with Lightning's paths, whose names are Echelon's; `stand_in` lets imports of Lightning find them."""
+"""Modules with Lightning's paths and Echelon's names; `stand_in` lets imports of Lightning find them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..strategies.launch.worker import IMPORTED_FIRST
 from .names import VERSION, find
 
 ROOTS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
-"""The packages of Lightning's."""
+"""Lightning's packages."""
 
 _BELOW_PYTORCH: Final = (
     *("accelerators", "accelerators.accelerator", "accelerators.cpu", "accelerators.cuda", "accelerators.mps"),
@@ -59,17 +59,17 @@ MODULES: Final = frozenset(
         *(f"{root}.{name}" for root in ("lightning.fabric", "lightning_fabric") for name in _BELOW_FABRIC),
     }
 )
-"""The modules of Lightning that there are."""
+"""The Lightning modules that have a stand-in."""
 
 
 def stand_in() -> None:
     """Let Echelon stand in for Lightning in this process: a library that imports Lightning gets Echelon's classes.
 
-    Call it before the library is imported. The processes that ``fit`` starts do so, too; under ``echelon launch`` and
-    torchrun each process runs the program, and so this call.
+    Call it before the library is imported. The processes that ``fit`` starts do the same; under ``echelon launch`` and
+    torchrun, each process runs the program, including this call.
 
     Raises:
-        RunError: if Lightning has been imported already.
+        RunError: if Lightning was already imported.
     """
     if _FINDER in sys.meta_path:
         return
@@ -83,13 +83,13 @@ def stand_in() -> None:
 
 
 class StandInFinder(MetaPathFinder, Loader):
-    """Finds the modules of Lightning among ours, before Python looks on the disk."""
+    """Finds Lightning's modules among ours, before Python looks on disk."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """Return where a module of Lightning's comes from; None for modules of others, which are none of its business.
+        """Return the spec of a Lightning module; None for any other module.
 
         Raises:
-            ModuleNotFoundError: for a module of Lightning's without a counterpart, by name.
+            ModuleNotFoundError: for a Lightning module without a counterpart, by name.
         """
         if fullname.partition(".")[0] not in ROOTS:
             return None
@@ -106,14 +106,14 @@ class StandInFinder(MetaPathFinder, Loader):
         return module_of(spec.name, spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names are looked up when they are asked for."""
+        """Do nothing: names are looked up on demand."""
 
 
 _FINDER: Final = StandInFinder()
 
 
 class LightningNames(ModuleType):
-    """A module of Lightning's whose names are found when they are asked for."""
+    """A Lightning module whose names are looked up on demand."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(name, f"Names of {path} over Echelon's.")
@@ -139,10 +139,10 @@ class LightningNames(ModuleType):
 
 
 def module_of(path: str, name: str) -> ModuleType:
-    """Return the module that stands for one of Lightning's.
+    """Return the module that stands in for one of Lightning's.
 
     Args:
-        path: Lightning's name of it.
+        path: Lightning's name of the module.
         name: its own name.
     """
     return LightningNames(path, name)

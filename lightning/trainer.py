@@ -1,4 +1,4 @@
-"""LightningTrainer: `Trainer` with the arguments that only Lightning's has."""
+"""LightningTrainer: `Trainer` with the arguments that only Lightning's Trainer has."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .parts import CheckpointIO, ProgressBar, TorchCheckpointIO
 
 
 class LightningTrainer(Trainer):
-    """A `Trainer` that libraries built on Lightning construct; further arguments are `Trainer`'s.
+    """The `Trainer` for libraries built on Lightning; further arguments are those of `Trainer`.
 
     Args:
-        plugins: checkpoint plugins are left out with a warning, since a checkpoint of Echelon is a folder without
-            pickles; others are refused.
+        plugins: checkpoint plugins are ignored with a warning, since an Echelon checkpoint is a folder without pickles;
+            others are refused.
         suggest_integrations: ignored; nothing is advertised.
 
     Raises:
-        ConfigError: for other plugins, and as `Trainer`.
+        ConfigError: for other plugins, and as in `Trainer`.
     """
 
     def __init__(self, *, plugins: Any = None, suggest_integrations: bool = True, **settings: Any) -> None:
         plugins = _as_list(plugins)
         _check_plugins(plugins)
         if any(_is_foreign_bar(callback) for callback in _as_list(settings.get("callbacks"))):
-            settings["enable_progress_bar"] = False  # one bar is enough: the callback's
+            settings["enable_progress_bar"] = False  # the callback's bar is enough
         super().__init__(**settings)
-        # nothing reads or writes with it: libraries only look at it
+        # not used to read or write: libraries only look at it
         self.strategy.checkpoint_io = plugins[0] if plugins else TorchCheckpointIO()  # type: ignore[attr-defined]
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar, if there is one; also one that derives from Lightning's `ProgressBar`."""
+        """The progress bar, if there is one, including one that derives from Lightning's `ProgressBar`."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
 
 def _is_foreign_bar(callback: object) -> bool:
-    """Return whether a callback is a progress bar that the trainer does not know as one."""
+    """Return whether a callback is a progress bar that the trainer does not recognize as one."""
     return isinstance(callback, ProgressBar) and not isinstance(callback, ProgressDisplay)
 
 
@@ -66,7 +66,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _signature() -> inspect.Signature:
-    """Return the arguments by name, as libraries ask for them."""
+    """Return the signature with named arguments, as libraries look for them."""
     own = inspect.signature(Trainer.__init__)
     only = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("plugins",)]
     return own.replace(parameters=[*own.parameters.values(), *only])
