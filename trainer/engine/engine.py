@@ -1,4 +1,4 @@
-"""Engine: strategy, precision and checkpoints for those who write the training loop themselves."""
+"""Engine: strategy, precision and checkpoints for training loops that users write themselves."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .saved_objects import OWN, check_names, put_back, state_of
 
 
 class Engine(EngineProcesses):
-    """A strategy, a precision and checkpoints as a tool for a loop of one's own; its methods have Fabric's names.
+    """A strategy, a precision and checkpoints for your own training loop; its methods have Fabric's names.
 
-    The optimizer steps are those of a `Trainer`, and of one process: gradients are the mean over the samples of the
-    global batch. All methods but `print` and `autocast` are collective where there are several processes: every rank
-    calls them, in the same order.
+    The optimizer steps equal those of a `Trainer`, and of one process: gradients are the mean over the samples of the
+    global batch. With several processes, all methods except `print` and `autocast` are collective: every rank calls
+    them, in the same order.
 
     Args:
         strategy: a strategy or its name. ``local_sgd``, ``elastic`` and ``dp`` need a Trainer.
         accelerator: ``auto``, ``cpu``, ``gpu``, ``cuda`` or ``mps``.
         devices: devices of a node: a count, indices, -1 for all, or ``auto``: as many as the strategy can use.
         num_nodes: the number of machines.
-        precision: as of the Trainer.
+        precision: as for the Trainer.
 
     Raises:
-        ConfigError: for what cannot be, before any process is started.
+        ConfigError: for invalid arguments, before any process is started.
     """
 
     def __init__(
@@ -59,31 +59,31 @@ class Engine(EngineProcesses):
             strategy=strategy, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision
         )
         self._strategies: dict[object, Strategy] = {}
-        """Of each module and optimizer that was set up."""
+        """The strategy of each module and optimizer that was set up."""
         self._is_parted = False
         self._origin = Origin(secrets.token_hex(16))
 
-    # --- what a loop is made of --------------------------------------------------------------------------------------
+    # --- the parts of a loop -----------------------------------------------------------------------------------------
 
     def init_module(self) -> AbstractContextManager[object]:
-        """Return the context in which to build a module, for a strategy that decides where its layers are built."""
+        """Return the context in which to build a module, for strategies that decide where its layers are built."""
         self._connect()
         return self.strategy.init_context()
 
     def setup(self, module: nn.Module, *optimizers: Optimizer, overlap: bool = True) -> Any:
-        """Move, wrap or shard a module; return it, and its optimizers after it if there are any.
+        """Move, wrap or shard a module; return it, followed by its optimizers if there are any.
 
-        It stays the same object, with the names that it had. Optimizers made before follow its parameters.
+        It stays the same object, with the same names. Optimizers that were built before are updated to its parameters.
 
         Args:
-            module: any ``nn.Module``, once each.
-            optimizers: all that update its parameters, and no others.
-            overlap: let gradients of replicas meet while a backward computes them, as DDP does. False: after each
-                backward; for a module with buffers that runs several times before a backward, or of which some
+            module: any ``nn.Module``; each can be set up once.
+            optimizers: all optimizers of its parameters, and no others.
+            overlap: synchronize gradients of replicas while a backward computes them, as DDP does. False: after each
+                backward; needed for a module with buffers that runs several times before a backward, or if some
                 parameters get no gradient.
 
         Raises:
-            ConfigError: for a module that was set up before, or an optimizer that the strategy cannot use.
+            ConfigError: for a module that was already set up, or an optimizer that the strategy cannot use.
             ModuleError: for optimizers of other parameters.
         """
         check_plain(module)
@@ -104,7 +104,7 @@ class Engine(EngineProcesses):
         return (module, *self._set_up(strategy, optimizers)) if optimizers else module
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up all optimizers of a module that was set up without; return them, or the one."""
+        """Set up all optimizers of a module that was set up without them; return one optimizer or all."""
         held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         strategy = next(
             (each for each in self._gradients.trained if not held.isdisjoint(each.module.parameters())), None
@@ -132,15 +132,16 @@ class Engine(EngineProcesses):
     def setup_dataloaders(
         self, *loaders: Any, accumulate_grad_batches: int = 1, global_batch_size: int | None = None
     ) -> Any:
-        """Return loaders whose batches are cut over the ranks and on the device, or the one.
+        """Return one loader or all, with batches that are divided among the ranks and on the device.
 
         Args:
-            loaders: DataLoaders, or any iterables of batches. Samplers that deal to ranks are not needed.
-            accumulate_grad_batches: the batches of an optimizer step, the last of which has `sync_gradients`.
-            global_batch_size: instead, its samples over all ranks; the loader's batch size is then the largest share.
+            loaders: DataLoaders, or any iterables of batches. Distributed samplers are not needed.
+            accumulate_grad_batches: the batches per optimizer step; `sync_gradients` is True for the last of them.
+            global_batch_size: instead, the samples per optimizer step over all ranks; the loader's batch size is then
+                the largest micro-batch.
 
         Raises:
-            DataError: for what is no loader.
+            DataError: for an object that is not a loader.
         """
         self._connect()
         for name, value in (
@@ -170,21 +171,21 @@ class Engine(EngineProcesses):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of the precision, for what is computed outside of a module: a loss, or noise."""
+        """Return the context of the precision, for computations outside of a module, such as a loss or noise."""
         return self._precision.forward_context(self.device)
 
     def backward(self, loss: Tensor | Loss, *args: Any, **kwargs: Any) -> None:
-        """Add the gradients of a loss: the mean over the batch that was read last, or a `Loss` with a count of its own.
+        """Accumulate the gradients of a loss: the mean over the batch read last, or a `Loss` with a count of its own.
 
-        It is weighed by the samples of the batch among those of the step; do not divide it by the accumulation. Without
-        a prepared loader all ranks weigh the same, and what is accumulated is added up as it is. The other arguments
-        are those of ``Tensor.backward``.
+        It is weighted by the batch's share of the samples of the step; do not divide it by the accumulation. Without a
+        prepared loader, all ranks have the same weight, and accumulated gradients are summed as they are. The other
+        arguments are those of ``Tensor.backward``.
 
         Raises:
-            ModuleError: for what is no loss.
+            ModuleError: for an object that is not a loss.
             RunError: if no module that was set up has computed anything.
         """
-        is_plain = type(loss) is Tensor and loss.requires_grad and loss.ndim == 0  # nearly always, and known at once
+        is_plain = type(loss) is Tensor and loss.requires_grad and loss.ndim == 0  # nearly always, and quick to check
         is_given = is_plain or args or kwargs.get("gradient") is not None
         given = loss if is_given else loss_of(loss, where="The loss function")
         if given is None:
@@ -199,14 +200,14 @@ class Engine(EngineProcesses):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch that was read last is the last of its step: then clip, step and zero the gradients."""
+        """Whether the batch read last is the last of its step: then clip, step and zero the gradients."""
         return self._gradients.syncs
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> Iterator[None]:
-        """Let gradients add up on each rank without meeting, in forward and backward of all but a step's last batch.
+        """Accumulate gradients without synchronizing them: use it around forward and backward of all but the last batch.
 
-        Prepared loaders with `accumulate_grad_batches` do so by themselves.
+        Prepared loaders with `accumulate_grad_batches` do this by themselves.
         """
         gradients = self._gradients
         strategies = gradients.trained if module is None else [self._strategy_of(module)]
@@ -220,7 +221,7 @@ class Engine(EngineProcesses):
     def clip_gradients(
         self, optimizer: Any, *, max_norm: float | None = None, clip_val: float | None = None
     ) -> Tensor | None:
-        """Clip the gradients of an optimizer by their norm, which is returned as it was, or each by its value."""
+        """Clip the gradients of an optimizer by their norm, and return the norm before, or clip each by value."""
         if (max_norm is None) == (clip_val is None):
             raise ConfigError(
                 f"clip_gradients must get one of max_norm and clip_val, got max_norm={max_norm} and "
@@ -237,20 +238,20 @@ class Engine(EngineProcesses):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Updates that were left out because scaled gradients overflowed (16-mixed)."""
+        """Updates that were skipped because scaled gradients overflowed (16-mixed)."""
         self._gradients.finish_update()
         return self._gradients.num_skipped
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of modules, optimizers, loaders, whatever has a ``state_dict``, and plain values, by name.
+        """Write a checkpoint of modules, optimizers, loaders, other objects with a ``state_dict``, and plain values.
 
-        It is a folder in the format of the Trainer, without pickle; the loss scale and random generators are added.
-        The weights of the part ``model`` are what `load_weights` reads. Call it between two optimizer steps.
+        It is a folder in the Trainer's format, without pickle; the loss scale and random generators are added.
+        `load_weights` reads the weights saved under ``model``. Call it between two optimizer steps.
 
         Raises:
-            CheckpointError: for a value that a checkpoint cannot hold, or if the disk refuses.
+            CheckpointError: for a value that a checkpoint cannot hold, or if it cannot be written.
             RunError: inside an optimizer step.
         """
         self._connect()
@@ -273,13 +274,13 @@ class Engine(EngineProcesses):
     def load(
         self, path: str | Path, state: MutableMapping[str, Any] | None = None, *, strict: bool = True
     ) -> dict[str, Any]:
-        """Put objects back to what was saved under their names, on any number of ranks, and return the rest.
+        """Restore objects from what was saved under their names, on any number of ranks, and return the rest.
 
-        Plain values are replaced in `state`. With the whole state the random generators and the loss scale go on as
-        well. Nothing in the checkpoint is executed.
+        Plain values are replaced in `state`. If the whole state is loaded, the random generators and the loss scale are
+        restored as well. Nothing in the checkpoint is executed.
 
         Raises:
-            CheckpointError: if it is absent, damaged, or does not fit.
+            CheckpointError: if it is missing, damaged, or does not fit.
         """
         self._connect()
         objects = {} if state is None else state
@@ -300,7 +301,7 @@ class Engine(EngineProcesses):
         return saved
 
     def _owner(self, value: object) -> Strategy | None:
-        """Return the strategy of a module or an optimizer that was set up; None for all else."""
+        """Return the strategy of a module or an optimizer that was set up; None for anything else."""
         is_hashable = isinstance(value, nn.Module | Optimizer)
         return self._strategies.get(self._plain(value)) if is_hashable else None
 
@@ -315,5 +316,5 @@ class Engine(EngineProcesses):
 
     @staticmethod
     def _plain(value: Any) -> Any:
-        """Return the optimizer inside the one that the user holds; anything else as it is."""
+        """Return the optimizer inside the one that the user holds; return anything else as it is."""
         return value.optimizer if type(value) is ManagedOptimizer else value

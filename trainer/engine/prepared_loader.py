@@ -1,4 +1,4 @@
-"""PreparedLoader: a loader of the user whose batches are cut over the ranks, on the device, and resumable."""
+"""PreparedLoader: a user's loader with batches that are divided among the ranks, on the device, and resumable."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SCHEMA = {"epoch": COUNT, "batches": COUNT, "data": [[dict]]}
 class PreparedLoader:
     """Iterates over this rank's batches; each ``iter()`` reads an epoch, in the order in which a Trainer reads it.
 
-    All ranks get the same number of batches: where one has none left, a batch that it has seen stands in, which weighs
-    nothing in `Engine.backward`, `Engine.reduce` and `Engine.gather_for_metrics`. Attributes are the loader's own.
+    All ranks get the same number of batches: if one has none left, an earlier batch stands in, with weight 0 in
+    `Engine.backward`, `Engine.reduce` and `Engine.gather_for_metrics`. Other attributes are the loader's own.
 
     Args:
         loader: a DataLoader or any iterable of batches, or a list, dict or `CombinedLoader` of them.
-        gradients: is told of each batch.
-        accumulate: the batches of an optimizer step.
-        global_batch_size: instead, its samples over all ranks.
-        seed: of the order, the same on all ranks.
+        gradients: the gradients of the loop, which are told of each batch.
+        accumulate: the batches per optimizer step.
+        global_batch_size: instead, the samples per optimizer step over all ranks.
+        seed: the seed of the order, the same on all ranks.
     """
 
     def __init__(
@@ -52,26 +52,26 @@ class PreparedLoader:
         self._move = make_move(strategy)
         self._batch = LoopBatch()
         self.epoch = 0
-        """The epoch that is read, or the next one between two."""
+        """The current epoch; between epochs, the next one."""
         self.batches_done = 0
-        """Batches of it that the loop was given."""
+        """Batches of the epoch that the loop has received."""
         self._was_left = False
         self._spare: Any = None
         self._has_spare = False
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of an optimizer step over all ranks; None where the data does not tell."""
+        """Samples per optimizer step over all ranks; None if the data does not tell."""
         return self._data.global_batch_size
 
     @property
     def num_steps(self) -> int | float:
-        """Optimizer steps of an epoch; infinity where only reading tells."""
+        """Optimizer steps per epoch; infinity if only reading tells."""
         return self._data.num_steps
 
     @property
     def batch_size(self) -> int:
-        """Samples of the batch that was read last; 0 if it stands in for none."""
+        """Samples in the batch read last; 0 for a stand-in."""
         return self._gradients.size
 
     def __len__(self) -> int:
@@ -80,12 +80,12 @@ class PreparedLoader:
         return int(self._data.num_batches)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not set yet while it is copied
+        if name == "_loader":  # not set yet during a copy
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._was_left:  # as a DataLoader begins again after a loop was left
+        if self._was_left:  # like a DataLoader, restart after a loop was left
             self._next_epoch()
         self._data.begin_epoch(self.epoch)
         self._was_left = True
@@ -102,7 +102,7 @@ class PreparedLoader:
         self.epoch, self.batches_done, self._was_left = self.epoch + 1, 0, False
 
     def _only(self, window: Window) -> Any:
-        """Return the batch that is a whole step of this rank alone."""
+        """Return the batch of a step that has one batch and one rank."""
         micro_batch, batch = window[0], self._batch
         batch.window, batch.size, batch.weights, batch.syncs = window, micro_batch.size, None, True
         self._gradients.read(batch)
@@ -110,8 +110,8 @@ class PreparedLoader:
         return micro_batch.batch if self._move is None else self._move(micro_batch.batch)
 
     def _batches_of(self, window: Window) -> Iterator[Any]:
-        """Yield the batches of a step, those that stand in for missing ones first."""
-        if not window.total_size:  # of one data rank
+        """Yield the batches of a step, stand-ins for missing ones first."""
+        if not window.total_size:  # one data rank
             window.total_size = window.size
         if not self._has_spare:
             self._find_spare(window)
@@ -132,7 +132,7 @@ class PreparedLoader:
             yield batch if self._move is None else self._move(batch)
 
     def _find_spare(self, window: Window) -> None:
-        """Take a batch that can stand in for missing ones, another rank's where this one has none. Collective."""
+        """Choose a stand-in for missing batches, another rank's if this one has none. Collective."""
         self._has_spare = True
         if self._strategy.data_size == 1:
             return
@@ -145,15 +145,15 @@ class PreparedLoader:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, after the last step that was read. Collective: every rank calls it."""
+        """Return the position after the last step that was read. Collective: every rank calls it."""
         data = of_data_ranks(self._strategy, self._data.state_dict())
         return {"epoch": self.epoch, "batches": self.batches_done, "data": data}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a position, on any number of ranks.
+        """Continue from a position, on any number of ranks.
 
         Raises:
-            CheckpointError: if it is no state of a loader.
+            CheckpointError: if it is not the state of a loader.
         """
         check(state_dict, _SCHEMA, "The state of a loader")
         self.epoch, self._was_left = state_dict["epoch"], False

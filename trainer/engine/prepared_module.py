@@ -1,4 +1,4 @@
-"""PreparedModule: a module of the user whose calls go through the strategy that trains it."""
+"""PreparedModule: a user's module whose calls go through the strategy that trains it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 
 
 class PreparedModule(nn.Module):
-    """Goes before the class of a module that an `Engine` has set up, so that it stays the object that the user has.
+    """Becomes a base of the class of a module that an `Engine` has set up, so that it stays the user's object.
 
-    Names, attributes and methods are the module's, also inside it: a method that calls ``self(x)`` goes the same way.
-    (``fully_shard`` of torch changes the class of a module likewise.) A copy and a pickle are of the plain module.
+    Names, attributes and methods are the module's, also inside it: a method that calls ``self(x)`` goes through the
+    strategy, too. (torch's ``fully_shard`` also changes the class of a module.) Copies and pickles are of the plain
+    module.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, in the precision of the engine, so that a backward averages gradients."""
+        """Run the module's forward in the precision of the engine, so that a backward averages gradients."""
         return vars(self)[_CALLS](_CALL, args, kwargs)
 
     def run_plainly(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward, or a method that was marked, as the module itself does."""
+        """Run forward, or a marked method, as the plain module does."""
         if name == _CALL:
             return super().__call__(*args, **kwargs)
         return getattr(type(self), name)(self, *args, **kwargs)
 
-    run_synchronized = run_plainly  # under this name strategies let gradients meet in the backward that follows
+    run_synchronized = run_plainly  # under this name, strategies synchronize gradients in the following backward
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let a method of the module go through the strategy as its forward does.
+        """Make calls of a method of the module go through the strategy, as those of forward do.
 
-        For one that uses submodules or parameters without calling the module itself.
+        Use it for methods that use submodules or parameters without calling the module itself.
 
         Raises:
             ModuleError: if the module's class has no such method.
@@ -65,8 +66,8 @@ class ModuleCalls:
     """Calls of a prepared module: through the strategy, in its precision.
 
     Args:
-        strategy: has set the module up.
-        note: is called before a forward that a backward may follow.
+        strategy: the strategy that set the module up.
+        note: called before a forward that may be followed by a backward.
     """
 
     def __init__(self, strategy: Strategy, note: Callable[[], None]) -> None:
@@ -76,7 +77,7 @@ class ModuleCalls:
         self._note = note
         self._is_inside = False
         self.marked: set[str] = set()
-        """The methods that go this way, too."""
+        """The methods that also go through the strategy."""
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._is_inside:  # a method of the module calls it
@@ -94,12 +95,12 @@ class ModuleCalls:
         finally:
             self._is_inside = False
         if precision.autocast_dtype is not None and not torch.is_autocast_enabled(self._device_type):
-            output = map_tensors(_as_float32, output)  # the loss is computed outside of autocast, from all its digits
+            output = map_tensors(_as_float32, output)  # the loss is computed outside of autocast, in full precision
         return output
 
 
 def _new(plain: type[nn.Module]) -> nn.Module:
-    """Return a module without its content, which a copy or a pickle fills in."""
+    """Return an empty module, which a copy or a pickle fills in."""
     return plain.__new__(plain)
 
 
@@ -107,7 +108,7 @@ def check_plain(module: Any) -> None:
     """Check that a module can be set up.
 
     Raises:
-        ConfigError: if it is none, is compiled as a whole, or was set up before.
+        ConfigError: if it is not a module, is compiled as a whole, or was already set up.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -127,7 +128,7 @@ def check_plain(module: Any) -> None:
 
 
 def prepare(strategy: Strategy, note: Callable[[], None]) -> None:
-    """Let the calls of a module go through the strategy that has set it up, and call `note` as `ModuleCalls` does."""
+    """Make the calls of a module go through the strategy that set it up, and call `note` as `ModuleCalls` does."""
     module = strategy.module
     plain = type(module)
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}

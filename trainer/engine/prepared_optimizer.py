@@ -1,4 +1,4 @@
-"""Optimizers of an engine: their parameters as the strategy left them, and what ``step`` does."""
+"""Optimizers of an engine: their parameters as the strategy has left them, and their ``step``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .step_gradients import StepGradients
 
 
 class OptimizerSteps:
-    """What ``step`` means of an optimizer that an engine has set up.
+    """The ``step`` of an optimizer that an engine has set up.
 
     Args:
-        optimizer: the user's.
-        strategy: of its module.
-        gradients: of the step that the loop is at.
+        optimizer: the user's optimizer.
+        strategy: the strategy of its module.
+        gradients: the gradients of the loop's current step.
         reduce: returns the mean of a loss over the ranks.
     """
 
@@ -38,7 +38,7 @@ class OptimizerSteps:
         self._casts = strategy.precision.autocast_dtype is not None
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters; with a closure, which computes loss and gradients, call that first."""
+        """Update the parameters; a closure, which computes loss and gradients, is called first."""
         optimizer, gradients = self._optimizer, self._gradients
         if self._evaluates:
             self._update(self._evaluating(closure))
@@ -50,14 +50,14 @@ class OptimizerSteps:
             self._update()
         gradients.note_step(optimizer)
         if self._casts:
-            torch.clear_autocast_cache()  # it holds the weights in half precision as they were before
+            torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
 
     def _step_by_strategy(self, closure: Callable[[], Any] | None = None) -> None:
         self._strategy.unscale(self._optimizer)
         self._strategy.step(self._optimizer, closure)
 
     def _evaluating(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
-        """Return a closure that gives every rank the loss of all: they have to search in the same direction."""
+        """Return a closure that gives every rank the mean loss of all: they must search in the same direction."""
         if closure is None:
             raise ConfigError(
                 f"{type(self._optimizer).__name__}.step must get a closure, as it evaluates the loss several times, "
@@ -78,8 +78,8 @@ def check_optimizers(optimizers: Sequence[object], module: nn.Module, precision:
     """Check that optimizers can be set up with a module.
 
     Raises:
-        ConfigError: for something else, one that was set up, and one that cannot take scaled gradients.
-        ModuleError: for one with other parameters.
+        ConfigError: for other objects, and optimizers that were already set up or do not support scaled gradients.
+        ModuleError: for an optimizer of other parameters.
     """
     own = set(module.parameters())
     for optimizer in optimizers:
@@ -89,7 +89,7 @@ def check_optimizers(optimizers: Sequence[object], module: nn.Module, precision:
                 f"setup(module, *optimizers) must get torch optimizers after the module, got {optimizer!r:.80}, a "
                 f"{name}; call setup once for each module, with its optimizers. Schedulers stay as they are."
             )
-        kind: type = type(optimizer)  # as it is; isinstance asks its optimizer
+        kind: type = type(optimizer)  # the real type; isinstance would see the wrapped optimizer's
         if kind is ManagedOptimizer:
             raise ConfigError(f"{optimizer!r:.40} was set up before; call setup once for each optimizer.")
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -108,12 +108,12 @@ def check_optimizers(optimizers: Sequence[object], module: nn.Module, precision:
 
 
 def adopt(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], module: nn.Module) -> None:
-    """Let optimizers hold the parameters of a module as a strategy has left them, where it made others of them.
+    """Make optimizers hold a module's current parameters, if a strategy has replaced those that they were built with.
 
     Args:
-        optimizers: built before.
-        names: the parameters as they were then.
-        module: has others of the same names.
+        optimizers: the optimizers, built before the module was set up.
+        names: the names of the original parameters.
+        module: the module, with new parameters under the same names.
 
     Raises:
         ConfigError: for an optimizer that keeps state of parameters that are gone.

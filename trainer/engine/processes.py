@@ -1,4 +1,4 @@
-"""EngineProcesses: the processes of an engine, their ranks, and what they tell each other."""
+"""EngineProcesses: the processes of an engine, their ranks, and their communication."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ class EngineProcesses:
     def launch(self, function: Callable[..., T] | None = None, /, *args: Any, **kwargs: Any) -> T | None:
         """Start the processes, run ``function(engine, *args, **kwargs)`` in each, and return rank 0's result.
 
-        Under a launcher, such as torchrun, and with one process it runs here; then `function` may be left out, and
-        the loop follows the call. What the function changes in objects of the caller stays in the processes: return it.
+        Under a launcher such as torchrun, and with one process, it runs in this process; then `function` may be left
+        out, and the loop follows the call. Changes that the function makes to the caller's objects stay in the
+        processes: return what you need.
 
         Raises:
-            ConfigError: without a function where processes have to be started.
+            ConfigError: without a function if processes have to be started.
         """
         if self._is_connected and self.strategy.starts_processes:
             raise RunError(
@@ -77,14 +78,14 @@ class EngineProcesses:
             return function(self, *args, **kwargs)
         except BaseException as error:
             self.strategy.annotate(error)
-            # of processes that were launched the caller finds the culprit
+            # in launched processes, the caller finds the culprit
             culprit = None if self._is_rank else self.strategy.blame_peer(error)
             if culprit is not None:
                 raise culprit from error
             raise
 
     def _connect(self) -> None:
-        """Join the other processes, once."""
+        """Connect to the other processes, once."""
         if self._is_connected:
             return
         if self.strategy.starts_processes and not self._is_rank:
@@ -97,7 +98,7 @@ class EngineProcesses:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self.strategy.device
 
     @property
@@ -126,7 +127,7 @@ class EngineProcesses:
         return self.strategy.is_global_zero
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 alone."""
+        """Print on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)  # noqa: T201 - what the user asks for
 
@@ -136,16 +137,16 @@ class EngineProcesses:
         self.strategy.barrier()
 
     def seed_everything(self, seed: int | None = None) -> int:
-        """Seed all generators of this process, before `setup`, from which on each rank draws numbers of its own."""
+        """Seed all generators of this process; call it before `setup`, after which each rank draws its own numbers."""
         return seed_all(seed, verbose=False)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
     def reduce(self, data: Any, reduction: str = "mean") -> Any:
-        """Return numbers and tensors as they are over all ranks, without gradient.
+        """Return numbers and tensors reduced over all ranks, without gradient.
 
-        ``mean`` weighs each rank by the samples of the batch that it has read last, and a `Loss` by its count; ``sum``
-        adds up. A batch that stands in for none counts nothing.
+        ``mean`` weighs each rank by the samples of the batch it read last, and a `Loss` by its count; ``sum`` adds. A
+        stand-in batch does not count.
         """
         self._connect()
         if reduction not in ("mean", "sum"):
@@ -154,7 +155,7 @@ class EngineProcesses:
         return function(data, self._gradients.size, self.strategy.data_collectives)
 
     def gather_for_metrics(self, data: Any) -> Any:
-        """Return tensors with a row for each sample of the batch as those of all ranks, in order, each sample once."""
+        """Return tensors with one row per sample of the batch, gathered from all ranks in order, each sample once."""
         self._connect()
         return concatenated(data, self._gradients.size, self.strategy)
 

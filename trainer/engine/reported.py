@@ -1,4 +1,4 @@
-"""Values of all ranks that a loop reports: weighed by samples, added up, or put together."""
+"""Values of all ranks that a loop reports: weighted by samples, summed, or concatenated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..module.loss import Loss, nonzero
 
 
 def mean_by_samples(data: Any, size: int, collectives: Collectives) -> Any:
-    """Return the mean over ranks, weighed by the samples of each, and of a `Loss` by its count. Collective."""
+    """Return the mean over ranks, weighted by their samples, or for a `Loss` by its count. Collective."""
     if isinstance(data, Loss):
         own = [data.total.detach() * (size > 0), data.count * (size > 0)]
         total, count = collectives.all_reduce(own)
@@ -28,7 +28,7 @@ def mean_by_samples(data: Any, size: int, collectives: Collectives) -> Any:
 
 
 def total_of(data: Any, size: int, collectives: Collectives) -> Any:
-    """Return the sum over ranks, without those whose batch stands in for none. Collective."""
+    """Return the sum over ranks, without those that have a stand-in batch. Collective."""
     if isinstance(data, Loss):
         raise ConfigError(
             f"reduce(..., 'sum') must get numbers and tensors, got {data!r:.80}; pass its total, or its count."
@@ -40,7 +40,7 @@ def total_of(data: Any, size: int, collectives: Collectives) -> Any:
 
 
 def concatenated(data: Any, size: int, strategy: Strategy) -> Any:
-    """Return tensors of all ranks along their first dimension, without those of batches that stand in. Collective."""
+    """Return tensors of all ranks, concatenated along the first dimension, without stand-in batches. Collective."""
     scalar = next((tensor for tensor in iterate_tensors(data) if not tensor.dim()), None)
     if scalar is not None:
         raise ConfigError(

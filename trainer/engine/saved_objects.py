@@ -1,4 +1,4 @@
-"""Objects of a loop as what a checkpoint holds of them, and putting them back."""
+"""Objects of a loop: the state that a checkpoint holds of them, and restoring it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..checkpoint import difference
 from ..checkpoint.saved_state import reading
 
 OWN: Final = ("precision", "rng")
-"""The parts that an `Engine` adds: the loss scale, and the random generators of each rank."""
+"""The entries that an `Engine` adds: the loss scale, and the random generators of each rank."""
 
 Owner = Callable[[object], Strategy | None]
-"""Returns the strategy of a module or an optimizer that an engine has set up; None for all else."""
+"""Returns the strategy of a module or an optimizer that an engine has set up; None for anything else."""
 
 
 def check_names(state: object, function: str) -> None:
     """Check the names of the objects that a user saves or loads.
 
     Raises:
-        ConfigError: for anything but a mapping with strings that the engine does not use itself.
+        ConfigError: unless it is a mapping whose keys are strings that the engine does not use itself.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_names(state: object, function: str) -> None:
 
 
 def state_of(value: Any, owner: Owner) -> Any:
-    """Return what is saved of a value. Collective: every rank calls it."""
+    """Return the saved form of a value. Collective: every rank calls it."""
     strategy = owner(value)
     if strategy is None:
         return value.state_dict() if _is_stateful(value) else value
@@ -50,7 +50,7 @@ def state_of(value: Any, owner: Owner) -> Any:
 
 
 def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any], owner: Owner, *, strict: bool) -> None:
-    """Put objects back to what was saved of them, and take that out of `saved`. Collective: every rank calls it.
+    """Restore objects from their entries in `saved`, and remove those. Collective: every rank calls it.
 
     A value without ``load_state_dict`` is replaced in `objects`.
 

@@ -1,4 +1,4 @@
-"""StepGradients: the gradients of the optimizer step that a loop of the user's is at, and what their losses weigh."""
+"""StepGradients: the gradients of the current optimizer step of a user's loop, and the weights of their losses."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _NO_BATCH: Final = MicroBatch(None, 1)
 
 @dataclass(slots=True, eq=False)
 class LoopBatch:
-    """The batch of a loader that the loop was given last; each loader has one, which it changes."""
+    """The batch of a loader that the loop received last; each loader has one, which it updates."""
 
     window: Window | None = None
-    """The batches of the optimizer step; None where no prepared loader is being read."""
+    """The batches of the optimizer step; None if no prepared loader is being read."""
     weights: Weights | None = None
-    """Of their losses; None where they are the whole step."""
+    """The weights of their losses; None if a single batch is the whole step."""
     size: int = 1
-    """Its samples; 0 for a batch that stands in for one that this rank does not have."""
+    """The number of samples; 0 for a stand-in batch."""
     syncs: bool = True
-    """Whether it is the last of its step, in whose backward gradients meet."""
+    """Whether it is the last of its step, in whose backward gradients are synchronized."""
     read_at: int = -1
     """The number of updates when it was read."""
 
 
 class StepGradients:
-    """Weighs losses as a Trainer does, by the batch that the loop has read last, and keeps the order of its calls.
+    """Weighs losses as a Trainer does, by the batch that the loop read last, and checks the order of its calls.
 
     A step begins with the first backward after an optimizer has stepped.
     """
@@ -45,18 +45,18 @@ class StepGradients:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.trained: list[Strategy] = []
-        """Those of the modules that were set up."""
+        """The strategies of the modules that were set up."""
         self._ends: list[Callable[[], None]] = []
         self._nothing = LoopBatch()
         self._batch = self._nothing
         self._reading: dict[LoopBatch, None] = {}
-        """The batches of loaders that are being read, the one that was read last at the end."""
+        """The batches of loaders that are being read; the one that was read last is at the end."""
         self.syncs = True
-        """Whether the next backward is the last of its step, in which gradients meet."""
+        """Whether the next backward is the last of its step, in which gradients are synchronized."""
         self.has_stepped = False
         """Whether an optimizer has stepped since the step began."""
         self.num_skipped = 0
-        """Updates that were left out because scaled gradients overflowed."""
+        """Updates that were skipped because scaled gradients overflowed."""
         self._has_forward = self._has_met = False
         self._num_updates = 0
         self._num_backwards = 0
@@ -67,7 +67,7 @@ class StepGradients:
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether gradients are there that no optimizer has used yet, or more are to come."""
+        """Whether there are gradients that no optimizer has used yet, or more are to come."""
         return not self.syncs or (self._num_backwards > 0 and not self.has_stepped)
 
     @property
@@ -77,16 +77,16 @@ class StepGradients:
 
     @property
     def size(self) -> int:
-        """Samples of the batch that was read last; 0 if it stands in for one that this rank does not have."""
+        """Samples in the batch read last; 0 for a stand-in."""
         return self._batch.size
 
     def weights_of(self, window: Window) -> Weights | None:
-        """Return the weights of the losses of a window; None where its one batch is the whole step."""
+        """Return the weights of the losses of a window; None if its one batch is the whole step."""
         sharing = self._sharing()
         return None if sharing is None and len(window) == 1 else Weights(window, sharing, is_whole=False)
 
     def read(self, batch: LoopBatch) -> None:
-        """Take note of a batch that the loop is given."""
+        """Note a batch that the loop receives."""
         batch.read_at = self._num_updates
         if batch is not self._batch:
             self._reading.pop(batch, None)
@@ -96,32 +96,32 @@ class StepGradients:
             self.sync(self.trained, batch.syncs)
 
     def leave(self, batch: LoopBatch) -> None:
-        """Take note that a loader is not read any more; the one that was read before it, if any, goes on."""
+        """Note that a loader is no longer read; the one that was read before it, if any, becomes current."""
         self._reading.pop(batch, None)
         self._batch = next(reversed(self._reading), self._nothing)
         if self._batch.syncs != self.syncs:
             self.sync(self.trained, self._batch.syncs)
 
     def sync(self, strategies: Sequence[Strategy], enabled: bool) -> None:
-        """Say whether gradients meet in the next backward."""
+        """Set whether gradients are synchronized in the next backward."""
         self.syncs = enabled
         for strategy in strategies:
             strategy.set_grad_sync(enabled)
 
     def end_backward(self) -> None:
-        """Let gradients meet, where they have not in the backward."""
+        """Synchronize gradients, if the backward has not."""
         if self.syncs:
             for end_backward in self._ends:
                 end_backward()
 
     def train(self, strategy: Strategy) -> None:
-        """Take note of a module that was set up."""
+        """Note a module that was set up."""
         self.trained.append(strategy)
         if overrides(strategy, "end_backward", Strategy):
             self._ends.append(strategy.end_backward)
 
     def note_forward(self) -> None:
-        """Take note that a prepared module computes something."""
+        """Note that a prepared module computes something."""
         self._has_forward = True
 
     def weigh(self, loss: Tensor | Loss) -> Tensor:
@@ -150,20 +150,20 @@ class StepGradients:
         return self._weights.weigh(loss, self.size)
 
     def _begin(self) -> None:
-        """Begin a step; adapt the loss scale to the one before."""
+        """Begin a step; adapt the loss scale to the previous one."""
         self.has_stepped = False
         self.begin_evaluation()
         self.num_skipped += not self.strategy.end_step()
 
     def finish_update(self) -> None:
-        """Adapt the loss scale, if an optimizer has stepped since it was."""
+        """Adapt the loss scale, if an optimizer has stepped since the last time."""
         if self.has_stepped:
             self._begin()
             self._num_backwards = 0
             self._stepped_at.clear()
 
     def check_ready(self, optimizer: Optimizer, method: str) -> None:
-        """Check that the gradients of an optimizer are there; `method` is what the user has called.
+        """Check that the gradients of an optimizer are complete; `method` is the one that the user has called.
 
         Raises:
             RunError: without a backward since its last step, and before the last micro-batch of a step.
@@ -181,14 +181,14 @@ class StepGradients:
             )
 
     def begin_evaluation(self) -> None:
-        """Forget the losses of an evaluation by an optimizer that asks for several in one step."""
+        """Forget previous losses, for an optimizer that evaluates the loss several times in one step."""
         self._weights = self._correction = None
         self._corrected.clear()
 
     def correct(self, optimizer: Optimizer) -> None:
-        """Multiply an optimizer's gradients by what was not known before the last micro-batch, once a step.
+        """Multiply an optimizer's gradients by the factor known since the last micro-batch, once per step.
 
-        Collective where losses are `Loss`: every rank calls it.
+        Collective if losses are `Loss`: every rank calls it.
         """
         if self._weights is None or optimizer in self._corrected:
             return
@@ -200,17 +200,17 @@ class StepGradients:
             multiply_all([local_shard(gradient) for gradient in held], self._correction)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Take note that an optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self._stepped_at[optimizer] = self._num_backwards
         self.has_stepped = True
         self._num_updates += 1
 
     def _sharing(self) -> Strategy | None:
-        """Return the strategy where several ranks share a step."""
+        """Return the strategy if several ranks share a step."""
         return self.strategy if self.strategy.loss_collectives.world_size > 1 else None
 
     def _window_of_units(self) -> Window:
-        """Return a window for losses that bring their own counts; what it plans has no effect on their gradient."""
+        """Return a window for losses with their own counts; its sizes have no effect on their gradient."""
         if self._batch.window is not None:
             return self._batch.window
         window = Window((_NO_BATCH,))

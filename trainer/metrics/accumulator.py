@@ -17,7 +17,7 @@ _FOLD_EVERY: Final = 256
 class Accumulator:
     """Values and their weights, reduced by mean (weighted), sum, min, max, or a function of them all, in float64.
 
-    Adding costs an append; a mean divides once, at the end, so that a constant stays that constant.
+    Adding a value costs an append; a mean divides once, at the end, so that the mean of a constant is that constant.
     """
 
     __slots__ = ("_total", "_values", "_weight", "_weights", "reduce")
@@ -34,11 +34,11 @@ class Accumulator:
         self._weight = 0.0
 
     def restart(self, value: Tensor | float, weight: float) -> None:
-        """Forget everything, and take a value."""
+        """Forget everything, and add a value."""
         self._values, self._weights, self._total, self._weight = [value], [weight], None, 0.0
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Take a value; a tensor must not change afterwards."""
+        """Add a value; a tensor must not change afterwards."""
         self._values.append(value)
         self._weights.append(weight)
         if len(self._values) >= _FOLD_EVERY:
@@ -50,13 +50,13 @@ class Accumulator:
         return self._total is None and not self._values
 
     def partial(self) -> tuple[Tensor, float]:
-        """Return what this rank has: the (weighted) total and the weight; the values themselves, for a function."""
+        """Return this rank's (weighted) total and weight; for a function, the values themselves."""
         self._fold()
         assert self._total is not None
         return self._total, self._weight
 
     def result(self, total: Tensor, weight: float | Tensor) -> Tensor:
-        """Return the reduced value of totals and weights, of this rank or of all."""
+        """Return the reduced value from totals and weights, of this rank or of all ranks."""
         if callable(self.reduce):
             return self.reduce(total)
         return total / weight if self.reduce == "mean" else total
@@ -66,7 +66,7 @@ class Accumulator:
         return self.result(*self.partial())
 
     def newest(self) -> Tensor | float:
-        """Return `value`; as a number, and without torch, where one number is all there is."""
+        """Return `value`, but as a number, without using torch, if there is only one number."""
         if self._total is not None or len(self._values) != 1 or callable(self.reduce):
             return self.value()
         (value,), (weight,) = self._values, self._weights
@@ -75,12 +75,12 @@ class Accumulator:
         return value * weight / weight if self.reduce == "mean" else float(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been added."""
+        """Return everything added so far."""
         total, weight = self.partial()
         return {"total": total.cpu(), "weight": weight}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         self.clear()
         self._total, self._weight = state_dict["total"], state_dict["weight"]
 
@@ -117,13 +117,13 @@ def _stack(values: list[Tensor | float]) -> Tensor:
 
 
 def _numbers_on(device: torch.device, numbers: list[float], dtype: torch.dtype) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for what it has to do before."""
+    """Return numbers as a tensor on a device, without waiting for the work queued there."""
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return numbers and scalar tensors as Python's numbers, waiting for the device once."""
+    """Return numbers and scalar tensors as Python numbers, waiting for the device once."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if len({(tensor.device, tensor.dtype) for tensor in tensors.values()}) > 1:
         read = [tensor.item() for tensor in tensors.values()]

@@ -1,4 +1,4 @@
-"""Entry: one name that is logged in one stage, with the values of its step and of its epoch."""
+"""Entry: one name that is logged in one stage, with the values of its step and its epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .reduction import ComputedMetric, Line, Share, computed_value
 Moment = Literal["step", "epoch", "end"]
 """An optimizer step, the batches of an epoch, or the hooks at its end."""
 
-# Lightning takes these functions for their names, and a mean of its own weighs by samples
+# like Lightning, treat these functions as their names; only "mean" is weighted by samples
 _NAME_OF: Final[dict[Any, str]] = {
     "avg": "mean",
     torch.mean: "mean",
@@ -29,7 +29,7 @@ _NAME_OF: Final[dict[Any, str]] = {
 
 
 class Scope(NamedTuple):
-    """Options of `TrainModule.log`, as they were given; None where the place decides."""
+    """Options of `TrainModule.log` as given; None if the place of the call decides."""
 
     on_step: bool | None
     on_epoch: bool | None
@@ -42,24 +42,24 @@ class Scope(NamedTuple):
     enable_graph: bool
 
     def differs_from(self, other: Scope) -> bool:
-        """Return whether two scopes differ in more than a function that each step defines again, such as a lambda."""
+        """Return whether two scopes differ in more than a function that each step defines anew, such as a lambda."""
         code, other_code = (getattr(scope.reduce_fx, "__code__", None) for scope in (self, other))
         is_same_function = code is not None and code is other_code
         return (self._replace(reduce_fx=other.reduce_fx) if is_same_function else self) != other
 
 
 class Entry:
-    """Values that are logged under one name in one stage, inside of batches or outside.
+    """Values that are logged under one name in one stage, inside or outside of batches.
 
     Args:
         key: the name and the loader; unique among the entries of a stage.
-        name: what is reported.
-        suffix: of the loader, at the end of what is reported.
-        dataloader_idx: of the loader, where there are several.
+        name: the name to report.
+        suffix: the loader's suffix of the reported name.
+        dataloader_idx: the index of the loader, if there are several.
         in_batch: whether it is logged in batches, and so has steps.
         in_training: whether a step is reported by default.
         is_heard: whether this rank's values count.
-        is_double: whether the values are float64, and so is what is reported.
+        is_double: whether the values, and so the reported ones, are float64.
     """
 
     __slots__ = (
@@ -108,16 +108,16 @@ class Entry:
         self.computed: ComputedMetric | None = None
 
     def line(self, moment: Moment) -> Line:
-        """Return what is known of the metric on every rank."""
+        """Return what every rank knows about the metric."""
         return self.step_line if moment == "step" else self.epoch_line
 
     def value(self, moment: Moment) -> Tensor | None:
-        """Return this rank's value; of an object that computes it, its own, which may be None."""
+        """Return this rank's value; if an object computes it, the object's value, which may be None."""
         line, accumulator, computed = self.share(moment)
         return accumulator.value() if computed is None else computed_value(line.name, computed)
 
     def share(self, moment: Moment) -> Share:
-        """Return what this rank adds to the value over all ranks."""
+        """Return this rank's contribution to the value over all ranks."""
         if moment == "step":
             assert self.step is not None
             return Share(self.step_line, self.step)
@@ -125,7 +125,7 @@ class Entry:
         return Share(self.epoch_line, self.epoch, self.computed)
 
     def description(self) -> dict[str, Any] | None:
-        """Return what a resumed run needs to report the epoch without logging it again; None with a function."""
+        """Return what a resumed run needs to report the epoch even if it is not logged again; None with a function."""
         assert self.epoch is not None
         if callable(self.epoch.reduce):
             return None
@@ -135,7 +135,7 @@ class Entry:
 
     @classmethod
     def described(cls, key: str, description: Mapping[str, Any]) -> Self:
-        """Return the entry of training that `description` is of, on a rank whose values count."""
+        """Return the training entry with this `description`, on a rank whose values count."""
         place = {**description, "scope": Scope(**description["options"]), "suffix": "", "dataloader_idx": None}
         del place["options"]
         return cls(key, **place, in_training=True, is_heard=True)

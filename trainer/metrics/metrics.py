@@ -1,4 +1,4 @@
-"""Metrics: everything that `self.log` has taken, accumulated here and reduced across processes when it is read."""
+"""Metrics: the values passed to `self.log`, accumulated here and reduced across processes when they are read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .reduction import ComputedMetric, Line, Reduction, gather_once
 class Metrics:
     """All logged numbers of a run.
 
-    The loop says where the run is: `enter`, `position`, `in_batch` and `batch_size`, in an evaluation `begin_batch`.
-    Nothing is computed before it is read. Values over all ranks are computed at the end of an epoch, at the steps that
-    are logged, and by `reduce`; every other value is this rank's.
+    The loop tells where the run is: `enter`, `position`, `in_batch` and `batch_size`, and in an evaluation
+    `begin_batch`. Nothing is computed before it is read. Values over all ranks are computed at the end of an epoch, at
+    logged steps, and by `reduce`; every other value is this rank's own.
 
     Args:
-        strategy: whose ranks log, connected.
-        module: where metric objects are looked for that another rank has logged.
+        strategy: the strategy of the ranks, connected.
+        module: the module that holds the metric objects that another rank has logged.
     """
 
     __slots__ = (
@@ -47,26 +47,26 @@ class Metrics:
         self._resumed: dict[str, Any] = {}
         self._batches: dict[tuple[Stage, int | None], int] = {}
         self.logged: dict[str, Tensor] = {}
-        """The newest value of every name that is for the loggers, `read_steps` so far."""
+        """The newest value of every name that goes to the loggers, as of the last `read_steps`."""
         self.in_batch = False
         self.batch_size = 1
         self.dataloader_idx: int | None = None
         self.position = 0
-        """The optimizer step to which what is logged now belongs: the one that runs, or the last one."""
+        """The optimizer step that logged values belong to now: the current or the last one."""
         self.batch = 0
-        """The number of batches of the loader that have been evaluated in this run, with this one; 0 in training."""
+        """The number of the loader's batches evaluated in this run, including this one; 0 in training."""
         self.stage: Stage = "train"
         self.enter("train")
 
     def enter(self, stage: Stage) -> Stage:
-        """Log into this stage from now on; return the one before."""
+        """Log into this stage from now on; return the previous one."""
         before, self.stage = self.stage, stage
         self._entries = self._stages.setdefault(stage, {})
         self.batch = 0
         return before
 
     def begin_batch(self, size: int) -> None:
-        """Log into a batch of this size of an evaluation from now on."""
+        """Log into an evaluation batch of this size from now on."""
         self.in_batch, self.batch_size = True, size
         loader = (self.stage, self.dataloader_idx)
         self.batch = self._batches[loader] = self._batches.get(loader, 0) + 1
@@ -74,7 +74,7 @@ class Metrics:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> None:
-        """Take one value of `TrainModule.log`."""
+        """Accept one value from `TrainModule.log`."""
         is_plain = self.in_batch and self.dataloader_idx is None
         entry = self._entries.get(name if is_plain else self._key(name))
         if entry is None:
@@ -89,7 +89,7 @@ class Metrics:
                     "log its mean, say."
                 )
             if not entry.scope.enable_graph:
-                # a copy, for what is logged may be changed in place; on the CPU, where nothing waits, as a number
+                # a copy, since a logged tensor may be changed in place; on the CPU, where nothing waits, a number
                 value = value.item() if value.is_cpu else value.detach().clone()
         elif not isinstance(value, int | float):
             value = self._number(entry, value)
@@ -112,7 +112,7 @@ class Metrics:
         entry.stamp, entry.batch = self.position, self.batch
 
     def _key(self, name: str) -> str:
-        """Return under which key a name is kept here: batches and hooks outside of them may log one name."""
+        """Return the key of a name here: batches and hooks outside of them may log the same name."""
         key = name if self.dataloader_idx is None else f"{name}/{self.dataloader_idx}"
         return key if self.in_batch else f"{key}, outside of batches"
 
@@ -158,7 +158,7 @@ class Metrics:
 
     @contextmanager
     def evaluating_again(self) -> Iterator[None]:
-        """Let what is logged inside replace the values of the current step; what is not logged again stays."""
+        """Let values that are logged inside replace those of the current step; others stay."""
         entries = self._logged_in_step(self.stage)
         for entry in entries:
             entry.stamp = -1
@@ -171,27 +171,27 @@ class Metrics:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Make what the current step logged the newest value on every rank. Collective: every rank calls it."""
+        """Make the current step's values the newest ones on every rank. Collective: every rank calls it."""
         if not self._is_alone:
             self._take_step(self.stage)
 
     def step_values(self) -> Mapping[str, Tensor | float]:
-        """Return what the current optimizer step logged for the loggers. Collective: every rank calls it."""
+        """Return the current optimizer step's values for the loggers. Collective: every rank calls it."""
         if self._is_alone:
             return self.batch_values()
         return {line.reported: value for line, value in self._take_step(self.stage) if line.logger}
 
     def batch_values(self) -> dict[str, Tensor | float]:
-        """Return what this rank logged for the loggers in the current step, or batch of an evaluation."""
+        """Return this rank's values for the loggers in the current step or evaluation batch."""
         entries = self._logged_in_step(self.stage)
         return {e.step_line.reported: e.step.newest() for e in entries if e.scope.logger and e.step is not None}
 
     def end_batches(self) -> list[tuple[Line, Tensor]]:
-        """Compute what an epoch of the current stage has logged so far, for the hooks at its end.
+        """Compute the values that the current stage's epoch has logged so far, for the hooks at its end.
 
         Return the values for the loggers. Collective: every rank calls it.
         """
-        # unread values of the last step are older than what is computed here, and must not replace it later
+        # unread values of the last step are older than those computed here, and must not replace them later
         if self._is_alone:
             self.read_steps()
         else:
@@ -205,7 +205,7 @@ class Metrics:
         return self._end(entries, "epoch")
 
     def _register_resumed(self) -> None:
-        """Add what the epoch had logged before the run was resumed, and has not logged since."""
+        """Add the values that the epoch had logged before the run was resumed, but not since."""
         for key, saved in self._resumed.items():
             if saved["metric"] is not None:
                 entry = self._entries[key] = Entry.described(key, saved["metric"])
@@ -214,7 +214,7 @@ class Metrics:
         self._resumed.clear()
 
     def end_hooks(self) -> list[tuple[Line, Tensor]]:
-        """Compute what the hooks at the end of the epoch have logged after `end_batches`, and return it alike.
+        """Compute the values that the hooks at the end of the epoch logged after `end_batches`, and return them.
 
         Collective: every rank calls it.
         """
@@ -228,15 +228,15 @@ class Metrics:
         return [(line, value) for line, value in values if line.logger]
 
     def _take_step(self, stage: Stage) -> list[tuple[Line, Tensor]]:
-        """Reduce and keep what a stage has logged in the current step. Collective: every rank calls it."""
-        self.read_steps()  # of other steps
+        """Reduce and keep the values that a stage has logged in the current step. Collective: every rank calls it."""
+        self.read_steps()  # those of other steps
         values = self._values(self._logged_in_step(stage), stage, "step")
         for line, value in values:
             self._keep(line, value, self.position)
         return values
 
     def _logged_in_step(self, stage: Stage) -> list[Entry]:
-        """Return what is logged in the current step, or in the last batch of an evaluation."""
+        """Return the entries logged in the current step, or in the last evaluation batch."""
         batch = self.batch if stage == self.stage else 0
         return [
             entry
@@ -255,7 +255,7 @@ class Metrics:
                 self._reduction(self.stage, moment).reset()
 
     def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Forget what the current stage's epoch has accumulated, and go on from a saved state, if there is one."""
+        """Forget what the current stage's epoch has accumulated, and continue from a saved state if there is one."""
         self._entries.clear()
         self._resume(state_dict)
 
@@ -265,12 +265,12 @@ class Metrics:
             known.clear()
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of every name: of a step that nobody has reduced, this rank's."""
+        """Return the newest value of every name; for a step that was not reduced, this rank's."""
         self.read_steps()
         return dict(self._latest)
 
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of every name that is for the loggers, whether or not there are any."""
+        """Return the newest value of every name that goes to the loggers, even if there are none."""
         self.read_steps()
         return dict(self.logged)
 
@@ -304,7 +304,7 @@ class Metrics:
             self.logged[line.reported] = value
 
     def _values(self, entries: list[Entry], stage: Stage, moment: Moment) -> list[tuple[Line, Tensor]]:
-        """Return the values of a moment; on several ranks those of all of them, but for what each keeps to itself."""
+        """Return the values of a moment: those over all ranks, except the ones that each rank keeps for itself."""
         if self._is_alone:
             return _with_values(entries, moment)
         own = [e for e in entries if not e.scope.sync_dist and e.share(moment).computed is None]
@@ -319,7 +319,7 @@ class Metrics:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an epoch that is not over has accumulated, on all ranks, and the newest value of every name.
+        """Return what an unfinished epoch has accumulated on all ranks, and the newest value of every name.
 
         Collective: every rank calls it.
         """
@@ -345,14 +345,14 @@ class Metrics:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; an epoch's values join the first that is logged under their name."""
+        """Continue from what `state_dict` returned; an epoch's values join the first ones logged under their name."""
         self._latest = dict(state_dict["latest"])
         self._computed_at = dict(state_dict["computed_at"])
         self._in_bar = dict(state_dict["in_bar"])
         self._resume(state_dict)
 
     def _resume(self, state_dict: Mapping[str, Any] | None) -> None:
-        # what all ranks had counts once, on the first of those where most is logged
+        # the values of all ranks count once, on the first of the ranks that have a loss
         is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.loss_collectives.rank == 0
         self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
 

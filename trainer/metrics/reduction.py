@@ -1,4 +1,4 @@
-"""Reduction of metrics over all ranks: their names are agreed once, and their numbers travel in one vector."""
+"""Reduction of metrics over all ranks: their names are agreed on once, and their numbers are sent as one vector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .accumulator import Accumulator, to_numbers
 
 @runtime_checkable
 class ComputedMetric(Protocol):
-    """A metric that accumulates by itself: what torchmetrics' ``Metric`` offers."""
+    """A metric that accumulates by itself, like torchmetrics' ``Metric``."""
 
     def compute(self) -> Tensor:
         """Return the value of everything seen since `reset`, on all ranks. Collective: every rank calls it."""
@@ -33,7 +33,7 @@ def computed_value(name: str, metric: ComputedMetric) -> Tensor | None:
     """Return the value of a metric that accumulates by itself, None if it has none. Collective: every rank calls it.
 
     Raises:
-        ModuleError: if it is not one number.
+        ModuleError: if the value is not a single number.
     """
     value: Any = metric.compute()
     if value is None:
@@ -48,13 +48,13 @@ def computed_value(name: str, metric: ComputedMetric) -> Tensor | None:
 
 
 class GatherOnce:
-    """torchmetrics' gathering, from the ranks whose losses count; pickled it is None, and so torchmetrics' own."""
+    """torchmetrics' gathering, from the ranks whose losses count; it is pickled as None, for torchmetrics' own."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """Return the state on each of these ranks, by default those whose losses count. Collective."""
+        """Return the state of each of these ranks, by default those whose losses count. Collective."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
         ranks = group or self._strategy.count_collectives.device_group
@@ -69,7 +69,7 @@ class GatherOnce:
 
 
 def gather_once(metric: Any, strategy: Strategy) -> None:
-    """Let an object of torchmetrics that gathers from all ranks count each replica once."""
+    """Make a torchmetrics object that gathers from all ranks count each replica once."""
     if isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
         is_shared = strategy.count_collectives is not strategy.collectives
         metric.dist_sync_fn = GatherOnce(strategy) if is_shared else None
@@ -77,22 +77,22 @@ def gather_once(metric: Any, strategy: Strategy) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric as every rank knows it, also a rank that has not logged it."""
+    """One metric as every rank knows it, including ranks that have not logged it."""
 
     key: str
-    """Under which it is kept; several loaders may log one name."""
+    """The key under which it is kept; several loaders may log the same name."""
     name: str
     reported: str
-    """The name, with ``_step`` or ``_epoch`` where both are reported."""
+    """The reported name, with ``_step`` or ``_epoch`` if both are reported."""
     reduce_fx: Literal["mean", "sum", "min", "max", "function"]
     prog_bar: bool
     logger: bool
     path: str | None = field(default=None, compare=False)
-    """Where in the module the object lies that computes the value; empty: elsewhere; None: it is a number."""
+    """The path, in the module, of the object that computes the value; empty: it is elsewhere; None: it is a number."""
     is_double: bool = field(default=False, compare=False)
     """Whether the value is reported in float64."""
     dataloader_idx: int | None = field(default=None, compare=False)
-    """Of the loader, where there are several, in whose batches it is logged."""
+    """The index of the loader in whose batches it is logged, if there are several."""
 
 
 class Share(NamedTuple):
@@ -104,34 +104,34 @@ class Share(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The values of a metric on all ranks: a total (of a function: all values) and a weight."""
+    """The values of a metric on all ranks: a total (for a function, all values) and a weight."""
 
     total: Tensor
     weight: float
     ranks: Sequence[int]
-    """The ranks whose values count: of those that share a loss, the first that has one."""
+    """The ranks whose values count: among ranks that share a loss, the first that has a value."""
 
 
 class Reduction:
     """The reads of one kind (the steps of training, say, or the epochs of validation) on several ranks.
 
-    All numbers of a read are one vector a rank, over the list of metrics that all ranks know. The vectors are gathered
-    and reduced alike on each rank, in the order of ranks: every rank has the same bits. A rank that has a new metric
-    says so in the vector; then the list is agreed again, and the vectors are gathered again. So ranks may log different
-    metrics, or in another order, and still call the same collectives.
+    All numbers of a read form one vector per rank, over the list of metrics that all ranks know. The vectors are
+    gathered, and reduced in rank order on each rank, so every rank has the same bits. A rank with a new metric says so
+    in its vector; then the ranks agree on the list again, and the vectors are gathered again. So ranks may log
+    different metrics, or in a different order, and still call the same collectives.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module | None) -> None:
         self._strategy, self._module = strategy, module
         self._metrics: dict[str, ComputedMetric] = {}
         self.lines: dict[str, Line] = {}
-        """The metrics that all ranks know, in an order that is the same on each."""
+        """The metrics that all ranks know, in the same order on each."""
 
     def values(self, mine: Mapping[str, Share]) -> list[tuple[Line, Tensor]]:
         """Return the value of every metric that any rank has logged. Collective: every rank calls it.
 
         Raises:
-            ModuleError: as `partials` does.
+            ModuleError: as in `partials`.
         """
         partials = self.partials(mine)
         results = self._call_functions(mine, partials)
@@ -156,7 +156,7 @@ class Reduction:
         """Return totals and weights over all ranks. Collective: every rank calls it.
 
         Raises:
-            ModuleError: on every rank, if one logs a metric in another way than the others.
+            ModuleError: on every rank, if one logs a metric differently from the others.
         """
         self._metrics.update({key: share.computed for key, share in mine.items() if share.computed is not None})
         rows = self._gather(mine)
@@ -185,10 +185,9 @@ class Reduction:
     # --- the steps of a read -----------------------------------------------------------------------------------------
 
     def _gather(self, mine: Mapping[str, Share]) -> list[list[float]]:
-        """Return every rank's vector: whether it has something new, its loss, then total and weight of each line.
+        """Return every rank's vector: whether it has a new metric, its loss, then total and weight of each line.
 
-        The weight is NaN where a rank has nothing. Ranks with parts of one replica have the same loss, which counts
-        once.
+        The weight is NaN if a rank has no value. Ranks that share one replica have the same loss, which counts once.
         """
         is_new = any(self.lines.get(key) != share.line for key, share in mine.items())
         known = {key: share.accumulator.partial() for key, share in mine.items() if key in self.lines}
@@ -196,14 +195,14 @@ class Reduction:
         vector = [float(is_new), float(self._strategy.loss_collectives.rank)]
         for key in self.lines:
             vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
-        # on the CPU, whatever the device is: the numbers are read there
+        # on the CPU, whatever the device, since the numbers are read there
         rows: list[list[float]] = self._strategy.collectives.all_gather(
             torch.tensor(vector, dtype=torch.float64)
         ).tolist()
         return rows
 
     def _agree(self, mine: Mapping[str, Share]) -> None:
-        """Take the lines of all ranks into the list, in the order of ranks."""
+        """Add the lines of all ranks to the list, in rank order."""
         proposed = self._strategy.collectives.all_gather_object([self._described(share) for share in mine.values()])
         for rank, lines in enumerate(proposed):
             for line in lines:
@@ -230,7 +229,7 @@ class Reduction:
         return replace(share.line, path=next((path for path, part in parts if part is share.computed), ""))
 
     def _with_values(self, mine: Mapping[str, Share], partials: dict[str, Partial]) -> dict[str, Partial]:
-        """Replace the totals of functions by the values of all ranks; costs another, slow collective."""
+        """Replace the totals of functions with the values of all ranks, at the cost of another, slow collective."""
         keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
         if not keys:
             return partials
@@ -243,7 +242,7 @@ class Reduction:
         return partials
 
     def _call_functions(self, mine: Mapping[str, Share], partials: Mapping[str, Partial]) -> dict[str, Tensor]:
-        """Return the values of functions: one rank calls each and sends the result to the others."""
+        """Return the values of functions: one rank calls each function and sends the result to the others."""
         keys = [key for key in partials if self.lines[key].reduce_fx == "function" and self.lines[key].path is None]
         if not keys:
             return {}
@@ -265,7 +264,7 @@ class Reduction:
             assert isinstance(found, ComputedMetric)
             metric = self._metrics[line.key] = found
         with warnings.catch_warnings():
-            # torchmetrics warns on a rank without a batch; the value comes from the other ranks
+            # torchmetrics warns on a rank without a batch, but the value comes from the other ranks
             warnings.filterwarnings("ignore", message=r".*``compute`` method of metric .* called before the ``update``")
             return computed_value(line.name, metric)
 

@@ -1,4 +1,4 @@
-"""Settings of a run's optimizers and schedulers, taken over from what ``configure_optimizers`` returns now."""
+"""Settings of a run's optimizers and schedulers, updated from what ``configure_optimizers`` returns now."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _OF_OPTIMIZERS: Final = ("optimizer", "_schedulers")
 def configure_again(session: Session) -> None:
     """Give optimizers that have not stepped yet, and their schedulers, the settings that the module returns now.
 
-    The optimizers stay the same objects, with what the strategy has made of them.
+    The optimizers stay the same objects, as the strategy has set them up.
 
     Raises:
-        ModuleError: if other optimizers, groups or schedulers are returned than before.
+        ModuleError: if different optimizers, groups or schedulers are returned than before.
     """
     module = session.module
-    with isolated_rng(session.strategy.devices), kept([module], []):  # which may keep its optimizers as attributes
+    with isolated_rng(session.strategy.devices), kept([module], []):  # the module may keep its optimizers as attributes
         configured = parse_optimizers(module.configure_optimizers())
     _check_alike(session, configured)
     for optimizer, new in zip(session.optimizers, configured.optimizers, strict=True):
@@ -52,7 +52,7 @@ def _shape(optimizer: Optimizer) -> tuple[str, int]:
 
 
 def _take_over(scheduler: Any, new: Any) -> None:
-    """Give a scheduler the attributes of another one, of the same kind, and those inside of it likewise."""
+    """Give a scheduler the attributes of another one of the same kind, and do the same for schedulers inside it."""
     owner = getattr(new, "optimizer", None)
     settings = {name: value for name, value in vars(new).items() if name not in _OF_OPTIMIZERS and value is not owner}
     vars(scheduler).update(settings)

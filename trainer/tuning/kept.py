@@ -1,4 +1,4 @@
-"""Kept values: the attributes of objects and what their containers and tensors hold, to be put back in place."""
+"""Kept values: the attributes of objects, with the contents of their containers and tensors, restored in place."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PutBack = Callable[[], object]
 
 @contextmanager
 def kept(objects: Iterable[object], parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Put back at the end what the attributes of these objects are now, and the gradients of these parameters.
+    """Restore, on exit, the current attributes of these objects and gradients of these parameters.
 
-    Tensors, NumPy arrays, generators, and dicts, lists, sets and deques of such keep their identity and get their
-    values back; what other objects hold is left alone. The copies are on the CPU, so that no other device holds both.
+    Tensors, NumPy arrays, generators, and dicts, lists, sets and deques of them keep their identity and get their
+    values back; the contents of other objects are left alone. The copies are on the CPU, so no other device holds both.
     """
     keeper = _Keeper()
     for one in objects:
@@ -39,11 +39,11 @@ def kept(objects: Iterable[object], parameters: Iterable[nn.Parameter]) -> Itera
 
 
 class _Keeper:
-    """Collects what puts each value back, once for each object however often it is met."""
+    """Collects a function that restores each value, once per object however often it occurs."""
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}
-        """By identity; holds the object, whose identity no other gets meanwhile."""
+        """Objects by identity, kept alive so that no other object gets the same identity."""
         self._put_back: list[PutBack] = []
 
     def put_back(self) -> None:

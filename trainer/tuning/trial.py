@@ -1,4 +1,4 @@
-"""Trials: training steps of a run that are taken back, with one callback in place of the run's own."""
+"""Trials: training steps of a run that are undone, with one callback in place of the run's own."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def try_steps(
     micro_batch_size: int | None = None,
     num_micro_batches: int | None = None,
 ) -> None:
-    """Train some steps of a run, then put everything back as it was, also after an error. Collective.
+    """Train some steps of a run, then restore everything as it was, also after an error. Collective.
 
-    The module's hooks are called as in training, and those of `callback` alone. Nothing is validated, logged or saved.
-    What data sets and other objects of the user's keep by themselves is not put back. With a `micro_batch_size` the
-    steps are cut into such, or have `num_micro_batches` of these at most.
+    The module's hooks are called as in training, and of callbacks only those of `callback`. Nothing is validated,
+    logged or saved. State that data sets and other user objects keep by themselves is not restored. With
+    `micro_batch_size` the steps are cut into micro-batches of that size, at most `num_micro_batches` each.
 
     Raises:
         ConfigError: without a batch or an optimizer.
         DataError: for data that can be read only once, or that has no batch.
-        RunError: anywhere but in a fit, between two optimizer steps.
+        RunError: anywhere except in a fit, between two optimizer steps.
     """
     _check(session)
     data = session.train_data
@@ -90,14 +90,14 @@ def _put_back(session: Session, data: TrainData) -> Iterator[None]:
 
 
 def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:
-    """Return a session with the parts of another one; its counters, hooks and metrics are its own."""
+    """Return a session with the parts of another one, but its own counters, hooks and metrics."""
     state = replace(session.state, optimizer_steps=list(session.state.optimizer_steps))
     endless = replace(session.settings, max_epochs=-1, min_epochs=0, min_steps=0, max_time=None)
     last_step = state.global_step + num_steps
     trial = Session(
         task="fit",
         run=session.run,
-        # without a scheduler that is stepped, values that are logged, and loaders that are asked for again
+        # no schedulers are stepped, no values logged, and no loaders requested again
         settings=replace(endless, max_steps=last_step, log_every_n_steps=0, reload_dataloaders_every_n_epochs=0),
         strategy=session.strategy,
         module=session.module,
