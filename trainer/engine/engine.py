@@ -205,7 +205,7 @@ class Engine(EngineProcesses):
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> Iterator[None]:
-        """Accumulate gradients without synchronizing them: use it around forward and backward of all but the last batch.
+        """Accumulate gradients without synchronizing them, in forward and backward of all but the last batch of a step.
 
         Prepared loaders with `accumulate_grad_batches` do this by themselves.
         """

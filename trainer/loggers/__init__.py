@@ -13,7 +13,7 @@ from .wandb import WandbLogger as WandbLogger
 
 
 def default_logger(save_dir: str | Path) -> TensorBoardLogger | CSVLogger:
-    """Return what ``Trainer(logger=True)`` logs with: TensorBoard, or a table where that is not installed."""
+    """Return the logger of ``Trainer(logger=True)``: TensorBoard, or a CSV table if that is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         return CSVLogger(save_dir)
-    return TensorBoardLogger(save_dir, default_hp_metric=False)  # no curve that nobody logged
+    return TensorBoardLogger(save_dir, default_hp_metric=False)  # no curve that the user did not log

@@ -1,4 +1,4 @@
-"""Common code of loggers: the folder of a run, hyper-parameters as plain values, files replaced atomically."""
+"""Common code of loggers: the folder of a run, hyper-parameters as plain values, atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LONGEST_TEXT: Final = 500
 class VersionFolder:
     """The folder of one run: ``<save_dir>/<name>/<version>/<sub_dir>``, created when something is first written.
 
-    Without a version given it is the next free of ``version_0``, ``version_1``, ...; two runs that start at once get
-    two. A number is a guess until `claim`: if another run takes it first, the next free one is claimed.
+    If no version is given, it is the next free one of ``version_0``, ``version_1``, ...; two runs that start at once
+    get different ones. A number is a guess until `claim`: if another run takes it first, the next free one is claimed.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class VersionFolder:
 
     @property
     def version(self) -> int | str:
-        """The version given, or the next free number."""
+        """The given version, or the next free number."""
         if self._version is None:
             self._version = self._next_free()
         return self._version
 
     @property
     def path(self) -> Path:
-        """The folder, existing or not."""
+        """The folder, whether or not it exists."""
         return self._version_path / (self.sub_dir or "")
 
     @property
@@ -93,7 +93,7 @@ class VersionFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def continue_at(self, path: Path) -> None:
-        """Continue the run whose folder holds `path`, if it is one of this name and no version was given or claimed."""
+        """Continue the run whose folder contains `path`, if it has this name and no version was given or claimed."""
         base, path = self.root.resolve(), path.resolve()
         if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
             return
@@ -117,7 +117,7 @@ class VersionFolder:
 class FolderLogger:
     """Base of loggers that write into version folders: the folder, the names, and the hyper-parameters.
 
-    A logger is pickled for the processes of a run, where rank 0's writes; rows in memory and open files stay behind.
+    A logger is pickled for the processes of a run, where rank 0's writes; rows in memory and open files are left out.
     """
 
     _is_silent = False
@@ -127,21 +127,21 @@ class FolderLogger:
         self._prefix = prefix
         self._hparams: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
-        """The files that are still to be written, by name."""
+        """The files that have yet to be written, by name."""
 
     @property
     def name(self) -> str:
-        """The name of the folder of all versions; empty if they lie in `save_dir`."""
+        """The name of the folder of all versions; empty if they are in `save_dir` itself."""
         return self._folder.name
 
     @property
     def version(self) -> int | str:
-        """The version given, or the next free number."""
+        """The given version, or the next free number."""
         return self._folder.version
 
     @property
     def save_dir(self) -> str:
-        """The folder of all names."""
+        """The folder that contains the folders of all names."""
         return str(self._folder.save_dir)
 
     @property
@@ -151,7 +151,7 @@ class FolderLogger:
 
     @property
     def sub_dir(self) -> str | None:
-        """The folder of the files inside the version's, if there is one."""
+        """The subfolder of the version's folder for the files, if any."""
         return self._folder.sub_dir
 
     @property
@@ -160,11 +160,11 @@ class FolderLogger:
         return str(self._folder.path)
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics as floats, under their names with the prefix."""
+        """Return metrics as floats, under their prefixed names."""
         return prefixed(metrics, self._prefix)
 
     def keep_hyperparams(self, params: Mapping[str, Any] | Namespace) -> dict[str, Any]:
-        """Make ``hparams.yaml`` of these hyper-parameters and those of earlier calls, and return them all."""
+        """Put these hyper-parameters and those of earlier calls into ``hparams.yaml``, and return them all."""
         import yaml
 
         self._hparams.update(plain(vars(params) if isinstance(params, Namespace) else params))
@@ -173,7 +173,7 @@ class FolderLogger:
         return self._hparams
 
     def write_texts(self) -> None:
-        """Write the files that are still to be written; one that the disk refuses stays so."""
+        """Write the files that have yet to be written; one that cannot be written is kept for later."""
         if self._texts:
             folder = self.folder()
             for name, text in list(self._texts.items()):
@@ -181,17 +181,17 @@ class FolderLogger:
                 del self._texts[name]
 
     def folder(self) -> Path:
-        """Return the folder of the run, made again if it has been deleted since."""
+        """Return the folder of the run, created again if it was deleted."""
         folder = self._folder.claim()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def open(self) -> None:
-        """Create the folder of the run; a version number of our choice is final from here on."""
+        """Create the folder of the run; a version number that was not given is final from then on."""
         self._folder.claim()
 
     def continue_run(self, checkpoint: Path) -> None:
-        """Continue in the folder of the run that wrote `checkpoint`, unless another version was asked for."""
+        """Continue in the folder of the run that wrote `checkpoint`, unless a version was given."""
         self._folder.continue_at(checkpoint)
 
     def continue_as(self, version: int | str) -> None:
@@ -199,18 +199,18 @@ class FolderLogger:
         self._folder.continue_as(version)
 
     def silence(self) -> None:
-        """Write nothing from here on: another process writes the same."""
+        """Write nothing from now on: another process writes the same data."""
         self._is_silent = True
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return metrics as floats, under their names after the prefix and ``-``, if there is one."""
+    """Return metrics as floats, under their names with the prefix and ``-`` before them, if there is a prefix."""
     start = f"{prefix}-" if prefix else ""
     return {start + name: float(value) for name, value in metrics.items()}
 
 
 def plain(value: Any) -> Any:
-    """Return hyper-parameters in the types of YAML: dicts, lists, numbers, bools, strings and None."""
+    """Return hyper-parameters as YAML types: dicts, lists, numbers, bools, strings and None."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, enum.Enum):
@@ -232,7 +232,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return `plain` hyper-parameters as one level of names (``optimizer/lr``), as finite numbers or text."""
+    """Return `plain` hyper-parameters flattened to one level (``optimizer/lr``), as finite numbers or text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in params.items():
         name = f"{prefix}{key}"
@@ -246,7 +246,7 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: a reader, and a run killed here, sees the old text or the new one."""
+    """Replace a file atomically: readers see the old or the new text, also if the run is killed here."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8", newline="")
@@ -257,7 +257,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def continue_loggers(loggers: Sequence[Logger], versions: Sequence[int | str | None]) -> None:
-    """Let loggers continue in the folders that they have on rank 0."""
+    """Make loggers continue in the folders that they have on rank 0."""
     for logger, version in zip(loggers, versions, strict=True):
         if version is not None:
             tell([logger], "continue_as", version)

@@ -25,8 +25,8 @@ from .base import FolderLogger, VersionFolder, replace_text
 class CSVLogger(FolderLogger):
     """Write ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<N>``.
 
-    A row is one call of `log_metrics`: its step and its values, the other columns empty. A metric that comes later
-    adds a column. A version that exists already is continued.
+    A row is one call of `log_metrics`: its step and its values, with the other columns empty. A metric that is first
+    logged later adds a column. An existing version is continued.
 
     Raises:
         ConfigError: for a `flush_logs_every_n_steps` below 1.
@@ -47,13 +47,13 @@ class CSVLogger(FolderLogger):
         self._flushed_step = 0
         self._last_step = -1
         self._rows: list[dict[str, Any]] = []
-        self._kept: list[dict[str, str]] = []  # the rows of the step from which the run goes on
-        self._columns: list[str] | None = None  # None: the file, if there is one, has yet to be read
+        self._kept: list[dict[str, str]] = []  # the rows of the step that the run resumes from
+        self._columns: list[str] | None = None  # None: the file, if it exists, has yet to be read
         self._is_supervised = False
         self._left_as: tuple[int, int] | None = None
 
     def open(self) -> None:
-        """Create the folder of the run, and take note of the table that is there."""
+        """Create the folder of the run, and note the table in it."""
         super().open()
         self._is_supervised = node_folder() is not None
         self._left_as = _identity(self._path)
@@ -70,7 +70,7 @@ class CSVLogger(FolderLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a row; it reaches the file every `flush_logs_every_n_steps` steps and at `save`.
 
-        Without a step it is the one after the last row's.
+        Without a step, it is the step after the last row's.
         """
         if self._is_silent:
             return
@@ -78,7 +78,7 @@ class CSVLogger(FolderLogger):
             step = self._last_step + 1
         self._last_step = step
         row = {**self.named(metrics), "step": step}
-        if self._kept and _as_text(row) in self._kept:  # the end of an epoch that was logged before a kill
+        if self._kept and _as_text(row) in self._kept:  # the end of an epoch that was already logged before a kill
             return
         self._rows.append(row)
         if step - self._flushed_step >= self._flush_every:
@@ -87,7 +87,7 @@ class CSVLogger(FolderLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Write the hyper-parameters, those of earlier calls included; `metrics` become a row at step 0."""
+        """Write the hyper-parameters, including those of earlier calls; `metrics` become a row at step 0."""
         if self._is_silent:
             return
         self.keep_hyperparams(params)
@@ -96,16 +96,16 @@ class CSVLogger(FolderLogger):
             self.log_metrics(metrics, 0)
 
     def log_text(self, tag: str, text: str) -> None:
-        """Write the text into a file of its own, ``<tag>.txt``."""
+        """Write the text to its own file, ``<tag>.txt``."""
         if not self._is_silent:
             self._texts[f"{tag.replace('/', '_')}.txt"] = text
             self.write_texts()
 
     def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
-        """Do nothing: a table shows no graph."""
+        """Do nothing: a table cannot show a graph."""
 
     def resume_at(self, step: int) -> None:
-        """Forget what was logged after `step`, so that a run that continues there continues the table."""
+        """Drop what was logged after `step`, so that a run that continues there continues the table."""
         self._rows = [row for row in self._rows if row["step"] <= step]
         self._flushed_step = step
         path = self._path
@@ -116,7 +116,7 @@ class CSVLogger(FolderLogger):
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error}); move it, or give another version.") from None
         rows = [row for row in rows if int(row["step"]) <= step]
-        replace_text(path, _table(columns, rows))  # also under an agent, where it is then this process's own
+        replace_text(path, _table(columns, rows))  # also under an agent, so that the file is this process's own
         self._left_as = _identity(path)
         self._columns, self._kept = columns, [_as_text(row) for row in rows if int(row["step"]) == step]
 
@@ -126,7 +126,7 @@ class CSVLogger(FolderLogger):
         self._columns = None
 
     def save(self) -> None:
-        """Write the rows that are still in memory; those that the disk refuses stay there."""
+        """Write the rows that are still in memory; those that cannot be written stay there."""
         if self._is_taken_over():
             self.silence()
             self._rows = []
@@ -138,7 +138,7 @@ class CSVLogger(FolderLogger):
         self.write_texts()
         if not self._rows:
             return
-        self._flushed_step = self._rows[-1]["step"]  # the next attempt comes as late as after a success
+        self._flushed_step = self._rows[-1]["step"]  # wait as long for the next attempt as after a success
         path, rows = self.folder() / "metrics.csv", self._rows
         written: list[dict[str, Any]] = []
         columns = self._columns
@@ -157,7 +157,7 @@ class CSVLogger(FolderLogger):
         self._columns, self._rows = wider, []
 
     def _is_taken_over(self) -> bool:
-        """Return whether the workers of a later round write the table: those of this one counted as lost, and live."""
+        """Return whether workers of a later round write the table, since this round's were believed lost."""
         if not self._is_supervised or self._is_silent:
             return False
         now = _identity(self._path)
@@ -172,7 +172,7 @@ class CSVLogger(FolderLogger):
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from one that has replaced it, or that another process has changed; None without one."""
+    """Return an identity that changes if a file is replaced, or changed by another process; None without a file."""
     with suppress(OSError):
         found = path.stat()
         return found.st_ino, found.st_size
@@ -180,7 +180,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to the end of a table; all or none, should the disk be full."""
+    """Add rows to the end of a table; all or none if the disk is full."""
     size = path.stat().st_size
     try:
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -192,7 +192,7 @@ def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -
 
 
 def _as_text(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return a row as it is read back."""
+    """Return a row as it would be read back."""
     return {name: str(value) for name, value in row.items() if value not in ("", None)}
 
 

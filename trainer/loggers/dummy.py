@@ -1,4 +1,4 @@
-"""DummyLogger: takes every call and writes nothing, so that a ``fast_dev_run`` can use ``self.logger`` as always."""
+"""DummyLogger: accepts every call and writes nothing, so that a ``fast_dev_run`` can use ``self.logger`` as usual."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Self
 
 
 class DummyExperiment:
-    """Accept every method call, and items of itself, and do nothing."""
+    """Accept every method call and indexing, and do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):  # copy and pickle ask for what is not there
+        if name.startswith("__"):  # copy and pickle look for missing attributes
             raise AttributeError(name)
         return _do_nothing
 
@@ -19,7 +19,7 @@ class DummyExperiment:
 
 
 class DummyLogger(DummyExperiment):
-    """A logger without a folder; methods that only some loggers have are accepted as well."""
+    """A logger without a folder; it also accepts methods that only some loggers have."""
 
     name = ""
     version = ""
@@ -39,4 +39,4 @@ class DummyLogger(DummyExperiment):
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take the place of any method."""
+    """Stand in for any method."""

@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _POINTS_AT_ONCE: Final = 1000
-"""More the store refuses in one call; a call of one point costs a local store 20 ms, one of 1000 points 150 ms."""
+"""The most that the store accepts in one call; a call with one point costs a local store 20 ms, with 1000 150 ms."""
 _PARAMS_AT_ONCE: Final = 100
 _LONGEST_PARAM: Final = 6000
 _LONGEST_NAME: Final = 250
 _SECONDS_AT_MOST: Final = 5.0
 _LONGEST_PAUSE: Final = 300.0
-"""Seconds between two attempts to write to a store that refuses."""
+"""The longest time, in seconds, between attempts to write to a failing store."""
 
 
 class MLFlowLogger(TrackerLogger):
     """Write to an MLflow store: a server, or a database in a file; look at it with ``mlflow ui``.
 
-    Without a `tracking_uri`, and none set for MLflow (``MLFLOW_TRACKING_URI``), the store is
-    ``<save_dir>/mlflow.db``, beside ``<save_dir>/artifacts``. Points are held back for 5 seconds at most, and what a
-    store refuses is written later.
+    Without a `tracking_uri`, and without one set for MLflow (``MLFLOW_TRACKING_URI``), the store is
+    ``<save_dir>/mlflow.db``, beside ``<save_dir>/artifacts``. Points are buffered for at most 5 seconds, and points
+    that cannot be written are written later.
 
     Args:
-        experiment_name: the experiment, which is made if there is none of this name.
-        run_name: the name of the run; MLflow makes one up.
+        experiment_name: the experiment, which is created if it does not exist.
+        run_name: the name of the run; by default MLflow makes one up.
         tracking_uri: the address of the store.
         tags: tags of the run.
         save_dir: the folder of the default store, and of checkpoints.
         log_model: True: log the checkpoints that a ModelCheckpoint has kept when training ends; ``"all"``: log each
             once it is written.
-        prefix: what every metric's name begins with, before a ``-``.
+        prefix: the prefix of every metric's name, followed by ``-``.
         artifact_location: where a new experiment keeps its artifacts.
-        run_id: the run to go on with.
-        synchronous: whether MLflow's calls wait for the store; False suits a server that is far away.
+        run_id: the id of a run to continue.
+        synchronous: whether MLflow's calls wait for the store; False suits a distant server.
 
     Raises:
-        MissingDependencyError: without the package mlflow (or mlflow-skinny).
+        MissingDependencyError: if the package mlflow (or mlflow-skinny) is not installed.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MLFlowLogger(TrackerLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of a local store; None for a server or a database of one's own."""
+        """The folder of a local store; None for a server or your own database."""
         if self._tracking_uri is None:
             return str(self._folder)
         address = urlparse(self._tracking_uri)
@@ -111,10 +111,10 @@ class MLFlowLogger(TrackerLogger):
 
     @property
     def experiment(self) -> MlflowClient:
-        """The ``MlflowClient``, for what belongs to `run_id`; on other ranks than 0 it does nothing.
+        """The ``MlflowClient``, for use with `run_id`; on ranks other than 0 it does nothing.
 
         Raises:
-            ConfigError: if the store cannot be used, or has no run of the given id.
+            ConfigError: if the store cannot be used, or has no run with the given id.
         """
         if self._is_silent:
             return cast("MlflowClient", DummyExperiment())
@@ -124,27 +124,27 @@ class MLFlowLogger(TrackerLogger):
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run, which begins if there is none yet."""
+        """The id of the run, which is started if there is none yet."""
         _ = self.experiment
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """The id of the experiment, which is made if there is none yet."""
+        """The id of the experiment, which is created if there is none yet."""
         _ = self.experiment
         return self._experiment_id
 
     def open(self) -> None:
-        """Begin the run, or go on with the one of `run_id`.
+        """Start the run, or continue the run `run_id`.
 
         Raises:
-            ConfigError: if the store cannot be used, or has no run of the given id.
+            ConfigError: if the store cannot be used, or has no run with the given id.
         """
         if self._is_silent:
             return
         client = self.experiment
         with suppress(OSError), as_os_error():
-            client.update_run(str(self._run_id), status="RUNNING")  # one that is gone on with had ended
+            client.update_run(str(self._run_id), status="RUNNING")  # a continued run had ended
 
     def _connect(self) -> None:
         from mlflow.exceptions import MlflowException
@@ -164,7 +164,7 @@ class MLFlowLogger(TrackerLogger):
         self._client = client
 
     def _goes_on(self, client: MlflowClient) -> bool:
-        """Go on with the run of this id; return False if it is that of a checkpoint, and the store has it no more."""
+        """Continue the run with this id; return False if the id is from a checkpoint and the store no longer has it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -187,10 +187,10 @@ class MLFlowLogger(TrackerLogger):
         if experiment is None:
             place = self._artifact_location
             if place is None and self._tracking_uri is None:
-                place = (self._folder / "artifacts").as_uri()  # not into the folder that a program happens to run in
+                place = (self._folder / "artifacts").as_uri()  # not the current working directory
             try:
                 self._experiment_id = client.create_experiment(self._experiment_name, artifact_location=place)
-            except MlflowException:  # another process has made it meanwhile, or it is deleted
+            except MlflowException:  # another process has created it meanwhile, or it was deleted
                 experiment = client.get_experiment_by_name(self._experiment_name)
                 if experiment is None:
                     raise
@@ -200,9 +200,9 @@ class MLFlowLogger(TrackerLogger):
         self._run_id = run.info.run_id
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Keep numbers for the store; they are written 5 seconds later at the latest, and at `save`.
+        """Buffer numbers for the store; they are written at most 5 seconds later, and at `save`.
 
-        Characters that MLflow does not allow in a name are left out. Without a step they are points at step 0.
+        Characters that MLflow does not allow in a name are left out. Without a step, the points are at step 0.
         """
         if self._is_silent:
             return
@@ -215,11 +215,11 @@ class MLFlowLogger(TrackerLogger):
             self._write()
 
     def numbers(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return metrics under the names that the store has for them, without those that it has."""
+        """Return metrics under their names in the store, without those that it already has."""
         return super().numbers({_allowed(name): value for name, value in metrics.items()}, step)
 
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace) -> None:
-        """Write the hyper-parameters, flat (``optimizer/lr``). A parameter in the store keeps its first value."""
+        """Write the hyper-parameters, flattened (``optimizer/lr``). A parameter in the store keeps its first value."""
         if self._is_silent:
             return
         flat = flatten(plain(vars(params) if isinstance(params, Namespace) else params))
@@ -234,7 +234,7 @@ class MLFlowLogger(TrackerLogger):
                 client.log_text(str(self._run_id), text, f"{tag}.txt")
 
     def resume_at(self, step: int) -> None:
-        """Note what the store has after `step`, so that it is not logged again by a run that continues there."""
+        """Note what the store has after `step`, so that a run that continues there does not log it again."""
         if self._is_silent:
             return
         client = self.experiment
@@ -248,7 +248,7 @@ class MLFlowLogger(TrackerLogger):
             return
         self._known = {}
         for point in points:
-            if point.step >= step:  # the end of an epoch may have been logged before a kill
+            if point.step >= step:  # the end of an epoch may already have been logged before a kill
                 self._known.setdefault(point.step, {})[point.key] = point.value
 
     def save(self) -> None:
@@ -257,7 +257,7 @@ class MLFlowLogger(TrackerLogger):
             self._write()
 
     def finalize(self, status: str) -> None:
-        """Write what is left, log checkpoints, and set the run's status; what is logged later is added to it."""
+        """Write what is left, log checkpoints, and set the run's status; later logging is added to the run."""
         if self._is_silent or self._client is None:
             return
         self._write()
@@ -267,7 +267,7 @@ class MLFlowLogger(TrackerLogger):
             self._client.set_terminated(str(self._run_id), ended)
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Copy the folder of a checkpoint to the run's artifacts, with what Lightning writes beside it."""
+        """Copy a checkpoint folder to the run's artifacts, with the files that Lightning writes beside it."""
         import yaml
 
         client, place = self.experiment, checkpoint.path.stem
@@ -278,10 +278,10 @@ class MLFlowLogger(TrackerLogger):
             client.log_artifacts(str(self._run_id), folder, place)
 
     def _write(self) -> None:
-        """Write what is kept; what the store refuses stays, and the next attempt comes after a longer and longer pause.
+        """Write buffered points; if that fails, keep them, and retry after increasingly long pauses.
 
         Raises:
-            OSError: if the store refuses.
+            OSError: if the store cannot be written.
         """
         client = self.experiment
         self._written_at = time.time()
@@ -297,7 +297,7 @@ class MLFlowLogger(TrackerLogger):
         self._pause = 0.0
 
     def _write_params(self, client: MlflowClient) -> None:
-        """Write the hyper-parameters that the store has not: one with another value would be refused."""
+        """Write the hyper-parameters that the store does not have: one with another value would be refused."""
         if not self._params:
             return
         from mlflow.entities import Param
@@ -319,13 +319,13 @@ class MLFlowLogger(TrackerLogger):
 
 
 def _set_uri() -> str | None:
-    """Return the address that is set for MLflow, by a call or the environment, if any."""
+    """Return the address set for MLflow, by a call or the environment, if any."""
     import mlflow
 
     return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
 
 
 def _allowed(name: str) -> str:
-    """Return a name as MLflow takes it: without other characters, and as a path that stays in its folder."""
+    """Return a name that MLflow accepts: only allowed characters, and as a path that stays in its folder."""
     name = posixpath.normpath(re.sub(r"[^\w/. :-]+", "", name)).lstrip("/.")
     return name[:_LONGEST_NAME] or "_"

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: curves, hyper-parameters, texts and the graph in TensorBoard's event files."""
+"""TensorBoardLogger: curves, hyper-parameters, texts and the graph, in TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SECONDS_AT_MOST: Final = 5.0
 
 
 class TensorBoardLogger(FolderLogger):
-    """Write event files into ``<save_dir>/<name>/version_<N>/<sub_dir>``; look at them with ``tensorboard --logdir``.
+    """Write event files to ``<save_dir>/<name>/version_<N>/<sub_dir>``; look at them with ``tensorboard --logdir``.
 
-    A version that exists already is continued. `default_hp_metric` writes the placeholder ``hp_metric`` where
-    hyper-parameters are logged without metrics of their own, as Lightning does.
+    An existing version is continued. `default_hp_metric` writes the placeholder ``hp_metric`` when hyper-parameters are
+    logged without metrics, as Lightning does.
 
     Raises:
-        MissingDependencyError: without the package tensorboard.
+        MissingDependencyError: if the package tensorboard is not installed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TensorBoardLogger(FolderLogger):
         self._writer: SummaryWriter | None = None
         self._rows: list[tuple[float, int, dict[str, float]]] = []
         self._sent: list[tuple[float, int, dict[str, float]]] = []
-        """The rows given to the writer that may not be on the disk yet."""
+        """The rows given to the writer that may not be on disk yet."""
         self._written_at = 0.0
         self._purge_step: int | None = None
         self._is_resumed = False
@@ -69,7 +69,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """Torch's ``SummaryWriter``, for images, histograms and the like; on other ranks than 0 it writes nothing."""
+        """Torch's ``SummaryWriter``, for images, histograms and so on; on ranks other than 0 it writes nothing."""
         if self._is_silent:
             return cast("SummaryWriter", DummyExperiment())
         if self._writer is None:
@@ -77,15 +77,15 @@ class TensorBoardLogger(FolderLogger):
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Keep numbers for TensorBoard; they are written 50 rows or 5 seconds later, and at `save`.
+        """Buffer numbers for TensorBoard; they are written after 50 rows or 5 seconds, and at `save`.
 
-        Without a step they are points at step 0.
+        Without a step, the points are at step 0.
         """
         if self._is_silent:
             return
         now = time.time()
         self._rows.append((now, step or 0, self.named(metrics)))
-        # a row handed to the writer's thread costs a training loop 65 us; kept here 1 us, and 50 at once 30 us each
+        # handing a row to the writer's thread costs a training loop 65 us; buffering it 1 us, and 50 at once 30 us each
         if len(self._rows) >= _ROWS_AT_ONCE or now - self._written_at > _SECONDS_AT_MOST:
             self._write_rows()
 
@@ -94,7 +94,7 @@ class TensorBoardLogger(FolderLogger):
     ) -> None:
         """Write the hyper-parameters for the HPARAMS page, which shows them beside the last value of every curve.
 
-        `metrics` become points at step 0. ``hparams.yaml`` holds all hyper-parameters, also those of earlier calls.
+        `metrics` become points at step 0. ``hparams.yaml`` has all hyper-parameters, including those of earlier calls.
         """
         if self._is_silent:
             return
@@ -123,7 +123,7 @@ class TensorBoardLogger(FolderLogger):
         self.experiment.add_text(tag, text, 0)
 
     def log_image(self, key: str, images: Sequence[str | Path], step: int | None = None) -> None:
-        """Write pictures from the paths of PNG files; for tensors call ``experiment.add_image``."""
+        """Write images, given as paths of PNG files; for tensors call ``experiment.add_image``."""
         if self._is_silent:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -137,9 +137,9 @@ class TensorBoardLogger(FolderLogger):
             self.experiment._get_file_writer().add_summary(summary, step or 0)
 
     def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
-        """Trace the module's ``forward`` and write its graph, if the logger was made with ``log_graph=True``.
+        """Trace the module's ``forward`` and write its graph, if the logger was created with ``log_graph=True``.
 
-        The example is by default the module's ``example_input_array``.
+        By default the example is the module's ``example_input_array``.
         """
         if not self._wants_graph or self._is_silent:
             return
@@ -152,7 +152,7 @@ class TensorBoardLogger(FolderLogger):
         if parameter is not None:
             example_input = to_device(example_input, parameter.device)
         try:
-            # add_graph traces in eval mode and restores it; with the random numbers kept too, the run is as without it
+            # add_graph traces in eval mode and restores the mode; with random state restored, the run is not affected
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with torch.random.fork_rng():
@@ -165,7 +165,7 @@ class TensorBoardLogger(FolderLogger):
             )
 
     def resume_at(self, step: int) -> None:
-        """Forget what was logged after `step`, so that a run that continues there continues the curves."""
+        """Drop what was logged after `step`, so that a run that continues there continues the curves."""
         self._write_rows()
         self._close()
         self._purge_step = step + 1
@@ -179,7 +179,7 @@ class TensorBoardLogger(FolderLogger):
         super().continue_as(version)
 
     def save(self) -> None:
-        """Write everything logged so far to the disk."""
+        """Write everything logged so far to disk."""
         self.write_texts()
         self._write_rows()
         self._flush()
@@ -192,7 +192,7 @@ class TensorBoardLogger(FolderLogger):
 
     @contextmanager
     def _keeping_rows(self) -> Iterator[None]:
-        """Take back, where the disk refuses, what may not be written: a new event file gets it next time."""
+        """On a disk error, take back rows that may not be written: a new event file gets them next time."""
         try:
             yield
         except OSError:
@@ -204,9 +204,9 @@ class TensorBoardLogger(FolderLogger):
             raise
 
     def finalize(self, status: str) -> None:
-        """Mark the end on the HPARAMS page and close the file; what is logged later opens another one.
+        """Mark the end on the HPARAMS page and close the file; later logging opens a new one.
 
-        An interrupted run gets no mark: it may be resumed, and TensorBoard keeps the first one.
+        An interrupted run gets no mark, since it may be resumed, and TensorBoard keeps the first mark.
         """
         if self._is_silent:
             return
@@ -249,10 +249,10 @@ class TensorBoardLogger(FolderLogger):
         purge_step, self._purge_step = self._purge_step, None
         if purge_step is not None:
             _await_a_later_name(folder)
-        # the default queue of 10 makes the loop wait for the writing thread
+        # with the default queue of 10, the loop would wait for the writing thread
         writer = SummaryWriter(str(folder), purge_step=purge_step, max_queue=1000, flush_secs=10)
         if purge_step is not None:
-            # TensorBoard takes the first mark of a restart that it sees for the beginning, and purges at the second
+            # TensorBoard takes the first START mark that it sees as the beginning, and purges at the second
             mark = SessionLog(status=SessionLog.START)
             writer._get_file_writer().add_event(Event(session_log=mark), purge_step)
         return writer
@@ -281,7 +281,7 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _await_a_later_name(folder: Path) -> None:
-    """Wait, for a second at most, until a new event file sorts after the old ones: in that order they are read."""
+    """Wait, for at most a second, until a new event file sorts after the old ones: they are read in that order."""
     names = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.iterdir()]
     newest = max((int(match[1]) for match in names if match), default=0)
     now = time.time()

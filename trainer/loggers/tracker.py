@@ -1,4 +1,4 @@
-"""TrackerLogger: the base of loggers that write to an experiment tracker, whose points cannot be taken back."""
+"""TrackerLogger: the base of loggers for experiment trackers, where points cannot be deleted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .base import prefixed
 LogModel = bool | Literal["all"]
 
 _LARGEST: Final = 1.79e308
-"""What some stores write for an infinite value is above this."""
+"""Some stores represent an infinite value by a number above this."""
 
 
 class Saver(Protocol):
-    """A ModelCheckpoint, as a logger of checkpoints sees it."""
+    """A ModelCheckpoint as seen by loggers that log checkpoints."""
 
     monitor: str | None
     mode: str
@@ -31,11 +31,11 @@ class Saver(Protocol):
 
     @property
     def kept_paths(self) -> list[str]:
-        """The paths of all checkpoints that are kept."""
+        """The paths of all kept checkpoints."""
 
     @property
     def best_model_path(self) -> str:
-        """The best of them."""
+        """The path of the best one."""
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ class Saver(Protocol):
 
 @dataclass(frozen=True)
 class LoggedCheckpoint:
-    """A checkpoint for the tracker: its folder, and what the tracker shows beside it."""
+    """A checkpoint for the tracker: its folder, and the information that the tracker shows with it."""
 
     path: Path
     aliases: list[str]
@@ -52,11 +52,11 @@ class LoggedCheckpoint:
 
 
 class TrackerLogger:
-    """Base of loggers of an experiment tracker: the id of the run, what stands there already, and checkpoints.
+    """Base of loggers for experiment trackers: the id of the run, the points that it already has, and checkpoints.
 
-    A tracker keeps every point that it gets. So that a run that is resumed from a checkpoint is one curve, it leaves
-    out the points that the run had logged after that checkpoint, where they have the same value. A logger is pickled
-    for the processes of a run, where rank 0's writes; the connection stays behind.
+    A tracker keeps every point that it gets. To keep one curve when a run is resumed from a checkpoint, the logger
+    leaves out points that the run had already logged after that checkpoint with the same value. A logger is pickled for
+    the processes of a run, where rank 0's writes; the connection is left out.
     """
 
     _is_silent = False
@@ -71,10 +71,10 @@ class TrackerLogger:
         self._prefix = prefix
         self._log_model: LogModel = log_model
         self._known: dict[int, dict[str, float]] = {}
-        """The values after the step at which the run goes on that the tracker has, by step."""
+        """The values that the tracker already has after the step that the run resumes from, by step."""
         self._savers: list[Saver] = []
         self._pending: dict[str, LoggedCheckpoint] = {}
-        """The checkpoints that are still to be logged, by path: they may not be on the disk yet."""
+        """The checkpoints that have yet to be logged, by path: they may not be on disk yet."""
         self._logged: set[str] = set()
 
     @property
@@ -88,15 +88,15 @@ class TrackerLogger:
         return self._run_id
 
     def open(self) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or continue it."""
         raise NotImplementedError
 
     def continue_saved(self, version: str) -> None:
-        """Go on with the run that a checkpoint names, unless an id was given or a run has begun."""
+        """Continue the run that a checkpoint names, unless an id was given or a run has begun."""
         self._run_id = self._run_id or version
 
     def continue_as(self, version: int | str) -> None:
-        """Go on with a run that another process has begun: rank 0, or the workers of a `fit`."""
+        """Continue a run that another process has begun: rank 0, or the workers of a `fit`."""
         self._run_id = str(version)
 
     def silence(self) -> None:
@@ -104,7 +104,7 @@ class TrackerLogger:
         self._is_silent = True
 
     def numbers(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return metrics as floats, under their names with the prefix, without those that the tracker has."""
+        """Return metrics as floats, under their prefixed names, without those that the tracker already has."""
         known = self._known.get(step, {})
         values = prefixed(metrics, self._prefix)
         return {name: value for name, value in values.items() if not (name in known and is_same(value, known[name]))}
@@ -112,7 +112,7 @@ class TrackerLogger:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def after_save_checkpoint(self, checkpoint_callback: Saver) -> None:
-        """Note the checkpoints of a ModelCheckpoint that has just begun to write one; those before it are written."""
+        """Note the checkpoints of a ModelCheckpoint that has just begun to write one; earlier ones are on disk."""
         if self._is_silent or not self._log_model:
             return
         self._log_pending()
@@ -122,7 +122,7 @@ class TrackerLogger:
             self._note_checkpoints(checkpoint_callback)
 
     def log_checkpoints(self, status: str) -> None:
-        """Log what is to be logged at the end of a run: of one that failed or was interrupted nothing more."""
+        """Log the checkpoints due at the end of a run; nothing if it failed or was interrupted."""
         if status == "success":
             for saver in self._savers:
                 self._note_checkpoints(saver)
@@ -130,7 +130,7 @@ class TrackerLogger:
         self._savers, self._pending = [], {}
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Copy the folder of a checkpoint into the tracker."""
+        """Copy a checkpoint folder to the tracker."""
         raise NotImplementedError
 
     def _note_checkpoints(self, saver: Saver) -> None:
@@ -160,7 +160,7 @@ class TrackerLogger:
 
 
 def tracker_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
-    """Return what a checkpoint keeps of the loggers of trackers: which of their runs is this one."""
+    """Return the entry of a checkpoint that names this run in each tracker."""
     return [
         {"type": type(logger).__name__, "name": str(logger.name), "version": str(logger.version)}
         for logger in loggers
@@ -169,7 +169,7 @@ def tracker_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
 
 
 def continue_saved_runs(loggers: Sequence[Logger], runs: Sequence[Mapping[str, str]]) -> None:
-    """Let loggers of trackers go on with their runs in a checkpoint: each with the next one of its type and name."""
+    """Make tracker loggers continue the runs that a checkpoint names, each the next one of its type and name."""
     left = list(runs)
     for logger in loggers:
         of_it = [run for run in left if (run["type"], run["name"]) == (type(logger).__name__, str(logger.name))]
@@ -187,8 +187,8 @@ def is_same(value: float, stored: float) -> bool:
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Raise whatever the client of a tracker raises as an error of the system, of which training warns, and goes on."""
+    """Raise errors of a tracker's client as OSError, which training turns into a warning."""
     try:
         yield
-    except Exception as error:  # a client has errors of its own, of its database, of the network
+    except Exception as error:  # its own errors, its database's, the network's
         raise OSError(str(error) or type(error).__name__) from error

@@ -23,37 +23,36 @@ if TYPE_CHECKING:
     from wandb import Artifact, Run
 
 _STEP: Final = "trainer/global_step"
-"""The axis of all curves; W&B's own step counts the calls of ``run.log``, the user's included."""
+"""The axis of all curves; W&B's own step counts the calls of ``run.log``, including the user's."""
 
 _FLUSH_INTERVAL: Final = "x_transaction_log_flush_interval"
 
 
 class WandbLogger(TrackerLogger):
-    """Write to Weights & Biases. With ``offline=True`` a run stays on the disk, until ``wandb sync`` uploads it.
+    """Write to Weights & Biases. With ``offline=True`` a run stays on disk until ``wandb sync`` uploads it.
 
-    A run that is in progress in this process (``wandb.init``, a sweep) is taken, unless another id is asked for. A run
-    that this logger has begun stays open after `fit`, for what is logged then, until ``wandb.finish()`` or the end of
-    the process.
+    A run in progress in this process (``wandb.init``, a sweep) is used, unless a different id is given. A run that this
+    logger has started stays open after `fit`, for later logging, until ``wandb.finish()`` or the end of the process.
 
     Args:
-        name: the name of the run; W&B makes one up.
+        name: the name of the run; by default W&B makes one up.
         save_dir: the folder of W&B's files (below ``wandb``) and of checkpoints.
-        version: the id of the run; one that exists is gone on with.
-        offline: write to the disk only.
+        version: the id of the run; an existing run is continued.
+        offline: write only to disk.
         dir: the same as `save_dir`.
         id: the same as `version`.
         project: the project; by default ``WANDB_PROJECT``, else ``echelon_logs``.
         log_model: True: log the checkpoints that a ModelCheckpoint has kept when training ends; ``"all"``: log each
             once it is written.
-        experiment: a run that is in progress.
-        prefix: what every metric's name begins with, before a ``-``.
-        checkpoint_name: the name of the artifact of checkpoints; by default ``model-<id>``.
+        experiment: a run in progress.
+        prefix: the prefix of every metric's name, followed by ``-``.
+        checkpoint_name: the name of the checkpoints' artifact; by default ``model-<id>``.
         add_file_policy: ``"mutable"`` copies a checkpoint before it is uploaded.
         **kwargs: more arguments of ``wandb.init``, such as ``entity``, ``group`` and ``tags``.
 
     Raises:
-        MissingDependencyError: without the package wandb.
-        ConfigError: for `log_model` and `offline` at once.
+        MissingDependencyError: if the package wandb is not installed.
+        ConfigError: if both `log_model` and `offline` are set.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class WandbLogger(TrackerLogger):
 
     @property
     def experiment(self) -> Run:
-        """W&B's ``Run``, which begins if there is none; on other ranks than 0 it does nothing.
+        """W&B's ``Run``, which is started if there is none; on ranks other than 0 it does nothing.
 
         Raises:
             ConfigError: if W&B refuses it.
@@ -117,7 +116,7 @@ class WandbLogger(TrackerLogger):
         return cast("Run", self._run)
 
     def open(self) -> None:
-        """Begin the run, or go on with the one of this id.
+        """Start the run, or continue the run with this id.
 
         Raises:
             ConfigError: if W&B refuses it.
@@ -142,7 +141,7 @@ class WandbLogger(TrackerLogger):
         import wandb
 
         if self._is_copy:
-            # the caller's service would keep the run of a killed process, and refuse the id to the one after it
+            # the caller's service would keep the run of a killed process, and refuse the id to the next process
             with suppress(ImportError):
                 from wandb.sdk.lib.service.service_token import clear_service_in_env
 
@@ -152,11 +151,11 @@ class WandbLogger(TrackerLogger):
         if not is_first:
             options["reinit"] = "create_new"
         if "settings" not in options and _FLUSH_INTERVAL in wandb.Settings.model_fields:
-            # by default a killed run has nothing of its last 15 seconds in its file
+            # by default, the file of a killed run lacks its last 15 seconds
             options["settings"] = wandb.Settings(**{_FLUSH_INTERVAL: 0.5})
         try:
             run = wandb.init(**options)
-        except Exception as error:  # of W&B's, its service, the network, its settings
+        except Exception as error:  # from W&B, its service, the network, its settings
             raise ConfigError(
                 f"W&B refuses the run of project {self._project!r}: {error}; call wandb.login(), or give offline=True."
             ) from error
@@ -196,7 +195,7 @@ class WandbLogger(TrackerLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log a table, of `columns` and `data` or of a pandas `dataframe`; cells may be media, such as images."""
+        """Log a table from `columns` and `data` or a pandas `dataframe`; cells may be media, such as images."""
         if not self._is_silent:
             import wandb
 
@@ -211,7 +210,7 @@ class WandbLogger(TrackerLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log a table of texts; one text in the place of `columns` makes a table of one cell."""
+        """Log a table of texts; a single text in place of `columns` makes a table with one cell."""
         if isinstance(columns, str):
             self.log_table(key, ["text"], [[columns]], step=step)
         else:
@@ -273,13 +272,13 @@ class WandbLogger(TrackerLogger):
     def resume_at(self, step: int) -> None:
         """Note what the run's files have after `step`, so that a run that continues there does not log it again.
 
-        The files are those in `save_dir`: of a run that goes on elsewhere, some points may stand twice.
+        The files are those in `save_dir`: if a run continues elsewhere, some points may be logged twice.
         """
         self._known = {}
         if self._is_silent or self._run_id is None:
             return
         for path in sorted((self._folder / "wandb").glob(f"*run-*-{self._run_id}/run-{self._run_id}.wandb")):
-            with suppress(OSError, ValueError):  # a foreign file; wandb would complain itself
+            with suppress(OSError, ValueError):  # a foreign file; wandb itself would complain
                 for row in read_history(path):
                     if isinstance(row.get(_STEP), int) and row[_STEP] >= step:
                         self._known.setdefault(row[_STEP], {}).update(_numbers(row))
@@ -288,7 +287,7 @@ class WandbLogger(TrackerLogger):
         """Do nothing: W&B writes by itself."""
 
     def finalize(self, status: str) -> None:
-        """Log checkpoints; end the run, if this process was started for it."""
+        """Log checkpoints; end the run if this process was started for it."""
         if self._is_silent or self._run is None:
             return
 
@@ -299,7 +298,7 @@ class WandbLogger(TrackerLogger):
                 self._run = None
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Log the folder of a checkpoint as an artifact of type ``model``."""
+        """Log a checkpoint folder as an artifact of type ``model``."""
         import wandb
 
         artifact = wandb.Artifact(
@@ -314,7 +313,7 @@ class WandbLogger(TrackerLogger):
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what of a row are numbers; those that are not finite are written as text."""
+    """Return the numbers in a row; those that are not finite are stored as text."""
     numbers = {}
     for name, value in row.items():
         with suppress(TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Reading of the file that Weights & Biases keeps of a run on the disk, for the points that a run has logged."""
+"""Reader of the file that Weights & Biases keeps of a run on disk, for the points that the run has logged."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Final
 
 _BLOCK: Final = 32768
 _HEADER: Final = struct.Struct("<IHB")
-"""Of a chunk, as in LevelDB's log: checksum, length, kind."""
+"""The header of a chunk, as in LevelDB's log: checksum, length, kind."""
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``run.log``, as far as they are on the disk: a killed run leaves an incomplete end."""
+    """Yield the rows of ``run.log``, as far as they are on disk: a killed run leaves an incomplete end."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for data in _records(path):
@@ -35,11 +35,11 @@ def _records(path: Path) -> Iterator[bytes]:
                 return
             _, length, kind = _HEADER.unpack(header)
             data = file.read(length)
-            if not kind or len(data) < length:  # what was allocated, and never written
+            if not kind or len(data) < length:  # allocated but never written
                 return
             parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
             if kind in (_FULL, _LAST):
                 yield b"".join(parts)
             rest = _BLOCK - file.tell() % _BLOCK
-            if rest < _HEADER.size:  # no header begins in so little
+            if rest < _HEADER.size:  # too short for a header
                 file.seek(rest, 1)
