@@ -1,4 +1,4 @@
-"""Atomic commit of a folder, which appears under its name whole or not at all; what it replaces goes only then."""
+"""Atomic commit of a folder, which appears under its name whole or not at all; only then is the old one removed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _RENAME_EXCHANGE: Final = 2
 def committed(path: Path) -> Iterator[Path]:
     """Yield a new folder to write to, and make it appear as `path` when the block ends without an error.
 
-    A checkpoint or link of that name is replaced, in one step. The block has to bring everything that it writes to the
-    disk.
+    A checkpoint or link of that name is replaced in one step. The block must flush everything that it writes to disk.
 
     Raises:
         CheckpointError: if it cannot be written, or if `path` is not a checkpoint.
@@ -52,14 +51,14 @@ def committed(path: Path) -> Iterator[Path]:
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """Return the error that says why a checkpoint could not be written."""
+    """Return an error that says why a checkpoint could not be written."""
     return CheckpointError(
         f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
     )
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint folder: it is gone from its name at once, its files follow.
+    """Delete a checkpoint folder: its name is gone at once, its files follow.
 
     Raises:
         CheckpointError: if it cannot be deleted.
@@ -74,7 +73,7 @@ def discard(path: Path) -> None:
 
 
 def point(link: str | Path, path: str | Path) -> None:
-    """Make `link` a relative symbolic link to the checkpoint at `path`, atomically, in place of what it was.
+    """Make `link` a relative symbolic link to the checkpoint at `path`, atomically replacing what it was.
 
     Raises:
         CheckpointError: if `path` is not a checkpoint, or `link` is neither a link nor a checkpoint.
@@ -94,9 +93,9 @@ def point(link: str | Path, path: str | Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what dead writers left in `folder`; a checkpoint that they were replacing gets its name back."""
+    """Delete what dead writers left in `folder`; restore the name of a checkpoint that they were replacing."""
     for entry in unfinished(folder):
-        with suppress(OSError):  # another run deletes the same, or it is not ours to delete
+        with suppress(OSError):  # another run is deleting it, or we may not delete it
             if not _is_abandoned(entry):
                 continue
             if is_stranded(entry):
@@ -106,7 +105,7 @@ def sweep(folder: Path) -> None:
 
 
 def is_stranded(path: Path) -> bool:
-    """Return whether a folder is a checkpoint whose writer died while replacing it: whole, but not under its name."""
+    """Return whether a folder is a complete checkpoint that lost its name because its writer died replacing it."""
     name = _TEMPORARY.fullmatch(path.name)
     if name is None or name["kind"] != "old":
         return False
@@ -114,12 +113,12 @@ def is_stranded(path: Path) -> bool:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return the temporary folders of writes and removals in a folder: those under way, and those left behind."""
+    """Return the temporary folders of writes and removals in a folder, both in progress and left behind."""
     return [entry for entry in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(entry.name)] if folder.is_dir() else []
 
 
 def sync(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,12 +139,12 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _move(new: Path, path: Path) -> None:
-    """Give `new` the name `path`; what had that name is deleted afterwards."""
+    """Give `new` the name `path`, and delete what had that name."""
     if new.is_symlink() and (path.is_symlink() or not path.exists()):
         new.replace(path)
-    # exchanged once more, should another writer have taken the name since the first attempt
+    # the second exchange is for a name that another writer has taken since the first attempt
     elif not (_exchange(new, path) or _rename(new, path) or _exchange(new, path)):
-        # no atomic exchange here (NFS, macOS): if we die between these two lines, the old one is found as stranded
+        # no atomic exchange here (NFS, macOS): if we die between the renames, the old one is found as stranded
         old = _temporary(path, "old")
         path.rename(old)
         new.rename(path)
@@ -155,7 +154,7 @@ def _move(new: Path, path: Path) -> None:
 
 
 def _rename(new: Path, path: Path) -> bool:
-    """Give `new` the name `path`; False where that is taken."""
+    """Give `new` the name `path`; return False if it is taken."""
     try:
         new.rename(path)
     except OSError as error:
@@ -166,7 +165,7 @@ def _rename(new: Path, path: Path) -> bool:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one atomic step; False where the system cannot."""
+    """Swap two names in one atomic step; return False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -174,14 +173,14 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete what is temporary; the next save in its folder sweeps what the disk refuses to delete."""
+    """Delete a temporary entry; what cannot be deleted is swept by the next save in its folder."""
     with suppress(OSError):
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
         elif path.is_dir():
             gone = path.with_suffix(".gone")
             with suppress(OSError):
-                path.rename(gone)  # another rank that is still writing finds it no more, and adds nothing to it
+                path.rename(gone)  # a rank that is still writing can no longer find it or add to it
                 path = gone
             shutil.rmtree(path, ignore_errors=True)
 

@@ -46,13 +46,13 @@ _REMEDY: Final = (
 
 
 def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
-    """Return `value` as JSON values, and its tensors under the keys that they refer to.
+    """Return `value` as JSON values, and its tensors under the keys that these refer to.
 
     Args:
-        value: Plain values and tensors, nested. Tensors are not copied; those that are the same memory (tied weights)
-            have one key.
+        value: Plain values and tensors, nested. Tensors are not copied; those that share memory (tied weights) share a
+            key.
         path: The name of the value in errors (``state['optimizers']``).
-        prefix: Begins the tensors' keys.
+        prefix: The prefix of the tensors' keys.
 
     Raises:
         CheckpointError: for a value that is neither plain nor a dense tensor, with its place and what to do.
@@ -62,7 +62,7 @@ def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
 
 
 class Encoder:
-    """Encodes the values of one rank: rank 0 writes all of them, the others what they alone hold."""
+    """Encodes the values of one rank: rank 0 writes all of them, other ranks only what rank 0 does not hold."""
 
     def __init__(self, *, is_first: bool = True) -> None:
         self.blocks: dict[str, Block] = {}
@@ -74,7 +74,7 @@ class Encoder:
         self.own: set[str] = set()
         """The keys of the blocks that only this rank and its replicas hold."""
         self.further: dict[str, tuple[str, int]] = {}
-        """Of a tensor of which this rank writes several blocks, those after the first: its key and a number."""
+        """For each block after a tensor's first one on this rank: the tensor's key and the block's number."""
         self.layout: dict[str, int] = {}
         """The degrees of parallelism of the DTensors, by axis of their mesh."""
         self._is_first = self._is_own = is_first
@@ -84,11 +84,11 @@ class Encoder:
         self._taken = {"__metadata__", ""}
         self._known: dict[tuple[object, ...], str] = {}
         self._kept: list[Block] = []  # if one were freed, another tensor could get its address
-        self._marks: list[Elsewhere] = []  # the same
+        self._marks: list[Elsewhere] = []  # for the same reason
 
     @property
     def sources(self) -> set[int]:
-        """The ranks that write what this one holds of DTensors and of `Sharded` mappings, as far as it is known."""
+        """The ranks that write this rank's part of DTensors and `Sharded` mappings, as far as known."""
         return self._holders.all | self._sources
 
     def encode(self, value: Any, path: str, key: str) -> Any:
@@ -133,7 +133,7 @@ class Encoder:
         return self.entries[key]
 
     def _elsewhere(self, value: Elsewhere, key: str) -> str:
-        """Return the key of a tensor that other ranks write; all names of one tensor have one."""
+        """Return the key of a tensor that other ranks write; all names of one tensor share it."""
         self.is_distributed = True
         if (id(value),) not in self._known:
             self._known[id(value),] = self._new_key(key)
@@ -213,7 +213,7 @@ class Encoder:
         return unique
 
     def _named(self, key: str, blocks: Sequence[Block]) -> dict[str, Block]:
-        """Return the blocks of one tensor by the tensor's key, and by new keys those after the first."""
+        """Return the blocks of one tensor by key: the first by the tensor's key, the others by new keys."""
         named = {key: blocks[0]}
         for number, block in enumerate(blocks[1:], 1):
             unique = self._new_key(f"{key}#{number}")
@@ -241,7 +241,7 @@ def _plain(block: Block) -> Block:
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value that is equal for two tensors if they are the same elements."""
+    """Return a value that is equal for two tensors if they have the same memory."""
     if isinstance(tensor, StoredTensor):
         return (id(tensor),)
     if is_without_memory(tensor):
@@ -250,7 +250,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _unfit(tensor: Tensor) -> str:
-    """Return why the elements of a tensor are not simply in its memory; empty if they are."""
+    """Return why a tensor's elements are not plainly in its memory; empty if they are."""
     if is_lazy(tensor):
         return "a lazy parameter that has no shape yet"
     if is_traceable_wrapper_subclass(tensor):

@@ -1,4 +1,4 @@
-"""Export of a checkpoint's weights as one safetensors file, which other libraries load."""
+"""Export of a checkpoint's weights as one safetensors file, which other libraries can load."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def export(path: str | Path, destination: str | Path) -> Path:
-    """Write the weights of a checkpoint as one ``model.safetensors``, for ``from_pretrained`` and its like.
+    """Write the weights of a checkpoint as one ``model.safetensors``, for ``from_pretrained`` and the like.
 
     Args:
-        path: What `load_weights` reads.
-        destination: A folder, or a file name ending in ``.safetensors``; what is there is replaced, atomically.
+        path: Anything that `load_weights` reads.
+        destination: A folder, or a file name ending in ``.safetensors``; an existing file is replaced atomically.
 
     Returns:
-        The file written.
+        The written file.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be read, or the file cannot be written; for a file of ``torch.save``,
-            with the call that writes it.
+        CheckpointError: if the checkpoint cannot be read, the file cannot be written, or `destination` has a suffix of
+            ``torch.save``.
     """
     destination = Path(destination)
     if destination.suffix in _TORCH_SUFFIXES:
@@ -38,9 +38,9 @@ def export(path: str | Path, destination: str | Path) -> Path:
             f"'.safetensors' file, or call torch.save(echelon.load_weights({str(path)!r}), {str(destination)!r})."
         )
     file = destination if destination.suffix == ".safetensors" else destination / _NAME
-    weights = read_weights(Path(path), lazily=True)  # one tensor at a time is in memory
+    weights = read_weights(Path(path), lazily=True)  # only one tensor at a time is in memory
     encoded, blocks = encode(weights, "weights", "")
-    # as safetensors.torch.save_model does: a tied name is noted with the one that holds its tensor
+    # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value["$tensor"] != name}
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:

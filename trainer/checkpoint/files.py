@@ -1,4 +1,4 @@
-"""Files of a checkpoint, written with their hash and flushed to the disk, and read as private memory maps."""
+"""Files of a checkpoint: hashed while they are written, flushed to disk, and read as private memory maps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Final, Self
 from ...strategies.errors import CheckpointError
 
 HASH_NAME: Final = "sha256"
-# With the processor's SHA instructions sha256 makes 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.
+# With the processor's SHA instructions, sha256 reaches 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.
 
 _BLOCK: Final = 8 << 20
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The entry of a file in the manifest: its size in bytes and the hash of its content in hex.
+    """The entry of a file in the manifest: its size in bytes and the hash of its contents in hex.
 
-    In a snapshot in memory the hash is empty: its index has a checksum that takes a tenth of the time.
+    In an in-memory snapshot the hash is empty: its index has a checksum that takes a tenth of the time.
     """
 
     size: int
@@ -53,7 +53,7 @@ class HashedFile:
         os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview, *, lasts: bool = True) -> None:
-        """Append `data`; wait until it is hashed unless it `lasts`, unchanged, until `finish`."""
+        """Append `data`; wait until it is hashed, unless it `lasts` unchanged until `finish`."""
         if len(data) < 1 << 16:
             self._small += data
             if len(self._small) >= _BLOCK:
@@ -65,7 +65,7 @@ class HashedFile:
             self._join()
 
     def finish(self) -> FileRecord:
-        """Flush the file to the disk and return its size and hash."""
+        """Flush the file to disk and return its size and hash."""
         self._flush()
         os.fsync(self._descriptor)
         self._join()
@@ -79,7 +79,7 @@ class HashedFile:
     def _put(self, block: memoryview) -> None:
         try:
             self._pending.append(self._pool.submit(self._hash.update, block))
-        except RuntimeError:  # at interpreter exit no thread can be started, and a write may still be under way
+        except RuntimeError:  # at interpreter exit no thread can be started, while a write may still be in progress
             self._join()
             self._hash.update(block)
         self._size += len(block)
@@ -92,17 +92,17 @@ class HashedFile:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Write a new file and flush it to the disk."""
+    """Write a new file and flush it to disk."""
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
 
 
 class MappedFile:
-    """A file of a checkpoint as memory: private, so that writing to it changes no file, or read-only.
+    """A memory-mapped file of a checkpoint: private, so that writing to it does not change the file, or read-only.
 
-    A read-only one does not count as memory of this process, however large it is. Where only the header of a file is
-    here, `whole_size` is greater than `size`.
+    A read-only one does not count as memory of this process, however large it is. If only the header of a file is
+    available, `whole_size` is greater than `size`.
     """
 
     def __init__(self, path: Path, *, is_private: bool = True) -> None:
@@ -124,7 +124,7 @@ class MappedFile:
         return self.data[: self.size]
 
     def digest(self) -> str:
-        """Return the hash of the content in hex."""
+        """Return the hash of the contents in hex."""
         with memoryview(self.data)[: self.size] as view:
             return hashlib.new(HASH_NAME, view).hexdigest()
 

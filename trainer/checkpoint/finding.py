@@ -1,4 +1,4 @@
-"""Checkpoints of a folder: all by age, the newest valid one, the one that the user means, and their removal."""
+"""Checkpoints in a folder: all by age, the newest valid one, the one that the user names, and their removal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger("echelon")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder that is, or was meant to be, a checkpoint."""
+    """A folder that is, or was intended to be, a checkpoint."""
 
     path: Path
     saved_at: str
@@ -31,16 +31,16 @@ class FoundCheckpoint:
 
 
 def list_checkpoints(*folders: str | Path) -> list[FoundCheckpoint]:
-    """Return the checkpoints of folders, oldest first, those with a damaged manifest included; links are left out."""
+    """Return the checkpoints in folders, oldest first, including those with a damaged manifest but not links."""
     paths = [path for folder in folders for path in _candidates(Path(folder))]
     known = [checkpoint for checkpoint in map(_look, paths) if checkpoint is not None]
     return sorted(known, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
 def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
-    """Return the newest checkpoint (having this `part`) whose every byte verifies; None if there is none at all.
+    """Return the newest checkpoint (with this `part`) that verifies completely; None if there are no checkpoints.
 
-    Each newer one that is damaged is reported to the logger ``echelon``. The one returned was just verified: load it
+    Each newer one that is damaged is reported to the logger ``echelon``. The returned one was just verified: load it
     with ``verify=False``.
 
     Raises:
@@ -67,13 +67,13 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
 
 
 def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None) -> Path | None:
-    """Return the checkpoint that the user means: a path, or ``last`` for the newest valid one of `folders`.
+    """Return the checkpoint that the user names: a path, or ``last`` for the newest valid one in `folders`.
 
-    With `part`, ``last`` passes over those without it. ``last`` gives None where there is no checkpoint yet, so that a
-    run is started and restarted by one command.
+    With `part`, ``last`` skips those without it. ``last`` returns None if there is no checkpoint yet, so that the same
+    command starts and restarts a run.
 
     Raises:
-        CheckpointError: if the path is absent, or is not a checkpoint; it says what is there.
+        CheckpointError: if the path is missing or not a checkpoint; the message says what is there.
     """
     if ckpt_path == "last":
         return newest_valid(*folders, part=part)
@@ -103,11 +103,11 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
 
 
 def remove(path: str | Path, lineage: str | None = None) -> bool:
-    """Delete a checkpoint and return True; left alone is the newest valid one of its folder, and what a link means.
+    """Delete a checkpoint and return True, unless it is the newest valid one in its folder, or a link points to it.
 
-    With a `lineage`, so is a checkpoint of another one.
+    With a `lineage`, a checkpoint of another lineage is not deleted either.
 
-    A newer one counts as valid if its files have their sizes: reading all bytes at every save would take too long.
+    A newer one counts as valid if its files have the right sizes: reading all bytes at every save would take too long.
 
     Raises:
         CheckpointError: if `path` is not a checkpoint folder, or cannot be deleted.
@@ -134,7 +134,7 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
 
 
 def _look(path: Path) -> FoundCheckpoint | None:
-    """Return what a folder is; None for one that another run has just deleted."""
+    """Return a folder as a checkpoint; None if another run has just deleted it."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -142,7 +142,7 @@ def _look(path: Path) -> FoundCheckpoint | None:
             changed = time_text(datetime.fromtimestamp(path.stat().st_mtime, UTC))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, OverflowError):  # a folder that cannot be read, or a time beyond all years
+        except (OSError, ValueError, OverflowError):  # an unreadable folder, or a time out of range
             changed = ""
         return FoundCheckpoint(path, changed, None, str(error))
     return FoundCheckpoint(path, manifest.saved_at, manifest)
@@ -152,7 +152,7 @@ def _is_linked(path: Path) -> bool:
     try:
         links = [entry for entry in path.parent.iterdir() if entry.is_symlink()]
         return path.resolve() in (link.resolve() for link in links)
-    except (OSError, RuntimeError):  # a loop of links
+    except (OSError, RuntimeError):  # circular links
         return True
 
 

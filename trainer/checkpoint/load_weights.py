@@ -1,4 +1,4 @@
-"""Weights alone, from any file that is safe to read into any module, with a list of their differences."""
+"""Weights only: read from any file that is safe to read into any module, with a list of the differences."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def load_weights(
     """Return the weights in a file or folder by name, on the CPU. Nothing in it is executed.
 
     Args:
-        path: A checkpoint folder of Echelon; a ``.safetensors`` file, or a Hugging Face folder of them; a file with a
-            plain state dict by ``torch.save``; a Lightning ``.ckpt``.
+        path: An Echelon checkpoint folder; a ``.safetensors`` file, or a Hugging Face folder of them; a file with a
+            plain state dict from ``torch.save``; a Lightning ``.ckpt``.
         include: Patterns (``"encoder.*"``) of the names to return.
         exclude: Patterns of the names to leave out.
 
@@ -78,7 +78,7 @@ def load_weights(
 
 
 def difference(module: nn.Module, weights: Mapping[str, Any]) -> Difference:
-    """Compare names and shapes; of names for one tensor (tied weights), one is enough."""
+    """Compare names and shapes; if a tensor has several names (tied weights), one is enough."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     present = {id(own[name]) for name in weights if name in own}
     shapes = [
@@ -94,7 +94,7 @@ def difference(module: nn.Module, weights: Mapping[str, Any]) -> Difference:
 
 
 def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool = True) -> Difference:
-    """Copy weights into a module and return how they differed; without `strict`, what does not fit is left out.
+    """Copy weights into a module and return the differences; without `strict`, weights that do not fit are skipped.
 
     Raises:
         CheckpointError: with `strict`, for any difference, before anything is copied.
@@ -165,7 +165,7 @@ def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
 def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
     blocks, notes = content
     weights = {name: block.tensor for name, block in blocks.items()}
-    # in the metadata, safetensors.torch.save_model gives for each tied name the one that holds its tensor
+    # in the metadata, safetensors.torch.save_model maps each tied name to the name that holds its tensor
     weights.update({name: weights[kept] for name, kept in notes.items() if kept in weights and name not in weights})
     return weights
 
@@ -173,7 +173,7 @@ def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor
 def _read_torch_file(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a hostile file can make the reader raise anything
+    except Exception as error:  # a malicious file can make the reader raise anything
         if isinstance(error, OSError):
             raise
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Loading of checkpoints, which verifies every byte before any of it is used."""
+"""Loading of checkpoints, with every byte verified before any is used."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def load(
     verify: bool = True,
     share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Return the state that `save` was given, or only some of its parts; tensors are on the CPU.
+    """Return the state that was passed to `save`, or only some of its parts; tensors are on the CPU.
 
-    Each tensor has a storage of its own. That of a large one is the mapped file, unless several ranks have written it:
-    reading is lazy, and writing to it changes no file. Clone what is to outlive the file on a network file system.
+    Each tensor has its own storage. That of a large one is the mapped file, unless several ranks wrote it: reading is
+    lazy, and writing to it does not change the file. Clone what must outlive the file on a network file system.
 
     Args:
         path: A checkpoint folder.
         parts: Top-level keys of the state; None for all.
-        lazy: Those parts whose large tensors are not read before they are used: each is a `StoredTensor`.
-        verify: Compare the hash of every file that is read. False only for a checkpoint just verified.
-        share: (i, n) to compare only each n-th file, from the i-th on, as other processes compare the rest.
+        lazy: Parts whose large tensors are not read until they are used: each is a `StoredTensor`.
+        verify: Compare the hash of every file that is read. False only for a checkpoint that was just verified.
+        share: (i, n) to compare only every n-th file, from the i-th on, because other processes compare the rest.
 
     Raises:
-        CheckpointError: if the checkpoint is absent, damaged, not Echelon's, or has no such part.
+        CheckpointError: if the checkpoint is missing, damaged, not Echelon's, or has no such part.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -63,10 +63,10 @@ def load(
 
 
 def verify(path: str | Path) -> Manifest:
-    """Compare every file of a checkpoint with its manifest, which is returned.
+    """Compare every file of a checkpoint with its manifest, and return the manifest.
 
     Raises:
-        CheckpointError: naming each damaged file and what is wrong with it.
+        CheckpointError: with each damaged file and what is wrong with it.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -82,12 +82,12 @@ def _open_files(
     verify: Collection[str],
     constant: Collection[str] = (),
 ) -> dict[str, MappedFile]:
-    """Map files of a checkpoint, and compare their sizes with the manifest; those of `verify` also their hashes.
+    """Map files of a checkpoint, and compare their sizes, and for those in `verify` their hashes, with the manifest.
 
-    Those of `constant` are mapped read-only.
+    Those in `constant` are mapped read-only.
 
     Raises:
-        CheckpointError: naming each damaged file and what is wrong with it.
+        CheckpointError: with each damaged file and what is wrong with it.
     """
     faults: list[str] = []
     files: dict[str, MappedFile] = {}

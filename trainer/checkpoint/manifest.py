@@ -1,4 +1,4 @@
-"""The manifest lists the files of a checkpoint; it is written last and protected by its own hash."""
+"""Manifest: the list of a checkpoint's files, written last and protected by its own hash."""
 
 from __future__ import annotations
 
@@ -51,45 +51,45 @@ _SCHEMA: Final = {
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that writes a checkpoint, and when."""
+    """The run that writes a checkpoint, and the time."""
 
     lineage: str = ""
-    """The id of the run and of those that go on from it, in hex; retention deletes no checkpoint of another one."""
+    """The id, in hex, of the run and of those that resume it; retention does not delete checkpoints of another one."""
     saved_at: str = ""
-    """When it saved last, as in the manifest; empty before the first time."""
+    """The time of its last save, as in the manifest; empty before the first."""
 
     def after(self) -> Self:
-        """Return the origin of the next checkpoint, saved now, or a moment later if the clock has been set back."""
+        """Return the origin of the next checkpoint, saved now, or just after this one if the clock was set back."""
         now = time_text(datetime.now(UTC))
         if self.saved_at >= now:
-            with suppress(OverflowError):  # a forged time at the end of the year 9999 is followed by itself
+            with suppress(OverflowError):  # a forged time at the end of the year 9999 has no later time
                 now = max(now, self.saved_at)
                 now = time_text(datetime.fromisoformat(now) + timedelta(microseconds=1))
         return replace(self, saved_at=now)
 
     def not_before(self, saved_at: str) -> Self:
-        """Return the origin of a run that follows a checkpoint of this time."""
+        """Return the origin of a run that follows a checkpoint saved at this time."""
         return replace(self, saved_at=max(self.saved_at, saved_at))
 
     def going_on_from(self, manifest: Manifest) -> Self:
-        """Return the origin of a run that goes on from a checkpoint."""
+        """Return the origin of a run that resumes from a checkpoint."""
         return replace(self, lineage=manifest.lineage or self.lineage).not_before(manifest.saved_at)
 
 
 NO_RUN: Final = Origin()
-"""The origin of a state that is saved outside of a run."""
+"""The origin of a state saved outside of a run."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``."""
+    """The contents of ``manifest.json``."""
 
     echelon_version: str
     torch_version: str
     saved_at: str
-    """UTC, ISO 8601 with microseconds: sorts as text; later than that of every checkpoint it follows."""
+    """UTC, ISO 8601 with microseconds, which sorts as text; later than that of every checkpoint it follows."""
     lineage: str
-    """The id of the run and of those that it went on from; empty for a state that no run has saved."""
+    """The id of the run and of those that it resumed; empty for a state that was not saved by a run."""
     mesh: Mapping[str, int]
     """The degrees of parallelism of the run; empty for one process."""
     parts: Mapping[str, Sequence[str]]
@@ -99,7 +99,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def to_bytes(self) -> bytes:
-        """Return the text of the file; its last line is the hash of all before it."""
+        """Return the text of the file; its last line is the hash of everything before it."""
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: if it is absent, damaged, or of an unknown version of the format.
+        CheckpointError: if it is missing, damaged, or of an unknown format version.
     """
     path = folder / MANIFEST
     try:

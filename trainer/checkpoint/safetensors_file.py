@@ -20,16 +20,16 @@ from ...strategies.state.lazy_tensor import Block, StoredTensor
 from .encoding import SAFETENSORS_DTYPES
 from .files import FileRecord, HashedFile, MappedFile
 
-# Why torch's own HuggingFaceStorageWriter does not write these files: it serialises a file in memory before writing it.
-# For 1 GB that took 2.9 s and 2.1 GB of memory beside the state (torch.save: 0.9 s; this: 0.9 s, none; torch 2.14.1).
+# torch's own HuggingFaceStorageWriter is not used, because it serializes a file in memory before writing it. For 1 GB
+# that took 2.9 s and 2.1 GB of memory beside the state (torch.save: 0.9 s; this: 0.9 s and none; torch 2.14.1).
 
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-"""The key under which torch's HuggingFaceStorageWriter keeps the offsets of a shard in its whole tensor."""
+"""The key under which torch's HuggingFaceStorageWriter stores the offsets of a shard in its whole tensor."""
 
 _ALIGNMENT: Final = 64
 _LONGEST_HEADER: Final = 100_000_000
 _SMALL: Final = 64 << 10
-"""Bytes; a tensor of no more is read at once: a generator's state, which code without torch's dispatch takes."""
+"""Bytes up to which a tensor is read at once: a generator's state, say, which code without torch's dispatch uses."""
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
@@ -45,7 +45,7 @@ class FileLayout:
 
 def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileLayout:
     """Return the layout of a file, with the metadata that torch's HuggingFaceStorageReader needs, and `notes`."""
-    # elements of the largest type come first, as the safetensors library orders them: every tensor is aligned
+    # the largest element types come first, as in the safetensors library, so that every tensor is aligned
     order = sorted(blocks, key=lambda name: -blocks[name].tensor.element_size())
     sharding = {name: {"saved_offsets": list(blocks[name].offsets)} for name in order}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_KEY: json.dumps(sharding), **(notes or {})}
@@ -68,10 +68,10 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
 
 
 def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a new safetensors file, tensor by tensor: no second copy of the state is made."""
+    """Write a new safetensors file, tensor by tensor, without a second copy of the state."""
     layout = lay_out(blocks, notes)
     stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
-    # stored tensors are read into one buffer, not each into memory of its own: malloc keeps what is freed in between
+    # stored tensors are read into one shared buffer, since malloc would keep memory that is freed in between
     buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
     with HashedFile(path) as file:
         file.write(layout.header)
@@ -90,7 +90,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor; the caller keeps the tensor alive."""
+    """Return the memory of a contiguous CPU tensor; the caller must keep the tensor alive."""
     size = _size(tensor)
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -142,30 +142,30 @@ def _block(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Map
         raise ValueError(f"shape {shape!r:.80} at {offsets!r:.80}")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"shape {shape!r:.80} of {dtype} in {stop - start} bytes")
-    if start == stop or file.whole_size != file.size:  # where only the outline is here, there are no elements
+    if start == stop or file.whole_size != file.size:  # without the whole file, there are no elements
         return Block(torch.empty(shape, dtype=dtype, device="cpu" if start == stop else "meta"), tuple(offsets))
     content = _bytes_of(file, begin + start, stop - start)
     if (begin + start) % dtype.itemsize:
-        content = content.clone()  # written by someone else, unaligned
+        content = content.clone()  # unaligned, written by another program
     return Block(content.view(dtype).view(shape), tuple(offsets))
 
 
 def _bytes_of(file: MappedFile, start: int, size: int) -> Tensor:
-    """Return bytes of the mapped memory as a tensor whose storage is they alone.
+    """Return bytes of the mapped memory as a tensor whose storage contains only them.
 
-    A view of a storage that is the whole file would not do: ``Generator.set_state`` reads a storage from its beginning,
+    A view into a storage of the whole file would not work: ``Generator.set_state`` reads a storage from its beginning,
     and ``torch.save`` writes all of it.
     """
     with warnings.catch_warnings():
-        # torch says of a file mapped to be read only that writing to the tensor would end the process
+        # for a file mapped read-only, torch warns that writing to the tensor would crash the process
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(file.data, dtype=torch.uint8, count=size, offset=start)
 
 
 def collect(blocks: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
-    """Return a function that returns a tensor by its name, put together of its blocks.
+    """Return a function that returns a tensor by name, assembled from its blocks.
 
-    With `lazily` it is a `StoredTensor`, unless it is small: nothing of the files is read now.
+    With `lazily` it is a `StoredTensor`, unless it is small: nothing is read from the files yet.
     """
     known: dict[str, Tensor] = {}
 
@@ -208,7 +208,7 @@ def _check_blocks(name: str, blocks: Sequence[Block]) -> None:
 
 def _are_apart(spans: Sequence[Sequence[tuple[int, int]]]) -> bool:
     cut = [index for index, along in enumerate(zip(*spans, strict=True)) if len(set(along)) > 1]
-    if len(cut) == 1:  # the usual case, for which a thousand blocks take no time
+    if len(cut) == 1:  # the usual case, fast even for a thousand blocks
         along = sorted(span[cut[0]] for span in spans)
         return all(stop <= start for (_, stop), (start, _) in pairwise(along))
     return all(

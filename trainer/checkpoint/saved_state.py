@@ -1,4 +1,4 @@
-"""Schema of the state that a run saves, and errors of what reads a part of it, as a checkpoint may be forged."""
+"""Schema of the state that a run saves, and errors of code that reads a part of it: a checkpoint may be forged."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ FORGED: Final = (
 
 
 def check_saved(state: Mapping[str, Any], place: str) -> None:
-    """Check the parts of a state that are there; one that training goes on from must have all.
+    """Check the parts that a state has; to resume training from it, it must have all parts.
 
     Raises:
-        CheckpointError: naming what is not as a run saves it.
+        CheckpointError: with the value that is not as a run saves it.
     """
     check(state, {"model": {TEXT: object}}, place)
     check(state, {name: schema for name, schema in _BUILDING.items() if name in state}, place)
@@ -78,7 +78,7 @@ def check_saved(state: Mapping[str, Any], place: str) -> None:
 
 @contextmanager
 def reading(part: str) -> Iterator[None]:
-    """Turn what a part of a checkpoint makes torch or Python raise into an error that says which part it is.
+    """Turn errors that a part of a checkpoint makes torch or Python raise into one that names the part.
 
     Raises:
         CheckpointError: for any error that is not Echelon's own.
@@ -92,7 +92,7 @@ def reading(part: str) -> Iterator[None]:
 
 
 def unfit(part: str, error: Exception) -> CheckpointError:
-    """Return the error of a part that makes torch or Python raise this one."""
+    """Return the error for a part that made torch or Python raise this error."""
     return CheckpointError(
         f"The part {part!r} of the checkpoint does not fit this run: {type(error).__name__}: {shown(str(error))}; "
         "use another checkpoint, or load the weights only (echelon.load_weights)."

@@ -1,4 +1,4 @@
-"""Saving of a state as safetensors and JSON, and last of the manifest that makes the folder a checkpoint."""
+"""Saving of a state as safetensors and JSON and, last, the manifest that makes the folder a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from .tags import TENSOR_TAGS
 
 STATE: Final = "state.json"
 MODEL: Final = "model"
-"""The part whose tensors keep their plain names, so that others can read ``model.safetensors``."""
+"""The part whose tensors keep their plain names, so that other programs can read ``model.safetensors``."""
 
 
 @dataclass(frozen=True)
 class EncodedState:
-    """A state as one rank is to write it."""
+    """A state in the form in which one rank writes it."""
 
     values: Mapping[str, Any]
-    """Per part the JSON values; only rank 0's are written."""
+    """The JSON values of each part; only rank 0's are written."""
     blocks: Mapping[str, Mapping[str, Block]]
-    """Per part the tensors that this rank writes, by key."""
+    """The tensors of each part that this rank writes, by key."""
     entries: Mapping[str, Mapping[str, dict[str, Any]]]
-    """Per part that differs between ranks: its `Sharded` mappings by place, which are inside `values`."""
+    """For each part that differs between ranks, its `Sharded` mappings by place, which are inside `values`."""
     mesh: Mapping[str, int]
     own: Mapping[str, Collection[str]]
-    """Per part the keys of the blocks that only this rank and its replicas hold."""
+    """The keys of each part's blocks that only this rank and its replicas hold."""
     sources: Collection[int]
-    """The ranks that write what this one holds: this one, and those that hold the same."""
+    """The ranks that write what this rank holds: this one, and those that hold the same."""
     further: Mapping[str, Mapping[str, tuple[str, int]]]
-    """Per part the blocks after the first of one tensor: the tensor's key and a number."""
+    """For each part and each block after a tensor's first: the tensor's key and the block's number."""
 
     def files(self, part: str, blocks: Mapping[str, Block]) -> list[dict[str, Block]]:
-        """Return what goes into each of the files for some blocks of a part: a file holds one block of a tensor."""
+        """Return the contents of each file for these blocks of a part: a file holds at most one block of a tensor."""
         files: dict[int, dict[str, Block]] = {}
         for key, block in blocks.items():
             name, number = self.further[part].get(key, (key, 0))
@@ -63,7 +63,7 @@ class EncodedState:
         return bool(self.entries)
 
     def add_entries(self, rank: int, entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        """Put the entries of another rank into this state, which is rank 0's.
+        """Add the entries of another rank to this state, which is rank 0's.
 
         Raises:
             CheckpointError: for an entry that two ranks own.
@@ -82,7 +82,7 @@ class EncodedState:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files that one rank has written: their records, and per part their names."""
+    """The files that one rank has written: their records, and their names by part."""
 
     files: Mapping[str, FileRecord]
     parts: Mapping[str, Sequence[str]]
@@ -91,13 +91,13 @@ class WrittenFiles:
 def save(
     path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] | None = None, origin: Origin = NO_RUN
 ) -> None:
-    """Write `state` as a checkpoint folder at `path`, which exists whole or not at all.
+    """Write `state` as a checkpoint folder at `path`, atomically.
 
-    Top-level keys are parts, which can be loaded one by one. The tensors of the part ``model`` keep their names. An
+    Top-level keys are parts, which can be loaded separately. The tensors of the part ``model`` keep their names. An
     older checkpoint at `path` is replaced once the new one is complete.
 
     Raises:
-        CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or if the disk refuses.
+        CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or for a disk error.
     """
     write(Path(path), replace(encode_state(state, mesh), origin=origin))
 
@@ -110,14 +110,14 @@ def encode_state(
     world_size: int = 1,
     writes_common: bool | None = None,
 ) -> EncodedState:
-    """Encode what this rank has to write of `state`; tensors are referred to, not copied.
+    """Encode the part of `state` that this rank writes; tensors are referenced, not copied.
 
     Args:
         state: Parts by name.
-        mesh: Degrees of parallelism, for the manifest; default: those of the DTensors, and replicas of the rest.
-        rank: This process; 0 writes all that is equal on all ranks.
+        mesh: Degrees of parallelism, for the manifest; by default those of the DTensors, and replicas for the rest.
+        rank: The rank of this process; rank 0 writes everything that is equal on all ranks.
         world_size: The number of processes.
-        writes_common: Whether this rank writes what is equal on all; by default, if it is rank 0.
+        writes_common: Whether this rank writes what is equal on all ranks; by default, if it is rank 0.
     """
     is_first = rank == 0 if writes_common is None else writes_common
     encoders: dict[str, Encoder] = {}
@@ -153,7 +153,7 @@ def write(path: Path, encoded: EncodedState) -> None:
 
 
 def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:
-    """Write the tensors of this rank, one file a part, and more where it has several blocks of one tensor."""
+    """Write the tensors of this rank, one file per part, or more if it has several blocks of one tensor."""
     files: dict[str, FileRecord] = {}
     parts: dict[str, list[str]] = {part: [] for part in encoded.blocks}
     for part, name, content in own_files(encoded, rank, world_size):
@@ -163,7 +163,7 @@ def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: in
 
 
 def own_files(encoded: EncodedState, rank: int, world_size: int) -> Iterator[tuple[str, str, dict[str, Block]]]:
-    """Yield the files of this rank: the part of each, its name, and its tensors."""
+    """Yield the part, the name and the tensors of each file of this rank."""
     stems = stems_of(encoded.blocks)
     for part, blocks in encoded.blocks.items():
         is_one_of_several = part in encoded.entries and world_size > 1
@@ -172,7 +172,7 @@ def own_files(encoded: EncodedState, rank: int, world_size: int) -> Iterator[tup
 
 
 def finish(folder: Path, encoded: EncodedState, written: Sequence[WrittenFiles], text: bytes | None = None) -> None:
-    """Write ``state.json`` and the manifest, which make the files of all ranks, in order of rank, one checkpoint."""
+    """Write ``state.json`` and the manifest, which make the files of all ranks, in rank order, one checkpoint."""
     files = {name: record for one_rank in written for name, record in one_rank.files.items()}
     files[STATE] = write_bytes(folder / STATE, to_json(encoded.values) if text is None else text)
     parts = {part: [name for one_rank in written for name in one_rank.parts[part]] for part in encoded.values}
@@ -197,7 +197,7 @@ def to_json(values: Mapping[str, Any]) -> bytes:
     """Return the text of ``state.json``.
 
     Raises:
-        CheckpointError: if JSON cannot hold it, or it is too long.
+        CheckpointError: if JSON cannot represent it, or it is too long.
     """
     try:
         text = json.dumps(values, allow_nan=False).encode()
@@ -225,13 +225,13 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def file_name(stem: str, rank: int | None = None, world_size: int = 1, number: int = 0) -> str:
-    """Return the name of a part's file: that of one rank, or the only one; `number` counts further files of it."""
+    """Return the name of a part's file, of one rank or the only one; `number` counts additional files of a part."""
     of_rank = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
     return f"{stem}{of_rank}{f'.{number}' if number else ''}.safetensors"
 
 
 def stems_of(parts: Iterable[str]) -> dict[str, str]:
-    """Return for each part the beginning of its files' names, made of characters that every file system takes."""
+    """Return the stem of each part's file names, in characters that every file system accepts."""
     stems: dict[str, str] = {}
     known: set[str] = set()
     for part in parts:

@@ -1,4 +1,4 @@
-"""SavingGroup: the ranks of a run, each of which writes its tensors of one checkpoint, which rank 0 commits for all."""
+"""SavingGroup: the ranks of a run, each of which writes its tensors of a checkpoint, which rank 0 commits for all."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .files import FileRecord
 from .saving import EncodedState, WrittenFiles, encode_state, finish, write_own
 
 TIMEOUT: Final = timedelta(minutes=30)
-"""The time that a rank may take to write, while the run goes on."""
+"""The time that a rank may take to write while the run continues."""
 GRACE: Final = timedelta(seconds=5)
-"""The time that it may take when the run has failed, perhaps because that rank is dead."""
+"""The time that it may take once the run has failed, perhaps because that rank is dead."""
 
 
 class SavingGroup:
-    """All ranks of a run, as one of them sees them; they save one checkpoint after the other.
+    """All ranks of a run, as seen by one of them; they save one checkpoint after another.
 
-    They talk over a c10d store, not by collectives: checkpoints are written in threads, and a process group takes
-    calls of one thread only. Collective: every rank makes one, and saves the same checkpoints in the same order.
+    They communicate over a c10d store, not with collectives: checkpoints are written in threads, and a process group
+    may be used by only one thread. Collective: every rank creates one, and saves the same checkpoints in order.
 
     Args:
-        store: A store that all ranks reach; they may use it for other things.
-        rank: This process.
+        store: A store that all ranks can reach; it may be used for other purposes, too.
+        rank: The rank of this process.
         world_size: The number of processes.
-        timeout: How long to wait for a rank that says nothing.
+        timeout: How long to wait for a silent rank.
         grace: How long to wait once this rank's run has failed.
     """
 
@@ -42,16 +42,16 @@ class SavingGroup:
         self.rank, self.world_size = rank, world_size
         self._timeout, self._grace = timeout.total_seconds(), grace.total_seconds()
         run = store.add(f"checkpoints/{rank}", 1)
-        # a connection of its own: a store does one thing at a time
+        # a separate connection, since a store handles one call at a time
         self._board = Noticeboard(store.clone(), f"checkpoints/{run}")
         self._number = 0
         self._deadline = math.inf
 
     def encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> EncodedState:
-        """Begin the next checkpoint: encode what this rank has to write. `write` has to follow.
+        """Begin the next checkpoint: encode what this rank writes. `write` must follow.
 
         Raises:
-            CheckpointError: for a value that a checkpoint cannot hold; the other ranks hear of it in `write`.
+            CheckpointError: for a value that a checkpoint cannot hold; the other ranks raise it in `write`.
         """
         self._number += 1
         try:
@@ -64,10 +64,10 @@ class SavingGroup:
     def write(self, path: Path, encoded: EncodedState) -> None:
         """Write the state of all ranks as the checkpoint folder `path`; return when it is committed.
 
-        Collective: every rank calls it, in any thread. Where only rank 0 has something to write, it waits for nobody.
+        Collective: every rank calls it, in any thread. If only rank 0 has something to write, it does not wait.
 
         Raises:
-            CheckpointError: on every rank, if any of them could not write; then there is no checkpoint.
+            CheckpointError: on every rank, if any of them could not write; there is no checkpoint then.
         """
         try:
             if self.rank == 0:
@@ -81,7 +81,7 @@ class SavingGroup:
             self._leave()
 
     def abandon(self) -> None:
-        """Note that the run has failed: a rank that says nothing for some seconds more is dead."""
+        """Note that the run has failed: a rank that stays silent for a few more seconds is dead."""
         self._deadline = time.monotonic() + self._grace
 
     def _lead(self, path: Path, encoded: EncodedState) -> None:
@@ -113,14 +113,14 @@ class SavingGroup:
             self._board.post(f"{self._number}/{topic}", message)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all ranks that this checkpoint has failed, unless they know; each of them raises this error."""
+        """Tell all ranks that this checkpoint has failed, unless they already know; each raises this error."""
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         with _store_errors():
             self._board.post_first(f"{self._number}/error", f"{text} (On rank {self.rank} of {self.world_size}.)")
 
     @contextmanager
     def _telling_first(self, path: Path) -> Iterator[None]:
-        """Tell the other ranks of an error before the folder to which they may still write is deleted."""
+        """Tell the other ranks about an error before the folder that they may still write to is deleted."""
         try:
             yield
         except OSError as error:
@@ -132,22 +132,22 @@ class SavingGroup:
             raise
 
     def _error_of_others(self) -> CheckpointError | None:
-        """Return the error with which another rank has failed, after which there is no folder to write to."""
+        """Return the error of another rank that failed, after which the folder to write to is gone."""
         with _store_errors():
             message = self._board.read(f"{self._number}/error")
         return None if message is None else CheckpointError(message)
 
     def _leave(self) -> None:
-        """End this checkpoint; the last of the ranks clears away the messages."""
+        """End this checkpoint; the last rank to do so removes the messages."""
         topics = "end", "error", "folder", *map(_topic, range(1, self.world_size))
-        with suppress(RuntimeError):  # the store has gone, with the process that hosts it
+        with suppress(RuntimeError):  # the store is gone, with the process that hosts it
             self._board.remove_once_read(self.world_size, *(f"{self._number}/{topic}" for topic in topics))
 
     def _wait_for(self, topic: str, rank: int) -> Any:
-        """Return the message of a rank, when it is there.
+        """Wait for the message of a rank, and return it.
 
         Raises:
-            CheckpointError: the error with which another rank has failed; or if no message comes.
+            CheckpointError: the error of another rank that failed; or if no message comes.
         """
         key, error = f"{self._number}/{topic}", f"{self._number}/error"
         with _store_errors():
@@ -165,12 +165,12 @@ class SavingGroup:
 
 
 def _topic(rank: int) -> str:
-    """Return the topic under which a rank tells what it has written."""
+    """Return the topic under which a rank reports what it has written."""
     return f"rank-{rank}"
 
 
 def _check_written(folder: Path, rank: int, message: Mapping[str, Any]) -> WrittenFiles:
-    """Return the files that another rank says it has written, if they are here."""
+    """Return the files that another rank reports as written, after checking that they are here."""
     files = {name: FileRecord(*record) for name, record in message["files"].items()}
     for name, file in files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None

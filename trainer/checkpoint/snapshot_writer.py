@@ -1,4 +1,4 @@
-"""MemoryWriter: copies the state of a run into shared memory, while training hardly waits."""
+"""MemoryWriter: copies the state of a run into shared memory, with little waiting for training."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .saving import STATE, EncodedState, encode_state, file_name, manifest_of, s
 from .staging import Copies, Marks, copy_all, mark
 
 _PATIENCE: Final = 0.5
-"""Seconds that a failed run waits for a snapshot under way: the one before it will do."""
+"""Seconds that a failed run waits for a snapshot in progress, since the previous one can be used instead."""
 _HAS_OUTLINE: Final = ("model", "optimizers")
-"""The parts of which each rank reads what it uses; the others are read as a whole."""
+"""The parts of which each rank reads only what it needs; the others are read as a whole."""
 
 _log = logging.getLogger("echelon")
 
 
 @dataclass(frozen=True)
 class _SnapshotFile:
-    """A file in memory with its header; the next snapshot but one uses it again for tensors of the same shapes."""
+    """A file in memory with its header; the next but one snapshot reuses it for tensors of the same shapes."""
 
     name: str
     part: str
@@ -44,17 +44,17 @@ class _SnapshotFile:
     memory: MemoryFile
     outline: int
     places: Mapping[str, Tensor]
-    """The place of each tensor; who writes to one writes to the file."""
+    """The place of each tensor; writing to it writes to the file."""
 
 
 @dataclass
 class _Taken:
-    """What a rank has copied of a state, and what it has still to copy."""
+    """The part of a state that a rank has copied, and what is left to copy."""
 
     encoded: EncodedState | None = None
     files: Sequence[_SnapshotFile] = ()
     later: Copies = field(default_factory=list)
-    """Copies from a GPU, once it has come to the `marks`."""
+    """Copies to make from a GPU, once it has reached the `marks`."""
     marks: Marks = field(default_factory=dict)
     fault: str = ""
 
@@ -62,10 +62,9 @@ class _Taken:
 class MemoryWriter:
     """Takes snapshots into the memory of the nodes; the caller waits only while tensors are copied there.
 
-    Of tensors on a GPU, those that stay as they are until the optimizers step are copied in a thread, on a stream of
-    its own. There snapshots are also checked, described and sent to another node. What goes wrong is logged, and never
-    ends a run: it goes on with the snapshot before, and its checkpoints. Collective: all ranks call `save`, in the same
-    order.
+    Tensors on a GPU that do not change until the optimizers step are copied in a thread, on a separate stream. The
+    thread also checks and describes snapshots and sends them to another node. Errors are logged and never end a run: it
+    continues with the previous snapshot and its checkpoints. Collective: all ranks call `save`, in the same order.
     """
 
     def __init__(self, snapshots: MemorySnapshots) -> None:
@@ -73,7 +72,7 @@ class MemoryWriter:
         self._thread: threading.Thread | None = None
         self._files: dict[Path, _SnapshotFile] = {}
         self._is_over = False
-        self._is_failing = False  # what goes wrong again and again is logged once
+        self._is_failing = False  # a repeated error is logged once
         self._copied = threading.Event()
         self._copied.set()
         self._waits_since: float | None = None
@@ -92,13 +91,13 @@ class MemoryWriter:
         gathering: float = 0.0,
         origin: Origin = NO_RUN,
     ) -> None:
-        """Copy `state`, wait for the snapshot before that if it is not complete, and return.
+        """Wait until the previous snapshot is complete, copy `state`, and return.
 
         Args:
-            state: As `checkpoint.save` takes it.
+            state: The state, as for `checkpoint.save`.
             step: The step after which it was taken.
             still: The parts that do not change before the caller calls `wait_for_copy`.
-            gathering: The seconds that it has taken to get the state, for `MemorySnapshots.cost`.
+            gathering: The seconds that collecting the state took, for `MemorySnapshots.cost`.
             origin: The run, for the manifest.
         """
         self.close()
@@ -110,32 +109,32 @@ class MemoryWriter:
         try:
             taken = self._copy(draft, state, still, origin)
         except (EchelonError, OSError) as error:
-            taken.fault = str(error)  # told in the thread, since others wait for this rank
+            taken.fault = str(error)  # reported in the thread, since others wait for this rank
         self._waits_since = None
         if taken.later:
             self._copied.clear()
         cost = SnapshotCost(gathering, time.perf_counter() - began)
         work = functools.partial(self._finish, draft, taken, cost)
-        # a daemon: a process whose run has failed does not wait for ranks that may be dead
+        # a daemon, so that a process whose run has failed does not wait for ranks that may be dead
         self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
         self._thread.start()
 
     def wait_for_copy(self) -> None:
-        """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
+        """Wait until the `still` parts of the last `save` may change; call it before the optimizers step."""
         self._waits_since = time.perf_counter()
         self._copied.wait()
 
     def close(self) -> None:
-        """Wait until the snapshot under way is complete, or has failed."""
+        """Wait until the snapshot in progress is complete or has failed."""
         if self._thread is not None:
             self._thread.join(_PATIENCE if self._is_over else None)
 
     def abandon(self) -> None:
-        """Note that the run has failed: `close` waits for half a second only."""
+        """Note that the run has failed: `close` waits for at most half a second."""
         self._is_over = True
 
     def _copy(self, draft: Draft, state: Mapping[str, Any], still: Collection[str], origin: Origin) -> _Taken:
-        """Copy this rank's tensors into files, but for those of a GPU that are still."""
+        """Copy this rank's tensors into files, except `still` ones on a GPU."""
         rank, world_size = self._snapshots.rank, self._snapshots.world_size
         encoded = encode_state(state, rank=rank, world_size=world_size, writes_common=self._snapshots.is_first)
         files: list[_SnapshotFile] = []
@@ -151,14 +150,14 @@ class MemoryWriter:
         copy_all(copies)
         others = {path: file for path, file in self._files.items() if path.parent != draft.path}
         self._files = others | {draft.path / file.name: file for file in files}
-        # the thread needs the values only; it must not keep tensors alive
+        # the thread needs only the values, and must not keep tensors alive
         encoded = replace(encoded, blocks={part: {} for part in encoded.blocks}, origin=origin)
         return _Taken(encoded, files, later, mark(later))
 
     def _file(
         self, draft: Draft, name: str, part: str, writer: int | None, blocks: Mapping[str, Block]
     ) -> _SnapshotFile:
-        """Return the file for some tensors: that of two snapshots ago, if they had the same shapes."""
+        """Return the file for these tensors: the one of two snapshots ago, if it has the same shapes."""
         shapes = [(key, block.tensor.shape, block.tensor.dtype, block.offsets) for key, block in blocks.items()]
         known = self._files.get(draft.path / name)
         is_alike = known is not None and known.shapes == shapes
@@ -172,12 +171,12 @@ class MemoryWriter:
         return _SnapshotFile(name, part, writer, shapes, memory, outline, places)
 
     def _finish(self, draft: Draft, taken: _Taken, cost: SnapshotCost) -> None:
-        """Copy what was left for later, and tell the other ranks."""
+        """Make the remaining copies, and tell the other ranks."""
         try:
             cost = self._copy_later(taken, cost)
             self._snapshots.commit(draft, self._share(taken), functools.partial(_describe, draft.path, taken.encoded))
         except Exception as error:  # noqa: BLE001 - no caller of a thread hears of it
-            self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the ranks have lost step
+            self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the ranks are out of step
             # a dead rank is reported elsewhere
             is_known = self._is_failing or self._snapshots.is_broken
             if self._snapshots.rank == 0:
@@ -190,10 +189,10 @@ class MemoryWriter:
             self._snapshots.cost = None if self._snapshots.is_broken else cost
 
     def _copy_later(self, taken: _Taken, cost: SnapshotCost) -> SnapshotCost:
-        """Copy what was left for later; return the cost with the time for which the caller has waited for that."""
+        """Make the remaining copies; return the cost including the time that the caller has waited for them."""
         try:
             copy_all(taken.later, taken.marks)
-        except RuntimeError as error:  # the device's
+        except RuntimeError as error:  # from the device
             taken.encoded, taken.files, taken.fault = None, (), str(error)
         finally:
             taken.later.clear()
@@ -202,7 +201,7 @@ class MemoryWriter:
         return cost if since is None else replace(cost, writing=cost.writing + now - since)
 
     def _share(self, taken: _Taken) -> Contribution:
-        """Return what this rank tells the others of its files."""
+        """Return what this rank tells the others about its files."""
         encoded, files = taken.encoded, taken.files
         entries = {
             file.name: FileEntry(file.memory.size, checksum(file.memory.bytes), file.writer, file.outline)
@@ -220,7 +219,7 @@ class MemoryWriter:
 
 
 def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None, int, dict[str, Block]]]:
-    """Yield for each part its tensors that are equal on all ranks, and then those of this rank, file by file."""
+    """Yield, for each part, the tensors that are equal on all ranks and then this rank's own, file by file."""
     for part, blocks in encoded.blocks.items():
         for is_own in (False, True):
             group = {key: block for key, block in blocks.items() if (key in encoded.own[part]) is is_own}
@@ -229,7 +228,7 @@ def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None,
 
 
 def _describe(folder: Path, encoded: EncodedState | None, contents: Sequence[Any]) -> dict[str, FileEntry]:
-    """Write, on rank 0, ``state.json`` and the manifest, whose hashes are empty: the index has better ones."""
+    """Write, on rank 0, ``state.json`` and the manifest; its hashes are empty, since the index has checksums."""
     assert encoded is not None
     parts: dict[str, list[str]] = {part: [] for part in encoded.values}
     for rank, content in enumerate(contents):

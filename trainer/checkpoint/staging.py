@@ -1,4 +1,4 @@
-"""Staging: copies of tensors into memory of the host, from a device through pinned buffers of bounded size."""
+"""Staging: copies of tensors to host memory, from a device through pinned buffers of bounded size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Pairs of a buffer on the host and the tensor to be copied into it."""
+"""Pairs of a host buffer and the tensor to copy into it."""
 Marks: TypeAlias = Mapping[torch.device, Any]
-"""For each device an event after the work that it had been given."""
+"""For each device, an event after the work queued on it."""
 
 # Large enough for the full rate of PCIe 5; pinning more would only lock memory that the program may need. A power of
-# two, as torch's allocator of pinned memory rounds up to one.
+# two, since torch's pinned-memory allocator rounds up to one.
 _CHUNK: Final = 64 << 20
 _NUM_CHUNKS: Final = 2
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("echelon")
 
 
 def mark(copies: Copies) -> Marks:
-    """Return events after what the devices of these tensors have been given to do until now."""
+    """Return events after the work that is now queued on the devices of these tensors."""
     marks = {}
     for device in _by_device(copies):
         event = marks[device] = torch.cuda.Event()
@@ -32,21 +32,21 @@ def mark(copies: Copies) -> Marks:
 
 
 def copy_all(copies: Copies, after: Marks | None = None) -> None:
-    """Copy tensors into their buffers, and return when that is done; each device on a stream of its own.
+    """Copy tensors into their buffers, with a separate stream per device, and return when that is done.
 
-    From any thread. The buffers are ordinary memory of exact sizes, since a pinned copy of a whole state could take
-    more than the machine has.
+    It may be called from any thread. The buffers are ordinary memory of exact sizes, since a pinned copy of a whole
+    state could take more memory than the machine has.
 
     Args:
-        copies: what to copy where.
-        after: the events to wait for; by default for all that the devices have been given to do until now.
+        copies: the copies to make.
+        after: the events to wait for; by default, after all work now queued on the devices.
     """
     for buffer, tensor in copies:
         if not tensor.is_cuda:
             buffer.copy_(tensor)
     marks = mark(copies) if after is None else after
     for device, on_device in _by_device(copies).items():
-        # the stream brings its device along: that of a thread is cuda:0 at first, whatever the rank's is
+        # the stream sets the device: a new thread's is cuda:0, whatever the rank's is
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(marks[device])
@@ -86,7 +86,7 @@ def _copy_through_pinned(copies: Copies, stream: Any) -> None:
 
 
 def _pieces(copies: Copies) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yield the bytes of buffers and tensors, at most a chunk of them at a time."""
+    """Yield the bytes of buffers and tensors, at most a chunk at a time."""
     for buffer, tensor in copies:
         if tensor.numel():
             targets = buffer.reshape(-1).view(torch.uint8).split(_CHUNK)
@@ -95,7 +95,7 @@ def _pieces(copies: Copies) -> Iterable[tuple[Tensor, Tensor]]:
 
 
 class _Chunk:
-    """Pinned memory that the device fills, and the places into which the host empties it."""
+    """Pinned memory that the device fills, and the places that the host copies it to."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory, self._used = memory, 0

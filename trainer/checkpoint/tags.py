@@ -1,4 +1,4 @@
-"""Tags (``$tuple``) for the values that JSON lacks, and the decoder of what has them."""
+"""Tags (``$tuple``) for the values that JSON lacks, and the decoder of tagged values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ...strategies.state.from_environment import FromEnvironment
 from ...strategies.state.schema import shown
 
 TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
-"""The tags of objects that stand for a tensor of the files."""
+"""The tags of objects that refer to a tensor in the files."""
 
 COLLECTIONS: Final[Mapping[type, str]] = {list: "", tuple: "$tuple", torch.Size: "$size"}
-"""The tag of each collection that has an order; "" for JSON's own."""
+"""The tag of each ordered collection; "" for JSON's own."""
 
 SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
@@ -38,10 +38,10 @@ SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     torch.device: ("$device", str),
     FromEnvironment: ("$environment", attrgetter("interpolation")),
 }
-"""The tag of each type without items, and how its values become JSON's own."""
+"""The tag of each type without items, and the conversion of its values to JSON's types."""
 
 Readers: TypeAlias = Mapping[str, Callable[[Any], Any]]
-"""For each tag what makes a value of its content."""
+"""For each tag, a function that makes a value from its contents."""
 
 
 def _no_tensor(key: str) -> Tensor:
@@ -49,15 +49,15 @@ def _no_tensor(key: str) -> Tensor:
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], Any]) -> Any:
-    """Return the value that `encode` was given.
+    """Return the value that was passed to `encode`.
 
     Args:
-        encoded: What `encode` returned. Nothing that it names is imported or called.
+        encoded: The result of `encode`. Nothing that it names is imported or called.
         tensor: Returns the tensor of a key; by default no key has one.
-        readers: By tag, without its ``$``, what makes a value of its content in place of the usual function.
+        readers: Functions that replace the usual ones, by tag without its ``$``.
 
     Raises:
-        CheckpointError: if it is not what `encode` writes.
+        CheckpointError: if it is not in the form that `encode` writes.
     """
     chosen = {**_READERS, **{f"${tag}": reader for tag, reader in readers.items()}}
     try:
@@ -103,7 +103,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _enum_member(content: list[Any]) -> Any:
-    """Return the member of an enum; its value where the class is not imported, or no longer has it."""
+    """Return the member of an enum; its value if the class is not imported, or no longer has the member."""
     where, name, value = content
     module, _, qualname = where.partition(":")
     owner: Any = sys.modules.get(module)

@@ -1,4 +1,4 @@
-"""Writers of a run's checkpoints, while the step waits or in a thread beside it."""
+"""Writers of a run's checkpoints, in the calling thread or in a separate one."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _logger = logging.getLogger("echelon")
 
 
 class Writer:
-    """Writes checkpoints while the caller waits; with a `group`, whose ranks all call `save`, each its tensors.
+    """Writes checkpoints while the caller waits; with a `group`, all ranks call `save`, and each writes its tensors.
 
-    All of it is called from one thread, in order.
+    All methods are called from one thread, in order.
     """
 
     is_copying = False
-    """Whether `wait_for_copy` may have to wait; an attribute, as it is asked at every step."""
+    """Whether `wait_for_copy` may have to wait; an attribute, since it is read at every step."""
     has_failed = False
-    """Whether `raise_if_failed` will raise; likewise."""
+    """Whether `raise_if_failed` will raise; an attribute for the same reason."""
 
     def __init__(self, group: SavingGroup | None = None) -> None:
         self._group = group
@@ -53,26 +53,26 @@ class Writer:
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
     ) -> None:
-        """Save `state` as it is now; the parts named `still` do not change before the caller calls `wait_for_copy`.
+        """Save `state` as it is now; the `still` parts do not change before the caller calls `wait_for_copy`.
 
         Raises:
-            CheckpointError: for a value that a checkpoint cannot hold, or of a write that failed.
+            CheckpointError: for a value that a checkpoint cannot hold, or if a write failed.
         """
         self._write(path, replace(self._encode(state, mesh), origin=origin))
 
     def wait_for_copy(self) -> None:
-        """Wait until the parts that `save` was told to be still may change: before the optimizers step."""
+        """Wait until the `still` parts of the last `save` may change; call it before the optimizers step."""
         waits, self._waits, self.is_copying = self._waits, [], False
         for wait in waits:
             wait()
 
     def also_wait(self, wait: Callable[[], object]) -> None:
-        """Have the next `wait_for_copy` call this, too: something else copies the state."""
+        """Make the next `wait_for_copy` also call `wait`, because something else is copying the state."""
         self._waits.append(wait)
         self.is_copying = True
 
     def point(self, link: Path, path: Path) -> None:
-        """Make `link` stand for the checkpoint at `path`, once that is committed."""
+        """Make `link` point to the checkpoint at `path` once that is committed."""
         point(link, path)
 
     def remove(self, path: Path, lineage: str | None = None) -> None:
@@ -80,13 +80,13 @@ class Writer:
         remove(path, lineage)
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a write that failed; at every step boundary."""
+        """Raise the error of a failed write; called at every step boundary."""
 
     def close(self) -> None:
-        """Wait until everything is committed; raise the error of a write that failed. More can be saved afterwards."""
+        """Wait until everything is committed; raise the error of a failed write. Saving may continue afterwards."""
 
     def abandon(self) -> None:
-        """Note that the run has failed: `close` waits some seconds more for other ranks, which may be dead."""
+        """Note that the run has failed: `close` waits only a few more seconds for other ranks, which may be dead."""
 
     def _encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None) -> EncodedState:
         return encode_state(state, mesh) if self._group is None else self._group.encode(state, mesh)
@@ -101,10 +101,10 @@ class Writer:
 class AsyncWriter(Writer):
     """Writes in a thread; the caller waits only until the tensors are copied to buffers, which every save reuses.
 
-    At most one write is in flight: a second `save` waits for the first. After a failed write, what was to follow it
-    (links, removals) is dropped, and the error is raised by the next call of `save`, `raise_if_failed` or `close`.
-    Where a link or a removal is not possible, that is logged. With a `group`, each rank copies and writes what it
-    owns, and all learn of an error of any.
+    At most one write is in flight: a second `save` waits for the first. After a failed write, the actions that were to
+    follow it (links, removals) are dropped, and the error is raised by the next call of `save`, `raise_if_failed` or
+    `close`. A link or a removal that is not possible is logged. With a `group`, each rank copies and writes what it
+    owns, and all ranks learn of any rank's error.
     """
 
     def __init__(self, group: SavingGroup | None = None) -> None:
@@ -153,7 +153,7 @@ class AsyncWriter(Writer):
             self._raise()
 
     def close(self) -> None:
-        # not Thread.join(): when a handler of a signal raises there, CPython 3.11 takes the thread for ended
+        # not Thread.join(): if a signal handler raises in it, CPython 3.11 believes that the thread has ended
         self._is_idle.wait()
         self.raise_if_failed()
 
@@ -185,7 +185,7 @@ class AsyncWriter(Writer):
 
     def _submit(self, task: Callable[[], object]) -> None:
         with self._lock:
-            if self.has_failed:  # rank 0 alone asks for links and removals: it raises where all ranks do
+            if self.has_failed:  # only rank 0 requests links and removals: it raises where all ranks do
                 return
             self._tasks.append(task)
             if self._is_idle.is_set():
@@ -202,7 +202,7 @@ class AsyncWriter(Writer):
             try:
                 task()
             except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-                # logged here too, since a program that is ending calls no other method
+                # also logged here, since a program that is ending calls no other method
                 _logger.error("%s", error)
                 with self._lock:
                     self._error, self.has_failed = error, True
@@ -215,12 +215,12 @@ class AsyncWriter(Writer):
 
 
 class RehearsedWriter(Writer):
-    """Encodes a state as ever, and writes a manifest with the names and sizes of this rank's files, and nothing else.
+    """Encodes a state as usual, but writes only a manifest with the names and sizes of this rank's files.
 
-    Rank 0's has ``state.json`` as well, without what other ranks would add to it. Hashes are empty.
+    Rank 0's also has ``state.json``, without what other ranks would add to it. Hashes are empty.
 
     Args:
-        rank: this process.
+        rank: the rank of this process.
         world_size: the number of processes that the run would have.
     """
 
@@ -250,9 +250,9 @@ class RehearsedWriter(Writer):
 
 
 def _tidy(work: Callable[..., object], *arguments: object) -> None:
-    """Move a link or delete a checkpoint; log why it cannot be done, which costs no state and is rank 0's alone.
+    """Move a link or delete a checkpoint; if that fails, log the reason, since no state is lost.
 
-    An error here would end rank 0, at the end of a run after the others have ended well.
+    An error here would end only rank 0, and at the end of a run after the other ranks have ended successfully.
     """
     try:
         work(*arguments)
@@ -261,7 +261,7 @@ def _tidy(work: Callable[..., object], *arguments: object) -> None:
 
 
 def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
-    """Return the writer of a run: in a thread or not, of one process or of all in a group. Collective."""
+    """Return the writer of a run: in a thread or not, for one process or all of a group. Collective."""
     if group is not None and group.is_rehearsed:
         return RehearsedWriter(group.rank, group.world_size)
     saving_group = None if group is None else SavingGroup(group.store, group.rank, group.world_size)
