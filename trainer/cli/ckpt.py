@@ -26,11 +26,11 @@ exit codes:
   0 done   1 a checkpoint is damaged, or two differ   2 wrong command, or a checkpoint that cannot be read
 """
 _Read = Callable[[argparse.Namespace], tuple[list[str], bool]]
-"""Returns the lines to print, and whether all is well."""
+"""Returns the lines to print, and whether the result is good."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the commands on checkpoints."""
+    """Add the checkpoint commands."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, help: str, read: _Read, *arguments: str) -> None:
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one command; return 0, or 1 where a checkpoint is damaged or two differ."""
+    """Run one command; return 0, or 1 if a checkpoint is damaged or two differ."""
     read: _Read = options.read
     lines, is_good = read(options)
     for line in lines:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def list_folder(folder: str | Path) -> list[str]:
-    """Return a line for each checkpoint of a folder, oldest first, and for each unfinished one."""
+    """Return a line for each checkpoint in a folder, oldest first, and for each unfinished one."""
     lines = [_line(checkpoint) for checkpoint in list_checkpoints(folder)]
     lines += [f"unfinished  {path}" for path in unfinished(Path(folder))]
     return lines or [f"{folder} holds no checkpoints."]
@@ -84,7 +84,7 @@ def show(path: str | Path) -> list[str]:
 
 
 def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
-    """Verify checkpoints, and those inside folders; return a line for each, and whether all are whole."""
+    """Verify checkpoints, and those inside folders; return a line for each, and whether all are intact."""
     lines: list[str] = []
     is_good = True
     for given in paths:
@@ -99,7 +99,7 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
 
 
 def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
-    """Return how the values of two checkpoints differ, and whether they are the same."""
+    """Return the differences between the values of two checkpoints, and whether they are the same."""
     ours, theirs = (dict(_leaves(load(path))) for path in (first, second))
     lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
     lines += [f"+ {name}: {_describe(value)}" for name, value in theirs.items() if name not in ours]
@@ -138,7 +138,7 @@ def _describe(value: Any) -> str:
 
 
 def _change(first: Any, second: Any) -> str:
-    """Say how two values differ; empty if they are the same to the bit."""
+    """Return how two values differ; empty if they are bitwise identical."""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         same = type(first) is type(second) and repr(first) == repr(second)
         return "" if same else f"{_describe(first)} -> {_describe(second)}"

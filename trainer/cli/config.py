@@ -48,7 +48,7 @@ class Experiment:
 
 
 def check_config(config: Config) -> None:
-    """Check all that can be checked before anything is built; import the classes that the config names.
+    """Check everything that can be checked before anything is built, and import the classes that the config names.
 
     Raises:
         ConfigError: with the full key, the value found, and what to do.
@@ -77,10 +77,10 @@ def check_config(config: Config) -> None:
 def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment:
     """Check a config, then seed, and build the trainer, the module and the data, in this order.
 
-    The trainer gets the `further` callbacks as well.
+    The trainer also gets the `further` callbacks.
 
     Raises:
-        ConfigError: as `check_config` does, before anything is built.
+        ConfigError: as in `check_config`, before anything is built.
     """
     check_config(config)
     values = FromEnvironment.mark(config.values, config.stored)
@@ -101,7 +101,7 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
 
 
 class _SaveConfig(Callback):
-    """Write the config into the folder of the run, and to its loggers; a run without loggers has no folder."""
+    """Write the config to the folder of the run and to its loggers; a run without loggers has no folder."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -116,7 +116,7 @@ class _SaveConfig(Callback):
             folder.mkdir(parents=True, exist_ok=True)
             while path.exists() and not (path.is_file() and path.read_bytes() == self._text.encode()):
                 number += 1
-                path = folder / f"config.{number}.yaml"  # a resumed run with other settings keeps the old ones beside
+                path = folder / f"config.{number}.yaml"  # a resumed run with other settings keeps the old ones as well
             replace_text(path, self._text)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({error}); give another default_root_dir.") from error

@@ -1,4 +1,4 @@
-"""A config file, read and overridden; and the text of it that is stored with a run."""
+"""Config file: read, overridden, and stored as text with a run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 KEYS: Final = ("seed", "trainer", "module", "data", "optimizer", "lr_scheduler", "ckpt_path", "deploy")
-"""Of a config."""
+"""The top-level keys of a config."""
 _LONGEST_SHOWN: Final = 200
 
 
 @dataclass(frozen=True)
 class Config:
-    """A config with its overrides applied and its interpolations resolved; checked only in its own structure."""
+    """A config with overrides applied and interpolations resolved; only its structure is checked."""
 
     values: Mapping[str, Any]
     stored: Mapping[str, Any]
-    """The same, except that what was read from the environment, such as ``${oc.env:TOKEN}``, is not resolved."""
+    """The same, but with values from the environment, such as ``${oc.env:TOKEN}``, not resolved."""
     named: Collection[object] = ()
     """The classes that the file names."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Those that overrides have brought in, by key."""
+    """The classes that overrides have added, by key."""
 
     @property
     def text(self) -> str:
@@ -46,8 +46,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file and apply overrides such as ``trainer.max_epochs=3`` or ``trainer.callbacks.0.patience=5``.
 
     Raises:
-        ConfigError: for a file that cannot be read, a malformed override, an interpolation that leads nowhere, and a
-            class that only an override names, and that is not of torch, echelon or a package that the file names.
+        ConfigError: for an unreadable file, a malformed override, an interpolation that cannot be resolved, or a class
+            that only an override names and that is not from torch, echelon or a package that the file names.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -60,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         raw = OmegaConf.to_container(config, resolve=False)
         stored = unresolved(raw, values)
-        _yaml(stored)  # fails now, not when the run has begun, for a number that is too long
+        _yaml(stored)  # a number that is too long fails now, not during the run
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
     except (RecursionError, ValueError) as error:
@@ -77,10 +77,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def with_all_defaults(config: Config) -> str:
-    """Return the config as YAML, with the defaults of the trainer and of the classes that it does not give.
+    """Return the config as YAML, with the defaults of the trainer and of its classes filled in.
 
     Raises:
-        ConfigError: for a class that is not there.
+        ConfigError: for a class that does not exist.
     """
     stored = {key: with_defaults(value) for key, value in config.stored.items()}
     given = stored.get("trainer") or {}
@@ -92,7 +92,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """Read a config file and apply overrides; do not resolve its interpolations.
 
     Raises:
-        ConfigError: for a file that cannot be read, a malformed override, and an unknown key.
+        ConfigError: for an unreadable file, a malformed override, or an unknown key.
     """
     config = _read(Path(path))
     for override in overrides:
@@ -165,7 +165,7 @@ def _apply(config: DictConfig, override: str) -> None:
 
 
 def _forget_arguments(config: DictConfig, key: str, value: object) -> None:
-    """Drop the arguments of a class in whose place an override puts another."""
+    """Drop the arguments of a class that an override replaces with another."""
     from omegaconf import OmegaConf
 
     section, _, last = key.rpartition(".")

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build the experiment and run it; return 0."""
     config = load_config(options.config, options.overrides)
-    # as `python script.py` finds modules beside the script, and `python -m` those of the working directory
+    # find modules beside the config, as `python script.py` would, and in the working directory, as `python -m` would
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
     if options.help_for is not None:
         print(help_of(options.help_for, config.values), end="")

@@ -1,4 +1,4 @@
-"""``echelon goodput``: the time of a run by category, as a table, a figure or JSON."""
+"""The command ``echelon goodput``: the time of a run by category, as a table, a figure or JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run, and what to show of it."""
+    """Add the run, and what to show about it."""
     parser.epilog = _EPILOG
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that holds several")
     parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw it (goodput.png in the run's folder)")
@@ -147,7 +147,7 @@ def _account(path: Path, since: int) -> Goodput:
 
 
 def _rows(goodput: Goodput) -> list[list[str]]:
-    """Return a row for each round, with the last column cut so that the table has at most 80 columns."""
+    """Return a row for each round, with the last column shortened so that the table has at most 80 columns."""
     rows = []
     for one in goodput.rounds:
         down = one.micros["down"]

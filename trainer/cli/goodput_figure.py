@@ -1,4 +1,4 @@
-"""Figure of a run's goodput: all time as one bar, and a timeline with a row for each round."""
+"""Figure of a run's goodput: all time as one bar, and a timeline with a row per round."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _COLOURS: Final[dict[Category, str]] = {
     "down": "#bdbdbd",
 }
 _TICKS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-"""Seconds between two ticks of the time axis."""
+"""Possible intervals of the ticks on the time axis, in seconds."""
 _NUM_CELLS: Final = 800
 """Columns of the timeline; a span shorter than a column fills a fraction of its height."""
 
 
 def draw(goodput: Goodput, path: Path, title: str) -> None:
-    """Draw an account into a PNG file.
+    """Draw an account to a PNG file.
 
     Raises:
         MissingDependencyError: without matplotlib.
@@ -49,7 +49,7 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
 
 
 def cells(spans: Sequence[Span], begin: int, width: float) -> dict[int, dict[Category, float]]:
-    """Return, for each cell of `width` microseconds, the fraction of it that each category takes."""
+    """Return, for each cell of `width` microseconds, the fraction that each category takes."""
     shares: dict[int, dict[Category, float]] = {}
     for span in spans:
         length = span.end - span.begin
@@ -80,7 +80,7 @@ def _draw_summary(axes: Axes, goodput: Goodput) -> None:
 def _stack(
     corners: dict[Category, list[Corners]], cell: Mapping[Category, float], left: float, width: float, low: float
 ) -> None:
-    """Add a rectangle for each category of a cell, one above the other; the axis of rounds points down."""
+    """Add a rectangle for each category of a cell, stacked; the axis of rounds points down."""
     right = left + width
     for category in CATEGORIES:
         high = low - 0.8 * cell[category]

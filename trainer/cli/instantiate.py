@@ -1,4 +1,4 @@
-"""Targets: mappings with ``_target_``, which name a class and its arguments, checked and then built."""
+"""Targets: mappings with ``_target_``, which name a class and its arguments, to be checked and then built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLASS_PATH: Final = re.compile(r"[A-Za-z]\w*(\.[A-Za-z_]\w*)*\.[A-Za-z]\w*")
 
 
 def is_target(value: object) -> bool:
-    """Return whether a value of a config names a class to build."""
+    """Return whether a config value names a class to build."""
     return isinstance(value, Mapping) and TARGET in value
 
 
@@ -36,13 +36,13 @@ def targets(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def check(value: object, key: str, base: type = object, *, provided: Collection[str] = ()) -> None:
-    """Import every class named inside a value and check the arguments against its constructor; build nothing.
+    """Import every class named inside a value, and check the arguments against its constructor; build nothing.
 
     The arguments in `provided` come from elsewhere.
 
     Raises:
-        ConfigError: for a path that names no class, a class not derived from `base`, and an argument that is unknown,
-            missing or of the wrong type.
+        ConfigError: for a path that does not name a class, a class not derived from `base`, or an argument that is
+            unknown, missing or of the wrong type.
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -61,9 +61,9 @@ def check(value: object, key: str, base: type = object, *, provided: Collection[
 
 
 def build(value: Any, key: str, **provided: Any) -> Any:
-    """Return a value with every target in it replaced by the object that it describes, the innermost first.
+    """Return a value with every target in it replaced by the object that it describes, innermost first.
 
-    The outermost gets the arguments in `provided` as well.
+    The outermost also gets the arguments in `provided`.
     """
     if isinstance(value, list):
         return [build(item, f"{key}.{index}") for index, item in enumerate(value)]
@@ -83,8 +83,8 @@ def find_class(path: object, key: str) -> type[Any]:
     """Import the class of a dotted path.
 
     Raises:
-        ConfigError: if the path is malformed, or there is no such class, or it belongs to Python's own library:
-            no training needs a class from there, and some, such as ``subprocess.Popen``, are dangerous.
+        ConfigError: if the path is malformed, or there is no such class, or it belongs to Python's standard library:
+            training needs no class from there, and some, such as ``subprocess.Popen``, are dangerous.
     """
     if not isinstance(path, str) or not _CLASS_PATH.fullmatch(path):
         raise ConfigError(f"{key}={path!r} is not the path of a class; write it as package.module.Class.")
@@ -145,12 +145,12 @@ def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str, provide
 def _hints(cls: type[Any]) -> dict[str, Any]:
     try:
         return get_type_hints(cls.__init__)
-    except (AttributeError, NameError, TypeError):  # names that only a type checker imports
+    except (AttributeError, NameError, TypeError):  # names imported only for type checkers
         return {}
 
 
 def _is_simple(hint: Any) -> bool:
-    """Return whether a value of YAML can be checked against an annotation."""
+    """Return whether a YAML value can be checked against an annotation."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return all(_is_simple(part) for part in get_args(hint))

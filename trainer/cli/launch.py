@@ -1,4 +1,4 @@
-"""The command ``echelon launch``: processes of one program on this node, by torchrun or Echelon's elastic agent."""
+"""The command ``echelon launch``: processes of one program on this node, with torchrun or Echelon's elastic agent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the launch, then the program with its own arguments."""
+    """Add the options of the launch, and then the program with its own arguments."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
@@ -77,17 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program in the processes that were asked for and return the job's exit code."""
+    """Run the program in the requested processes, and return the job's exit code."""
     is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
     options.nnodes = options.nodes or options.nnodes
     _check(options)
     if is_elastic:
         return _run_elastic(options)
-    # else a worker of a later round of c10d may read where the store of an earlier one was (pytorch#135712, torch 2.14)
+    # otherwise a worker of a later c10d round may read an earlier round's store address (pytorch#135712, torch 2.14)
     set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     if options.nnodes == (1, 1):
         set_defaults(loopback_variables())
-    # torchrun does not remove the folder of its error files: give it one that is removed here
+    # torchrun does not remove the folder of its error files, so give it one that is removed here
     with NodeFolder.create(Path(tempfile.gettempdir())) as folder:
         return _run_torchrun(
             [f"--log-dir={folder.path}", *_torchrun_options(options), options.program], options.arguments
@@ -115,10 +115,10 @@ def _count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return the seconds of an argument.
+    """Return an argument as seconds.
 
     Raises:
-        argparse.ArgumentTypeError: for anything but a number above 0.
+        argparse.ArgumentTypeError: unless it is a number above 0.
     """
     try:
         number = float(text)
@@ -130,7 +130,7 @@ def seconds(text: str) -> float:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Find options that contradict each other before any process starts."""
+    """Find contradictory options before any process starts."""
     try:
         _check_nodes(options)
         if options.nproc == "gpu" and not torch.cuda.is_available():
@@ -201,7 +201,7 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
 def _c10d_address(endpoint: str) -> dict[str, str]:
     """Return the address of this node on the network of the rendezvous, and whether this node hosts it.
 
-    torchrun would go by this machine's name, which may lead to loopback.
+    torchrun would use this machine's name, which may resolve to loopback.
     """
     host = _host(endpoint)
     address = address_towards(host)
@@ -217,7 +217,7 @@ def _host(endpoint: str) -> str:
 
 
 def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return the rendezvous of nodes with known ranks; torchrun's own would listen on every interface."""
+    """Return the rendezvous of nodes with known ranks; torchrun's would listen on every interface."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from ...strategies.launch.static_rendezvous import Rendezvous
@@ -237,9 +237,9 @@ def _run_torchrun(words: list[str], arguments: list[str]) -> int:
 
     rendezvous_handler_registry.register("echelon", _static_rendezvous)
     job = parse_args(words)
-    job.training_script_args = arguments  # the parser takes a program's --nproc for an abbreviation of its own options
+    job.training_script_args = arguments  # the parser would take a program's --nproc for an abbreviation
     try:
-        # torchrun would give each process one thread, and say so in a banner
+        # torchrun would give each process one thread, and print a banner about it
         set_defaults({"OMP_NUM_THREADS": str(threads_per_process(determine_local_world_size(job.nproc_per_node)))})
         run(job)
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""An elastic launch: the agent restarts the program after faults, and when nodes join or leave."""
+"""Elastic launch: the agent restarts the program after faults, and when nodes join or leave."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Program:
     """The program that a worker runs as ``__main__``."""
 
     name: str
-    """Of a file, or of a module."""
+    """The name of a file or a module."""
     arguments: tuple[str, ...]
     is_module: bool
 
     def run(self) -> None:
-        """Run it as an interpreter of its own would; return after an exit with code 0.
+        """Run it as a separate interpreter would; return after an exit with code 0.
 
         Raises:
             SystemExit: with any other code.
@@ -124,7 +124,7 @@ def _report(message: str, code: int) -> int:
 
 
 def _show_log() -> None:
-    """Show the log of the agent on standard error."""
+    """Print the log of the agent to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("echelon: %(message)s"))
     log = logging.getLogger("echelon")

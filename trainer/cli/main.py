@@ -1,4 +1,4 @@
-"""The ``echelon`` command: a table of commands, and what they share: parsing, errors, exit codes."""
+"""The ``echelon`` command: a table of commands, and what they share (parsing, errors, exit codes)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Command:
     help: str
     """One sentence."""
     module: str
-    """The file below this folder that has the functions of `CommandModule`; imported only if the command is given."""
+    """The module below this folder with the functions of `CommandModule`; imported only if the command is used."""
     error_code: int = 1
-    """The exit code of an error, except for a `ConfigError`, whose code is 2."""
+    """The exit code of an error, except a `ConfigError`, whose code is 2."""
 
 
 class CommandModule(Protocol):
-    """The functions that the file of a command has."""
+    """The functions of a command's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments; may also set the epilog of its help."""
+        """Add the command's arguments; it may also set the epilog of its help."""
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the command and return the exit code.
 
         Raises:
-            ArgumentError: for arguments that do not fit together; the user is shown the usage.
-            EchelonError: the user is shown the message.
+            ArgumentError: for arguments that contradict each other; the usage is shown to the user.
+            EchelonError: for other errors; the message is shown to the user.
         """
 
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command line, and those of the commands, which have no arguments yet."""
+    """Return the parser of the whole command line, and those of the commands, without arguments yet."""
     parser = argparse.ArgumentParser(
         prog="echelon",
         description="Train a PyTorch model on one process, one machine or many.",
@@ -161,6 +161,6 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     if unknown:
         kind = "option" if unknown[0].startswith("-") else "argument"
         parser.error(f"unknown {kind} {unknown[0]!r}; see `echelon {options.command} --help`")
-    if rest:  # argparse takes no positionals after an option between them: these are overrides, too
+    if rest:  # argparse accepts no positionals after an option in between: these are overrides, too
         options.overrides += rest
     return options

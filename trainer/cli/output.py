@@ -1,4 +1,4 @@
-"""Output of commands: text from files, safe to print to a terminal, and figures."""
+"""Output of commands: text from files, made safe to print to a terminal, and figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...strategies.errors import EchelonError
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters and lone surrogates escaped, except for line ends."""
+    """Return the text with control characters, except line ends, and lone surrogates escaped."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
         for letter in text
@@ -18,16 +18,16 @@ def printable(text: str) -> str:
 
 
 def draw_for_command(draw: Callable[[Path], None], asked: Path | None, usual: Path, *, prints_json: bool) -> None:
-    """Draw what a command shows, and say where; why there is no figure is an error only if one was asked for.
+    """Draw a command's figure and print its path; a failure is an error only if the user asked for a figure.
 
     Args:
-        draw: draws into a PNG file.
+        draw: draws to a PNG file.
         asked: the file that the user has named.
-        usual: the file otherwise; beside JSON there is none then.
+        usual: the file otherwise; with JSON, none is drawn then.
         prints_json: whether the command prints JSON, and nothing else.
 
     Raises:
-        EchelonError: that of `draw`, if the user has named a file.
+        EchelonError: from `draw`, if the user has named a file.
     """
     if prints_json and asked is None:
         return

@@ -1,4 +1,4 @@
-"""The command ``echelon render``: a config as the script or the manifests that a scheduler needs."""
+"""The command ``echelon render``: the script or the manifests with which a scheduler runs a config."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the target needs, or write it to a file; return 0."""
+    """Print the script or manifests of the target, or write them to a file; return 0."""
     text = render(options.target, options.config, options.overrides)
     if options.output is None:
         print(text, end="")
@@ -78,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
-    """Return what a target needs to run a config.
+    """Return the script or manifests with which a target runs a config.
 
     Raises:
-        ConfigError: for a config that cannot be read, and a section ``deploy`` that is incomplete or invalid.
+        ConfigError: for a config that cannot be read, or an incomplete or invalid section ``deploy``.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

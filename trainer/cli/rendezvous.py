@@ -63,7 +63,7 @@ def _serve(endpoint: str) -> None:
     listener = listen(host, port)
     address, port = listener.getsockname()[:2]
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by a batch script whose nodes get the signal
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a batch script ignores it, as its nodes get the signal
             signal.signal(number, _end)
     print(f"echelon: nodes meet at {host}:{port}", flush=True)
     serve(address, port, listener.detach(), is_kept=True)
@@ -71,5 +71,5 @@ def _serve(endpoint: str) -> None:
 
 def _end(received: int, frame: FrameType | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the end
+        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the shutdown
     raise KeyboardInterrupt

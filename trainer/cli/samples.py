@@ -1,4 +1,4 @@
-"""The command ``echelon samples``: an audit of which samples a run was trained on, as a table."""
+"""The command ``echelon samples``: an audit, as a table, of the samples that a run was trained on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _row(epoch: EpochAudit, several: bool) -> list[str]:
 
 
 def _planned(epoch: EpochAudit) -> str:
-    """Return the planned number of samples or batches; a question mark where a limit decides."""
+    """Return the planned number of samples or batches; a question mark if a limit decides."""
     end = epoch.source.end
     return "?" if end < 0 else f"{end} batches" if epoch.source.in_batches else str(end)
 
@@ -70,7 +70,7 @@ def _repeated(epoch: EpochAudit) -> Iterator[str]:
 def _missing(epoch: EpochAudit) -> Iterator[str]:
     if not epoch.missing:
         return
-    # a stretch of neighbours has one difference between value and rank
+    # in a stretch of consecutive values, value minus position is constant
     stretches = [[value for _, value in group] for _, group in groupby(enumerate(epoch.missing), lambda x: x[1] - x[0])]
     texts = [f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in stretches[:_SHOWN]]
     more = ", ..." if len(stretches) > _SHOWN else ""

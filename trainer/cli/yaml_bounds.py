@@ -1,4 +1,4 @@
-"""Bounds of a YAML text, checked before it is built: its depth, its size with all aliases written out, base 60."""
+"""Bounds of a YAML text, checked before it is built: its depth, its size with all aliases expanded, base 60."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, Final
 from ...strategies.errors import ConfigError
 
 LONGEST: Final = 128 << 10
-"""Bytes of a config."""
+"""The largest config, in bytes."""
 SIXTIES: Final = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-"""What YAML 1.1 alone takes for a number of base 60: ``nodes: 1:4`` would be 64 nodes."""
+"""Text that only YAML 1.1 reads as a number in base 60: ``nodes: 1:4`` would be 64 nodes."""
 
 _DEEPEST: Final = 60
 _MOST_VALUES: Final = 10_000
 
 
 def check_yaml(text: str, place: str) -> None:
-    """Check a text before a reader recurses into it or writes its aliases out; `place` names it in the error.
+    """Check a text before a reader recurses into it or expands its aliases; `place` names it in the error.
 
     Raises:
-        ConfigError: for a number of base 60.
-        RecursionError: for one that is nested too deeply.
-        ValueError: for one that is too large.
-        YAMLError: for what is not YAML.
+        ConfigError: for a number in base 60.
+        RecursionError: for a text that is nested too deeply.
+        ValueError: for a text that is too large.
+        YAMLError: for a text that is not YAML.
     """
     import yaml
 
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where it is installed
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, if installed
     flow, block = (yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken), yaml.BlockMappingStartToken
     openings = (*flow, block, yaml.BlockSequenceStartToken)
     closings = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
@@ -47,7 +47,7 @@ def check_yaml(text: str, place: str) -> None:
 
 
 def _size(node: Any, known: dict[int, float]) -> float:
-    """Return the number of values below a node; infinity for one that is inside itself."""
+    """Return the number of values below a node; infinity for a node that contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf  # until it is counted
         items = node.value if isinstance(getattr(node, "value", None), list) else []

@@ -15,7 +15,7 @@ from ..instantiate import find_class, targets
 
 _ALWAYS: Final = ("echelon", "torch")
 _OF_TORCH: Final = (nn.Module, Optimizer, LRScheduler, Dataset, Sampler)
-"""What a training needs of torch; other classes of it open files, or run what they find there."""
+"""The torch classes that training needs; other torch classes open files, or run what they find in them."""
 
 
 def packages_of(paths: Iterable[object]) -> set[str]:
@@ -24,7 +24,7 @@ def packages_of(paths: Iterable[object]) -> set[str]:
 
 
 def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
-    """Return the classes, by key, that overrides have brought into a config; nothing is imported.
+    """Return the classes, by key, that overrides have added to a config, without importing anything.
 
     Args:
         raw: the config with its overrides, not resolved.
@@ -32,7 +32,7 @@ def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
         file: the file, for errors.
 
     Raises:
-        ConfigError: for a class of another package.
+        ConfigError: for a class from another package.
     """
     allowed = {*_ALWAYS, *packages_of(named)}
     found: dict[str, str] = {}
@@ -49,10 +49,10 @@ def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
 
 
 def check_chosen(classes: Mapping[str, str], named: Iterable[object]) -> None:
-    """Import the classes that overrides have chosen, and check that they are what they seem.
+    """Import the classes that overrides have chosen, and check that they are allowed.
 
     Raises:
-        ConfigError: for one that its module has imported from elsewhere, and one of torch that is no part of training.
+        ConfigError: for a class that its module has imported from elsewhere, or a torch class that is not for training.
     """
     allowed = {*_ALWAYS, *packages_of(named)}
     for key, path in classes.items():

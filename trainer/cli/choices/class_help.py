@@ -1,4 +1,4 @@
-"""Help about the classes of a config: their arguments, with types, defaults and what their docstrings say of each."""
+"""Help about the classes of a config: their arguments, with types, defaults and descriptions from docstrings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ENTRY: Final = re.compile(r"^( *)(\w+)(?: *\([^)]*\))? *:(.*)$")
 
 
 def help_of(wanted: str, values: Mapping[str, Any]) -> str:
-    """Return the help about a class, by its path or by the key of a config under which it stands.
+    """Return the help about a class, given its path or its key in a config.
 
     Raises:
-        ConfigError: if it is neither.
+        ConfigError: if `wanted` is neither.
     """
     section: Any = values
     for part in wanted.split("."):
@@ -33,7 +33,7 @@ def help_of(wanted: str, values: Mapping[str, Any]) -> str:
 
 
 def arguments_of(cls: type[Any]) -> list[inspect.Parameter]:
-    """Return the arguments that a config can give a class by name; none of a class written in C."""
+    """Return the arguments that a config can pass to a class by name; none for a class written in C."""
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
@@ -42,7 +42,7 @@ def arguments_of(cls: type[Any]) -> list[inspect.Parameter]:
 
 
 def with_defaults(value: Any) -> Any:
-    """Return a value of a config with the default of each argument that it leaves out, as far as YAML can hold it."""
+    """Return a config value with the defaults of the arguments that it omits, as far as YAML can represent them."""
     if isinstance(value, list):
         return [with_defaults(item) for item in value]
     if not isinstance(value, Mapping):
@@ -71,14 +71,14 @@ def _described(cls: type[Any], path: str) -> str:
 
 
 def _docs(cls: type[Any]) -> Iterator[str]:
-    """Yield the docstrings that may tell of arguments: of base classes first, whose entries others replace."""
+    """Yield the docstrings that may describe arguments, base classes first, so that subclasses override entries."""
     for base in reversed(cls.__mro__[:-1]):
         yield inspect.cleandoc(vars(base).get("__doc__") or "")
         yield inspect.cleandoc(getattr(vars(base).get("__init__"), "__doc__", None) or "")
 
 
 def _entries(doc: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and the texts of a section of arguments: Google's ``name: text``, or ``name (type): text``."""
+    """Yield the names and texts of a Google-style section of arguments: ``name: text``, or ``name (type): text``."""
     name, depth = "", 0
     words: list[str] = []
     is_inside = False
@@ -96,7 +96,7 @@ def _entries(doc: str) -> Iterator[tuple[str, str]]:
             name, depth, words = entry[2], indent, [entry[3].strip()]
         elif name and indent > depth:
             words.append(line.strip())
-        else:  # the section is over
+        else:  # the section has ended
             break
     if name:
         yield name, " ".join(words).strip()

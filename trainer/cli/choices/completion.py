@@ -1,4 +1,4 @@
-"""The command ``echelon completion``: a script with which a shell completes commands, options and keys of a config."""
+"""The command ``echelon completion``: a script that lets a shell complete commands, options and config keys."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script; return 0."""
-    from ..main import COMMANDS  # which has imported this file
+    from ..main import COMMANDS  # main imports this file
 
     scripts = {"bash": _BASH, "zsh": _ZSH + _BASH, "fish": _FISH}
     if options.shell not in scripts:

@@ -1,4 +1,4 @@
-"""ConfiguredOptimizer: the optimizer and the scheduler that a config names, in place of the module's."""
+"""ConfiguredOptimizer: the optimizer and scheduler that a config names, in place of the module's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...module.train_module import TrainModule
 from ..instantiate import TARGET, build, check, is_target
 
 _OF_TRAINER: Final = ("interval", "frequency", "monitor", "strict", "name")
-"""Keys of a scheduler that say when it steps."""
+"""Keys of a scheduler that say when to step it."""
 
 
 def check_optimizer(values: Mapping[str, Any]) -> None:
     """Check the keys ``optimizer`` and ``lr_scheduler`` of a config.
 
     Raises:
-        ConfigError: for what names no optimizer, or no scheduler beside one.
+        ConfigError: if they do not name an optimizer, or a scheduler beside an optimizer.
     """
     optimizer, scheduler = values.get("optimizer"), values.get("lr_scheduler")
     for key, value, example in (
@@ -43,7 +43,7 @@ def check_optimizer(values: Mapping[str, Any]) -> None:
 
 @dataclass
 class ConfiguredOptimizer:
-    """The ``configure_optimizers`` of a module whose config names an optimizer of all its trained parameters."""
+    """The ``configure_optimizers`` of a module whose config names an optimizer, for all of its trained parameters."""
 
     module: TrainModule
     optimizer: Mapping[str, Any]

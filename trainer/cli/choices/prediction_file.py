@@ -1,4 +1,4 @@
-"""PredictionFile: the predictions of a run in one file, a row for each sample, in a format that its name chooses."""
+"""PredictionFile: the predictions of a run in one file, a row per sample, in the format given by its suffix."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _WHOLE: Final = "prediction"
 
 
 class PredictionFile(BasePredictionWriter):
-    """Write the predictions of all ranks, in the order of the data set.
+    """Write the predictions of all ranks, in dataset order.
 
     Args:
-        path: ``.jsonl`` has an object for each sample, ``.csv`` a line; ``.safetensors`` has one tensor for each
-            name that ``predict_step`` returns (``prediction`` where it returns a tensor).
+        path: the file; ``.jsonl`` has an object for each sample, ``.csv`` a line; ``.safetensors`` has one tensor for
+            each name that ``predict_step`` returns (``prediction`` if it returns a tensor).
 
     Raises:
-        ConfigError: for another ending, and a folder that is not there.
+        ConfigError: for another suffix, or a folder that does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +50,7 @@ class PredictionFile(BasePredictionWriter):
     ) -> None:
         several = len(batch_indices) > 1
         batches = list(chain.from_iterable(predictions)) if several else list(predictions)
-        # a file that is there is whole
+        # a file under the final name is always complete
         partial = self.path.with_name(f".{self.path.name}.partial")
         try:
             _WRITERS[self.path.suffix](partial, _columns(batches))
@@ -64,10 +64,10 @@ class PredictionFile(BasePredictionWriter):
 
 
 def _columns(batches: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the tensors in all batches by name, each with a row for each sample.
+    """Return the tensors in all batches by name, each with a row per sample.
 
     Raises:
-        ModuleError: for predictions that have no rows, or not the same names in all batches.
+        ModuleError: for predictions without rows, or with different names in different batches.
     """
     rows: dict[str, list[Tensor]] = {}
     for batch in batches:

@@ -1,4 +1,4 @@
-"""A file for Docker Compose: nodes on one machine, and their rendezvous."""
+"""File for Docker Compose: nodes on one machine, and their rendezvous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deploy: the section ``deploy`` of a config, the resources of a run and its scheduler's settings."""
+"""Deploy: the section ``deploy`` of a config, with the resources of a run and its scheduler's settings."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _AT_LEAST: Final = {"gpus": 0, "nproc": 1, "cpus": 1, "max_restarts": 0, "grace"
 
 @dataclass(frozen=True, kw_only=True)
 class Deploy:
-    """The resources of a run; every field has a default except ``image``, where containers are used.
+    """The resources of a run; every field has a default, except ``image`` for targets that use containers.
 
     Raises:
         ConfigError: for an invalid value.
     """
 
-    # --- of every target ---
+    # --- all targets ---
     name: str = "train"
-    """The run: rendered with the same name again, it resumes from its newest checkpoint."""
+    """The name of the run: if rendered again with the same name, it resumes from its newest checkpoint."""
     nodes: int | str = 1
     """A number, or ``"MIN:MAX"``: the run begins with MIN nodes, and grows and shrinks between them."""
     nproc: int | None = None
-    """Processes of a node; None: one for each GPU, or one without GPUs."""
+    """Processes per node; None: one per GPU, or one without GPUs."""
     gpus: int = 0
-    """GPUs of a node."""
+    """GPUs per node."""
     cpus: int = 4
-    """Cores of a node."""
+    """Cores per node."""
     memory: str = "16Gi"
-    """Of a node, the shared memory included."""
+    """Memory per node, including shared memory."""
     max_restarts: int = 10
-    """How often a node starts its processes again after failures."""
+    """How often a node restarts its processes after failures."""
     grace: int = 60
     """Seconds between SIGTERM and SIGKILL, in which a step is finished and a checkpoint saved."""
     port: int = 29400
-    """Of the rendezvous."""
+    """The port of the rendezvous."""
     runs: str = "runs"
     """The storage of the runs, shared by all nodes: the claim of a volume, or a folder (SLURM)."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Deploy:
 
     # --- containers ---
     image: str | None = None
-    """Holds Echelon, and the code of the run in its working directory."""
+    """An image with Echelon, and the code of the run in its working directory."""
     shared_memory: str = "2Gi"
-    """For snapshots of the state and for the workers of data loaders."""
+    """Shared memory, for snapshots of the state and workers of data loaders."""
     user: int = 1000
-    """The id of the user, not 0."""
+    """The id of the user; not 0."""
 
     # --- Kubernetes ---
     namespace: str | None = None
@@ -64,9 +64,9 @@ class Deploy:
     partition: str | None = None
     account: str | None = None
     time: int | str = "24:00:00"
-    """The time limit of an allocation, or its minutes; then the job is requeued, and resumes."""
+    """The time limit of an allocation, as text or in minutes; then the job is requeued, and resumes."""
     setup: list[str] = field(default_factory=list)
-    """Lines of shell that make ``echelon`` a command, such as ``source .venv/bin/activate``."""
+    """Shell lines that make ``echelon`` available, such as ``source .venv/bin/activate``."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
@@ -99,17 +99,17 @@ class Deploy:
 
     @property
     def min_nodes(self) -> int:
-        """The number of nodes with which the run begins."""
+        """The number of nodes that the run begins with."""
         return parse_nodes(self.nodes)[0]
 
     @property
     def max_nodes(self) -> int:
-        """The number of nodes that it can use."""
+        """The number of nodes that the run can use."""
         return parse_nodes(self.nodes)[1]
 
     @property
     def processes(self) -> int:
-        """The number of processes of each node."""
+        """The number of processes per node."""
         return self.nproc or self.gpus or 1
 
 
@@ -117,7 +117,7 @@ def read_deploy(given: object) -> Deploy:
     """Check the section of a config, and return it with its defaults.
 
     Raises:
-        ConfigError: for an unknown key, and a value of the wrong type or an invalid one.
+        ConfigError: for an unknown key, or a value that is invalid or of the wrong type.
     """
     if given is None:
         given = {}
@@ -145,7 +145,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def size(text: str, name: str) -> int:
-    """Return the bytes of a size such as ``16Gi``.
+    """Return a size such as ``16Gi`` in bytes.
 
     Raises:
         ConfigError: for any other text; `name` is the key of the size.

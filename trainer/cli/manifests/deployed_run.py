@@ -1,4 +1,4 @@
-"""DeployedRun: a config to be deployed, and the command lines that run it."""
+"""DeployedRun: a config to deploy, and the command lines that run it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ....strategies.errors import ConfigError
 from .deploy import Deploy
 
 CONFIG: Final = "/etc/echelon/config.yaml"
-"""The config in a container."""
+"""The path of the config in a container."""
 RUNS: Final = "/runs"
-"""The volume of the runs in a container."""
+"""The path of the volume for runs in a container."""
 ENV: Final[Mapping[str, str]] = {"HOME": "/tmp", "USER": "echelon", "PYTHONUNBUFFERED": "1"}
-"""Variables of every container: its user may have neither a home nor a name in the image."""
+"""Environment variables of every container: its user may have neither a home nor a name in the image."""
 
 
 @dataclass(frozen=True)
 class DeployedRun:
-    """A config that a scheduler is to run."""
+    """A config to be run by a scheduler."""
 
     deploy: Deploy
     text: str
-    """The config as YAML, with its overrides applied and its interpolations left as they are."""
+    """The config as YAML, with its overrides applied and its interpolations unresolved."""
     path: str
     overrides: Sequence[str]
 
@@ -32,7 +32,7 @@ class DeployedRun:
         """The image of the containers.
 
         Raises:
-            ConfigError: if the config gives no image.
+            ConfigError: if the config does not name one.
         """
         if self.deploy.image is None:
             raise ConfigError(
@@ -43,12 +43,12 @@ class DeployedRun:
 
     @property
     def has_rendezvous(self) -> bool:
-        """Whether there are several nodes, which have to find each other."""
+        """Whether there are several nodes, which must find each other."""
         return self.deploy.max_nodes > 1
 
     @property
     def nodes(self) -> str:
-        """The nodes, as ``echelon launch`` takes them."""
+        """The nodes, in the form that ``echelon launch`` accepts."""
         least, most = self.deploy.min_nodes, self.deploy.max_nodes
         return str(most) if least == most else f"{least}:{most}"
 
@@ -65,7 +65,7 @@ class DeployedRun:
         return ["--nproc", str(self.deploy.processes), "--max-restarts", str(self.deploy.max_restarts)]
 
     def program(self, config: str, overrides: Sequence[str], runs: str) -> list[str]:
-        """Return the program to launch: the one that the config names, or `echelon fit` from the newest checkpoint."""
+        """Return the program to launch: the one in the config, or `echelon fit` from the newest checkpoint."""
         if self.deploy.program is not None:
             return self.deploy.program
         keeping = [f"trainer.default_root_dir={runs}/{self.deploy.name}", "ckpt_path=last"]

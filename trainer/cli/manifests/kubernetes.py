@@ -1,4 +1,4 @@
-"""Kubernetes objects that every kind of job shares: the pods of a run, and the objects around them."""
+"""Kubernetes objects that all kinds of jobs share: the pods of a run, and the objects around them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _NOTES: Final[Mapping[str, str]] = {
     "emptyDir.medium": "shared memory, for snapshots and the workers of data loaders (64 MiB without this); it counts "
     "as memory of the pod",
 }
-"""Comments of `yaml_text` for what a reader may stumble over."""
+"""Comments for `yaml_text` on fields that may surprise a reader."""
 
 
 def manifests(run: DeployedRun, jobs: Sequence[Object], notes: Mapping[str, str]) -> str:
-    """Return the objects of a job as YAML, after those around the pods of every run; `notes` are comments on them."""
+    """Return the objects of a job as YAML, after those that every run has; `notes` are comments on them."""
     name = run.deploy.name
     heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
     objects = [manifest(run, "ConfigMap", {"data": {"config.yaml": run.text}}, "-config"), _network_policy(run)]
@@ -61,14 +61,14 @@ def manifests(run: DeployedRun, jobs: Sequence[Object], notes: Mapping[str, str]
 
 
 def manifest(run: DeployedRun, kind: str, body: Object, suffix: str = "") -> Object:
-    """Return an object of a kind; its name is that of the run with a suffix."""
+    """Return an object of a kind, named after the run with a suffix."""
     namespace: Object = {} if run.deploy.namespace is None else {"namespace": run.deploy.namespace}
     metadata = {"name": f"{run.deploy.name}{suffix}", **namespace, "labels": labels(run)}
     return {"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
 
 
 def labels(run: DeployedRun, component: str | None = None) -> Object:
-    """Return the labels of all objects of a run, or of those of one component."""
+    """Return the labels of all objects of a run, or of one component."""
     shared = {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": run.deploy.name}
     return shared if component is None else {**shared, "app.kubernetes.io/component": component}
 
@@ -91,7 +91,7 @@ def node_pod(run: DeployedRun, container: Mapping[str, Any], **spec: Any) -> Obj
     """Return the template of the pods that train.
 
     Args:
-        container: the name and, unless the job says them elsewhere, image, command and resources.
+        container: the name and, unless the job gives them elsewhere, image, command and resources.
         spec: fields that the job adds to the pod.
     """
     volumes: dict[str, Object] = {
@@ -123,7 +123,7 @@ def node_pod(run: DeployedRun, container: Mapping[str, Any], **spec: Any) -> Obj
 
 
 def _literally(text: str) -> str:
-    """Return a text in which Kubernetes substitutes no variable."""
+    """Return a text escaped so that Kubernetes substitutes no variables."""
     return text.replace("$(", "$$(")
 
 
@@ -150,7 +150,7 @@ def _network_policy(run: DeployedRun) -> Object:
 
 def _disruption_budget(run: DeployedRun) -> Object:
     spec = {
-        # an absolute number: Kubernetes accepts no percentage for the pods of a Job
+        # an absolute number, since Kubernetes does not accept a percentage for the pods of a Job
         "minAvailable": min(run.deploy.min_nodes, run.deploy.max_nodes - 1),
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": labels(run, "node")},

@@ -17,7 +17,7 @@ _JOB_NOTES: Final = {
 
 
 def render_indexed_job(run: DeployedRun) -> str:
-    """Return the manifests of an indexed Job of plain Kubernetes: one pod a node, replaced after any eviction."""
+    """Return the manifests of a plain Kubernetes indexed Job: one pod per node, replaced after any eviction."""
     container = {
         "name": "node",
         "image": run.image,
@@ -32,7 +32,7 @@ def render_indexed_job(run: DeployedRun) -> str:
 
 
 def render_pytorchjob(run: DeployedRun) -> str:
-    """Return the manifests of a PyTorchJob of Kubeflow's training operator: workers only, by its elastic policy."""
+    """Return the manifests of a PyTorchJob for Kubeflow's training operator: workers only, with its elastic policy."""
     deploy = run.deploy
     container = {
         "name": "pytorch",  # the operator requires this name
@@ -67,9 +67,10 @@ def render_pytorchjob(run: DeployedRun) -> str:
 
 
 def render_trainjob(run: DeployedRun) -> str:
-    """Return the manifests of a TrainJob of Kubeflow Trainer and of its TrainingRuntime.
+    """Return the manifests of a TrainJob for Kubeflow Trainer, and of its TrainingRuntime.
 
-    The runtime describes a node. The TrainJob says what a node runs, and Trainer writes their number into the Job.
+    The runtime describes a node. The TrainJob says what a node runs, and Trainer writes the number of nodes into the
+    Job.
     """
     pod = kubernetes.node_pod(run, {"name": "node"}, restartPolicy="Never")
     template = {
@@ -104,7 +105,7 @@ def render_trainjob(run: DeployedRun) -> str:
 
 
 def _rules(run: DeployedRun) -> Object:
-    """Return when the pods of a Job are replaced or given up, and when the Job has succeeded."""
+    """Return the rules by which a Job's pods are replaced or given up, and the Job has succeeded."""
     return {
         "backoffLimitPerIndex": run.deploy.max_restarts,
         "maxFailedIndexes": run.deploy.max_nodes - run.deploy.min_nodes,

@@ -1,4 +1,4 @@
-"""A batch script for SLURM: one agent on each node, requeued when its time is up."""
+"""Batch script for SLURM: one agent on each node, requeued when its time is up."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _options(run: DeployedRun) -> dict[str, str]:
     return {
         "job-name": deploy.name,
         **{name: value for name, value in optional.items() if value is not None},
-        # as many as there are; with ntasks-per-node, SLURM would give the least (22.05)
+        # as many as are available; with ntasks-per-node, SLURM would give the minimum (22.05)
         "nodes": str(most) if least == most else f"{least}-{most}",
         "cpus-per-task": str(deploy.cpus),
         "mem": f"{size(deploy.memory, 'memory') >> 20}M",

@@ -1,4 +1,4 @@
-"""YAML as people write it: keys in order, no anchors, texts as blocks, and comments."""
+"""YAML as people write it: keys in order, no anchors, multi-line texts as blocks, and comments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH: Final = 120
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes each value where it stands, texts of several lines as such, and lists of words in a line."""
+    """Writes each value in full, multi-line texts as blocks, and lists of words on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -34,8 +34,8 @@ def yaml_text(documents: Iterable[Mapping[str, Any]], heading: str, notes: Mappi
 
     Args:
         heading: a comment at the top.
-        notes: comments, each for the end of a path of keys, such as ``resources.limits``; it stands above the first
-            place in the documents that has this path.
+        notes: comments, each for the end of a path of keys, such as ``resources.limits``; it is placed above the first
+            match in the documents.
     """
     left = dict(notes)
     texts = [_document(document, left) for document in documents]

@@ -14,7 +14,7 @@ from ....strategies.errors import MissingDependencyError
 
 _EXAMPLE: Final = "examples.digits"
 _NEEDED: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "torchvision": "torchvision"}
-"""What the example imports beside torch, and what pip calls it."""
+"""Packages that the example imports besides torch, and their names for pip."""
 _EPILOG: Final = """\
 It trains a small CNN on the 1797 handwritten digits that come with scikit-learn, on this machine's GPUs or its CPU, and
 writes logs, checkpoints and curves into the working directory. Nothing is downloaded.
@@ -29,7 +29,7 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the example can be run with."""
+    """Add the options of the example."""
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="how to use several devices (auto)")
     parser.add_argument("--devices", default="auto", metavar="N", help="how many, by default those that there are")
     parser.add_argument("--epochs", type=_at_least_one, default=20, metavar="N", help="passes over the data (20)")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, test, draw the curves, and say where to look.
+    """Train, test, draw the curves, and print where they are.
 
     Raises:
         MissingDependencyError: if a package that the example needs is not installed.
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
             f"pip install {' '.join(missing)}."
         )
     assert __package__ is not None
-    # by its full name, the processes of a run import it as well
+    # under its full name, the processes of a run can import it, too
     example: Any = importlib.import_module(f"{__package__.partition('.')[0]}.{_EXAMPLE}")
     trainer = example.train(options.epochs, strategy=options.strategy, devices=options.devices)
     if trainer.is_global_zero:

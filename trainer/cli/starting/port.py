@@ -29,7 +29,7 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the files, and whether they are written."""
+    """Add the files, and whether to write them."""
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a Python file that imports Lightning")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--diff", action="store_true", help="print the changes (the default)")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Port all files, or none.
+    """Port all files or none.
 
     Raises:
         ConfigError: for a file that cannot be read or ported.
@@ -70,7 +70,7 @@ def _print_notes(file: Path, result: Ported) -> None:
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """Return the text of a program, its line ends as they are, and its encoding."""
+    """Return the text of a program, with its line ends unchanged, and its encoding."""
     if file.is_dir():
         raise ConfigError(f"FILE must be a Python file, got the folder {str(file)!r}; give its files: {file}/*.py.")
     if file.suffix == ".ipynb":
