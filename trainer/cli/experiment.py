@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--help-for",
         metavar="CLASS|KEY",
-        help="print the arguments of a class, or of that under a key of the config, such as module; run nothing",
+        help="print the arguments of a class, or of the class under a config key such as module; run nothing",
     )
     if parser.prog.endswith(" predict"):
         parser.add_argument(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="write the predictions: .jsonl, .csv or .safetensors chooses the format",
         )
-    parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error that Echelon reports")
 
 
 def run(options: argparse.Namespace) -> int:

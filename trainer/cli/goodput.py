@@ -48,8 +48,8 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run, and what to show about it."""
     parser.epilog = _EPILOG
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that holds several")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw it (goodput.png in the run's folder)")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that contains several")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="the figure's file (goodput.png in the run's folder)")
     parser.add_argument("--json", action="store_true", help="print JSON instead; draws only with --png")
     parser.add_argument("--since", metavar="ROUND", type=int, default=0, help="leave out the rounds before this one")
 

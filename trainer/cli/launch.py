@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 _MAX_RESTARTS: Final = 10  # of an elastic run
 
 _EPILOG: Final = f"""\
-on one machine, by a store that listens on loopback only:
+on one machine, with a store that listens only on loopback:
   echelon launch --nproc 2 train.py --lr 1e-3
   echelon launch --nproc gpu -m my_package.train
 
-on two machines, node 0 being 10.0.0.1, where the store listens at port {DEFAULT_PORT}:
+on two machines, where node 0 is 10.0.0.1 and its store listens on port {DEFAULT_PORT}:
   echelon launch --nproc 4 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 train.py      on the first
   echelon launch --nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 train.py      on the second
-or, where nodes may take their ranks as they come (torchrun's c10d, which listens on every interface), on each:
+or, if nodes may get any rank (torchrun's c10d, which listens on every interface), on each:
   echelon launch --nproc 4 --nnodes 2 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
 
-elastic, by Echelon's own agent: the processes start again after faults, and when nodes come or leave; on each machine:
+elastic, with Echelon's own agent: processes restart after faults, and when nodes join or leave; on each machine:
   echelon launch --nproc 4 --nodes 1:4 --rdzv 10.0.0.1:{DEFAULT_PORT} train.py
 and on one machine, for faults only:
   echelon launch --nproc 2 --max-restarts 3 train.py
 
-The program's Trainer takes numbers of devices and nodes from the launch; devices= and num_nodes= that contradict it
-are errors. The cores are shared among the processes unless OMP_NUM_THREADS says how many threads each gets. torchrun
-has more options; a program that it starts runs just so.
+The program's Trainer takes the numbers of devices and nodes from the launch; devices= and num_nodes= that contradict
+it are errors. The cores are shared among the processes, unless OMP_NUM_THREADS says how many threads each gets.
+torchrun has more options, and a program that it starts runs in the same way.
 
 exit codes:
   0 done   2 wrong command   else that of the process that failed first, or 128 + the signal that ended it
-  143 told to end by SIGTERM; what an elastic launch ran has saved, and left its run
+  143 ended by SIGTERM; an elastic launch has saved a checkpoint, and left its run
 """
 
 
@@ -57,23 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
-    nodes.add_argument("--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, elastic also for a fixed number")
-    parser.add_argument("--node-rank", type=_count, metavar="R", help="which node this is: 0 is where --rdzv points")
+    nodes.add_argument("--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, elastic even with a fixed number")
+    parser.add_argument("--node-rank", type=_count, metavar="R", help="the rank of this node; --rdzv points to node 0")
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
     parser.add_argument(
         "--max-restarts",
         type=_count,
         metavar="K",
-        help="start all again up to K times if one fails (0; 10 with --nodes)",
+        help="restart all processes up to K times if one fails (0; 10 with --nodes)",
     )
-    parser.add_argument("--run-id", default="echelon", metavar="ID", help="what tells elastic runs on one store apart")
+    parser.add_argument("--run-id", default="echelon", metavar="ID", help="distinguishes elastic runs on one store")
     parser.add_argument(
-        "--grace", type=seconds, default=30.0, metavar="S", help="elastic: to end a step in, when told to leave (30)"
+        "--grace", type=seconds, default=30.0, metavar="S", help="elastic: time to end a step when told to leave (30)"
     )
     parser.add_argument("--hang-timeout", type=seconds, metavar="S", help="elastic: how long a step may take (adapts)")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the program is given")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the program")
 
 
 def run(options: argparse.Namespace) -> int:

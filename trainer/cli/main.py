@@ -44,8 +44,8 @@ class CommandModule(Protocol):
 
 
 COMMANDS: Final = {
-    "demo": Command("Train a small network on handwritten digits, here and now.", "starting.demo"),
-    "fit": Command("Train the module, and validate as the config says.", "experiment"),
+    "demo": Command("Train a small network on handwritten digits.", "starting.demo"),
+    "fit": Command("Train the module, with validation as the config says.", "experiment"),
     "validate": Command("Evaluate on the validation data.", "experiment"),
     "test": Command("Evaluate on the test data.", "experiment"),
     "predict": Command("Compute predictions, and write them to a file.", "experiment"),
@@ -53,18 +53,18 @@ COMMANDS: Final = {
     "rehearse": Command("Run one rank of a run of any size here, without memory or other ranks.", "planning.rehearse"),
     "launch": Command("Start several processes of a program on this node; they train as one run.", "launch"),
     "rendezvous": Command(
-        "Keep the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.", "rendezvous"
+        "Host the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.", "rendezvous"
     ),
     "render": Command("Print the script or the manifests that a scheduler needs to run a config.", "render"),
-    "port": Command("Rewrite a Lightning program for Echelon, and say what departs.", "starting.port", error_code=2),
+    "port": Command("Rewrite a Lightning program for Echelon, and list what differs.", "starting.port", error_code=2),
     "ckpt": Command("List, show, verify, compare and export checkpoints.", "ckpt", error_code=2),
     "samples": Command("Show whether every sample of every epoch was used exactly once.", "samples", error_code=2),
-    "verify": Command("Hold each strategy against one process, on the module and data of a config.", "checks.verify"),
-    "doctor": Command("Look for what would break a run on this machine, or between nodes.", "checks.doctor"),
+    "verify": Command("Compare each strategy with one process, on the module and data of a config.", "checks.verify"),
+    "doctor": Command("Look for problems that would break a run on this machine, or between nodes.", "checks.doctor"),
     "completion": Command(
         "Print a script that lets a shell complete commands, options and keys.", "choices.completion"
     ),
-    "goodput": Command("Show what the time of a run went into, and draw it as goodput.png.", "goodput"),
+    "goodput": Command("Show where the time of a run went, and draw it as goodput.png.", "goodput"),
 }
 
 _EPILOG: Final = """\

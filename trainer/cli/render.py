@@ -32,16 +32,16 @@ _TARGETS: Final = {
 }
 
 _EPILOG: Final = """\
-the section of the config; everything has a default, except image where containers are used:
+the section of the config; everything has a default, except image for targets that use containers:
   deploy:
-    name: train          the run: the same name goes on from its newest checkpoint
+    name: train          the run; the same name resumes from its newest checkpoint
     image: registry.example/train:1
     nodes: "1:4"         a number, or MIN:MAX
-    gpus: 8              of a node, which starts one process for each
+    gpus: 8              per node, with one process each
     cpus: 32
     memory: 256Gi
     runs: runs           a claim, volume or folder that all nodes share
-  docs/deploy.md has them all, and what each target does with them.
+  docs/deploy.md lists all keys, and what each target does with them.
 
 examples:
   echelon render --target slurm config.yaml > train.sbatch && sbatch train.sbatch

@@ -16,15 +16,15 @@ from .output import printable
 _SHOWN: Final = 10
 _EPILOG: Final = """\
 exit codes:
-  0 every sample came as often as it should, in an unfinished epoch so far
-  1 some did not, or the ledger is not complete   2 there is no ledger, or a file is damaged
+  0 every sample was used as often as it should be, in an unfinished epoch so far
+  1 some were not, or the ledger is not complete   2 there is no ledger, or a file is damaged
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the folder of the run."""
     parser.epilog = _EPILOG
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, which holds samples/")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, which contains samples/")
 
 
 def run(options: argparse.Namespace) -> int:

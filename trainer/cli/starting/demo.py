@@ -31,7 +31,7 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the example."""
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="how to use several devices (auto)")
-    parser.add_argument("--devices", default="auto", metavar="N", help="how many, by default those that there are")
+    parser.add_argument("--devices", default="auto", metavar="N", help="the number of devices; by default all")
     parser.add_argument("--epochs", type=_at_least_one, default=20, metavar="N", help="passes over the data (20)")
     parser.epilog = _EPILOG
 

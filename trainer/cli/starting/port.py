@@ -15,12 +15,12 @@ from ....strategies.errors import ConfigError
 from ..output import printable
 
 _EPILOG: Final = """\
-Each line that behaves otherwise with Echelon is named, and so is each name without a counterpart; docs/lightning.md has
-the reasons. A name without a counterpart is imported from echelon.lightning, where it says what to use when it is
-called.
+Each line that behaves differently with Echelon is listed, and so is each name without a counterpart; docs/lightning.md
+has the reasons. A name without a counterpart is imported from echelon.lightning; when it is called, it says what to use
+instead.
 
 examples:
-  echelon port train.py                show what would change, and what departs
+  echelon port train.py                show what would change, and what differs
   echelon port --write train.py data.py
 
 exit codes:
