@@ -186,7 +186,7 @@ class Run(Protocol):
     def default_root_dir(self) -> str:
         """The folder for everything that has no folder of its own."""
 
-    # --- what it is made of ---
+    # --- its parts ---
 
     @property
     def strategy(self) -> Strategy:

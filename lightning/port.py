@@ -26,7 +26,7 @@ _PATTERNS_OF_METHODS: Final = [(one, pattern) for one in DEPARTURES for pattern 
 
 @dataclass(frozen=True, order=True)
 class Note:
-    """What a user must know about a line."""
+    """A note for the user about a line."""
 
     line: int
     kind: Kind

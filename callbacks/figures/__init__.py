@@ -1,1 +1,1 @@
-"""Figures drawn with matplotlib, and the files that they become. Imports strategies only."""
+"""Figures drawn with matplotlib, and their files. Imports strategies only."""

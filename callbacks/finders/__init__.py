@@ -1,1 +1,1 @@
-"""Parts of finders: where steps can be tried, and what was measured. Imports figures and strategies."""
+"""Parts of finders: the check that steps can be tried, and the results. Imports figures and strategies."""

@@ -46,7 +46,7 @@ class Bar(Protocol):
 
 
 class TqdmBar:
-    """A bar of tqdm, made by `make` when a count begins; in a notebook, a widget."""
+    """A tqdm bar, created by `make` when a count begins; in a notebook, a widget."""
 
     interval: float = 0.2
 

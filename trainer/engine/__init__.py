@@ -1,1 +1,1 @@
-"""Engine: the strategy seam for a loop of one's own. Imports resume and below."""
+"""Engine: the strategy seam for a user's own loop. Imports resume and below."""

@@ -1,1 +1,1 @@
-"""`self.log`: values gathered on each rank and reduced when somebody reads them. Imports no other room."""
+"""`self.log`: values gathered on each rank and reduced when they are read. Imports no other room."""

@@ -1,1 +1,1 @@
-"""State that a run saves, and how another run goes on from it. Imports loop and below."""
+"""State that a run saves, and how another run resumes from it. Imports loop and below."""

@@ -26,7 +26,7 @@ class Interruption:
 
     Args:
         max_time: how long training may take.
-        is_alone: whether a signal takes effect at once. Several ranks first tell each other, with `agree`.
+        is_alone: whether this process's signals and clock take effect at once; several ranks first `agree`.
     """
 
     def __init__(self, max_time: timedelta | None = None, *, is_alone: bool = True) -> None:

@@ -136,7 +136,7 @@ class Settings:
     enable_autolog_hparams: bool = True
     """Send the hyperparameters to the loggers when a run begins."""
 
-    # --- what plugs in ---
+    # --- callbacks, profiler, folder ---
     callbacks: Callback | Sequence[Callback] | None = None
     enable_progress_bar: Defaulted[bool] = Defaulted(True)
     enable_checkpointing: Defaulted[bool] = Defaulted(True)

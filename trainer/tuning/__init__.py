@@ -1,1 +1,1 @@
-"""Steps that are tried and taken back, and what finders set for the run. Imports resume and below."""
+"""Steps that are tried and undone, and the attributes that finders set. Imports resume and below."""

@@ -1,1 +1,1 @@
-"""Commands to begin with: a demonstration, and the port of a Lightning program. Imports lightning and below."""
+"""Commands to start with: a demonstration, and the port of a Lightning program. Imports lightning and below."""
