@@ -242,7 +242,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
         super().unscale(optimizer)
         if not is_done:
-            for overflow in overflows_of(self.scaler, optimizer):
+            for overflow in overflows_of(self.scaler, optimizer, self.device):
                 overflow.copy_(self.collectives.all_reduce(overflow, "max"))
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:

@@ -192,7 +192,8 @@ class ShardedStrategy(Strategy):
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
         super().unscale(optimizer)
         if not is_done and self.data_collectives is not self.collectives:
-            for overflow in overflows_of(self.scaler, optimizer):  # torch reduces over the first gradient's mesh only
+            # torch asks the ranks of the first gradient's mesh
+            for overflow in overflows_of(self.scaler, optimizer, self.device):
                 overflow.copy_(self.collectives.all_reduce(overflow, "max"))
 
     def scale_gradients(self, factor: Tensor | float) -> None:

@@ -179,10 +179,19 @@ def default_store() -> Any:
         return distributed_c10d._get_default_store()
 
 
-def overflows_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return, for each device, whether its unscaled gradients overflowed; these tensors can be changed in place."""
+def overflows_of(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device
+) -> list[torch.Tensor]:
+    """Return, for each device, whether gradients that were unscaled there are not finite; to be changed in place.
+
+    Where there were none, as on a frozen stage of a pipeline, it is one for `device`: torch steps no optimizer of which
+    it knows nothing.
+    """
     with _names_of_torch:
-        return list(scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
+        found: dict[torch.device, torch.Tensor] = scaler._found_inf_per_device(optimizer)  # noqa: SLF001
+    if not found:
+        found[device] = torch.zeros((), device=device)
+    return list(found.values())
 
 
 def memory_on_cpu(storage: Any) -> torch.UntypedStorage:

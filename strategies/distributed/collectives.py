@@ -44,7 +44,7 @@ class Collectives:
         self._checks: CollectiveChecks | None = None
         self._record = None if group is None else CallRecord.of_this_process()
         self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
-        self._group, self._device = group, device
+        self._group, self.device = group, device
         self._has_group = self.world_size > 1
         if group is None or not self._has_group:
             return
@@ -78,7 +78,7 @@ class Collectives:
         if parts[self.rank] == tuple(range(self.world_size)):
             return self
         members = [[self._group.ranks[rank] for rank in part] for part in dict.fromkeys(parts)]
-        return Collectives(self._group.among(members), self._device)
+        return Collectives(self._group.among(members), self.device)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -175,7 +175,7 @@ class Collectives:
         payload = self._broadcast_bytes(parcel.payload, src)
         parcel.raise_if_refused()
         skeleton = parcel.skeleton if self.rank == src else unpack(payload)
-        tensors = parcel.tensors if self.rank == src else [slot.empty(self._device) for slot in slots(skeleton)]
+        tensors = parcel.tensors if self.rank == src else [slot.empty(self.device) for slot in slots(skeleton)]
         sent = map_joined(
             tensors, lambda flat: tensor_collectives.broadcast(self._wire_of(flat), flat, src), by_gradient=True
         )
@@ -288,7 +288,7 @@ class Collectives:
         dist.all_gather_object(payloads, parcel.payload, group=self._cpu_group)
         parcel.raise_if_refused()
         skeletons = [unpack(payload) for payload in payloads]
-        return [fill(skeleton, [slot.read(self._device) for slot in slots(skeleton)]) for skeleton in skeletons]
+        return [fill(skeleton, [slot.read(self.device) for slot in slots(skeleton)]) for skeleton in skeletons]
 
     def barrier(self) -> None:
         """Wait until every rank has called this. Collective."""

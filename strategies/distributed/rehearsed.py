@@ -33,7 +33,7 @@ class RehearsedCollectives(Collectives):
             return self
         # only this rank's part: the groups of the others would not be used here
         members = [self._group.ranks[rank] for rank in sorted(ranks)]
-        return RehearsedCollectives(self._group.among([members]), self._device)
+        return RehearsedCollectives(self._group.among([members]), self.device)
 
     def begin_all_reduce(self, numbers: Sequence[float], op: ReduceOp) -> Callable[[], list[float]]:
         return lambda: list(numbers)

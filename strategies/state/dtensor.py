@@ -173,7 +173,10 @@ def clip_by_norm(
         torch.stack([norm.double() for norm in torch._foreach_norm(shards)]).square().sum() * share
         for share, shards in by_share.items()
     ]
-    norm = collectives.all_reduce(sum(squares, torch.zeros(()))).sqrt()
+    # a stage of a pipeline may have no gradients, and takes part with what the others have
+    device = squares[0].device if squares else collectives.device
+    total = sum(squares, torch.zeros((), dtype=torch.float64, device=device))
+    norm = collectives.all_reduce(total).sqrt()
     for shards in by_share.values():
         torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0).to(shards[0]))
     return norm  # type: ignore[no-any-return]
