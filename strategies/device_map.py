@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .cluster.hardware import Hardware
-from .distributed.nested import map_tensors
+from .distributed.nested import can_copy_later, map_tensors
 from .errors import ConfigError
 from .estimate.estimate import Estimate
 from .estimate.profile import Profile
@@ -68,6 +68,12 @@ class DeviceMapStrategy(Strategy):
         self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
         if len(self._devices) == 1 and self.device.type != "cpu":
             self._devices.append(torch.device("cpu"))
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """All devices on which the module computes; the CPU counts where it is the first."""
+        named = check_device_map(self.device_map).values() if isinstance(self.device_map, Mapping) else self._devices
+        return tuple(dict.fromkeys((self.device, *(device for device in named if device.type == "cuda"))))
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         self.precision.convert_module(module)
@@ -127,6 +133,5 @@ class _Follow:
         return self._moved(output)
 
     def _moved(self, data: Any) -> Any:
-        # a non-blocking copy to the CPU could be read before it is complete
-        non_blocking = self._device.type != "cpu"
+        non_blocking = can_copy_later(self._device)
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=non_blocking), data)

@@ -207,7 +207,7 @@ class Strategy(ABC):
             self.group.join()
         self._use(collectives_of(self.group, self.device))
         self.scaler = precision.make_scaler(self.device)
-        self._scaling = LossScaling(self.scaler)
+        self._scaling = LossScaling(self.scaler, self.device)
         self.forward_context = precision.forward_context(self.device)
 
     def for_another_module(self) -> Self:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ...strategies import Strategy
+from ...strategies.distributed.nested import can_copy_later
 from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import local_shard, shard_like, with_local_shard
 from ...strategies.state.optimizer_state import Elsewhere
@@ -33,7 +34,8 @@ class ExponentialAverage:
             group[0].append(average)
             group[1].append(weight)
         for (device, dtype), (group_averages, group_weights) in groups.items():
-            moved = [weight.detach().to(device, dtype, non_blocking=True) for weight in group_weights]
+            later = can_copy_later(device)
+            moved = [weight.detach().to(device, dtype, non_blocking=later) for weight in group_weights]
             torch._foreach_lerp_(group_averages, moved, self._fraction)
 
 
@@ -75,7 +77,7 @@ class AveragedWeights:
         """Do as torch does, but without updating the count on the device each time, which would wait."""
         move(list(self._model.module.parameters()), list(self._live.parameters()))
         for average, current in zip(self._model.module.buffers(), self._live.buffers(), strict=True):
-            average.copy_(current, non_blocking=True)
+            average.copy_(current, non_blocking=can_copy_later(average.device))
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -82,12 +82,18 @@ def with_leaves(data: Any, leaves: Iterable[Any]) -> Any:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move a nested structure to `device`, without blocking if its memory is pinned.
+    """Move a nested structure to `device`; to a GPU from pinned memory without blocking.
 
     A leaf that is not a tensor but has a ``to(device)`` method, such as a PyG batch, is moved with it.
     """
+    non_blocking = can_copy_later(device)
 
     def move_other(leaf: Any) -> Any:
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data, move_other)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data, move_other)
+
+
+def can_copy_later(device: torch.device) -> bool:
+    """Return whether what is computed next on a device waits for a copy to it; the host would read too soon."""
+    return device.type != "cpu"

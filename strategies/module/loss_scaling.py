@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 
 class LossScaling:
     """Scales losses if the precision requires it, and tells whether an update was skipped because gradients overflowed.
 
-    torch waits for the device once per step, to decide whether to call the optimizer; a hook then shows whether it did.
-    A fused optimizer is always called and decides on the device; only for these is the scale read, which drops after an
-    overflow.
+    torch waits for the device once a step, to decide whether to call an optimizer, whose hook then tells. A fused
+    optimizer is always called and decides on the device; only then the scale is read, which falls after an overflow.
+
+    Args:
+        scaler: torch's.
+        device: where losses are; of offloaded parameters the gradients are on the CPU.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self.scaler = scaler
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        self.scaler, self._device = scaler, device
         self._unscaled: set[Optimizer] = set()
         self._has_skipped = self._has_fused = False
+        self._on_host: dict[Optimizer, tuple[int, bool]] = {}
+        """For each optimizer its number of parameters, and whether one of these is on the CPU."""
         self._scale: float | None = None
         """The scale as last read, for fused optimizers."""
 
@@ -33,7 +42,8 @@ class LossScaling:
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients; a second call before its step does nothing."""
         if optimizer not in self._unscaled:
-            self.scaler.unscale_(optimizer)
+            with self._reaching_the_host(optimizer):
+                self.scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -42,12 +52,14 @@ class LossScaling:
             self._has_fused = True
             if self._scale is None:
                 self._scale = self.scaler.get_scale()
-            self.scaler.step(optimizer)
+            with self._reaching_the_host(optimizer):
+                self.scaler.step(optimizer)
             return
         calls: list[None] = []
         handle = optimizer.register_step_post_hook(lambda *_: calls.append(None))
         try:
-            self.scaler.step(optimizer)
+            with self._reaching_the_host(optimizer):
+                self.scaler.step(optimizer)
         finally:
             handle.remove()
         self._has_skipped |= not calls
@@ -61,3 +73,27 @@ class LossScaling:
             before, self._scale = self._scale, self.scaler.get_scale()
             has_updated &= before is None or self._scale >= before
         return has_updated
+
+    def _reaching_the_host(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+        """Return the context in which torch's scaler may compute with gradients that are on the CPU.
+
+        torch (2.11 to 2.15) copies the scale there, and whether gradients overflowed, without waiting for either, and
+        computes with what is there before.
+        """
+        if self._device.type == "cpu":
+            return nullcontext()
+        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._on_host.get(optimizer, (0, False))
+        if known[0] != number:
+            has_any = any(parameter.is_cpu for group in optimizer.param_groups for parameter in group["params"])
+            known = self._on_host[optimizer] = number, has_any
+        return _BlockingCopies() if known[1] else nullcontext()
+
+
+class _BlockingCopies(TorchFunctionMode):
+    """Lets copies by ``Tensor.to`` wait until they have arrived."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and kwargs and "non_blocking" in kwargs:
+            kwargs = {**kwargs, "non_blocking": False}
+        return func(*args, **(kwargs or {}))

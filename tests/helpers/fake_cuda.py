@@ -1,4 +1,4 @@
-"""Tensors on a GPU that this machine does not have, as shapes without values, and a check that nothing waits for it."""
+"""Tensors on a GPU that this machine does not have, and watches that refuse to wait for it, or to read too soon."""
 
 from __future__ import annotations
 
@@ -30,8 +30,19 @@ class NoWaits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class NoRaces(TorchDispatchMode):
+    """Raises where a tensor is copied to the host, and can be read there before it has arrived."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+        if func.name() == "aten::_to_copy" and to_host and kwargs.get("non_blocking") and args[0].device.type == "cuda":
+            raise AssertionError("the host may read what has not arrived")
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def fake_gpu() -> Iterator[torch.device]:
-    """Allow tensors on cuda:0, without memory, inside the block, and raise if something would wait for the device."""
-    with FakeTensorMode(allow_non_fake_inputs=True), NoWaits():
+def fake_gpu(watch: type[TorchDispatchMode] = NoWaits) -> Iterator[torch.device]:
+    """Let tensors be made on cuda:0, without memory; by default raise where something would wait for it."""
+    with FakeTensorMode(allow_non_fake_inputs=True), watch():
         yield torch.device("cuda", 0)

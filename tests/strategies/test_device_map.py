@@ -179,6 +179,20 @@ def test_another_kind_of_map_and_several_nodes_are_refused():
         quiet(strategy="device_map", num_nodes=2).fit(Net(), loader())
 
 
+def test_the_generators_of_all_devices_are_the_strategys(monkeypatch):
+    """Or a GPU that is not the first would draw from numbers that no seed and no checkpoint of the run knows."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    gpus = [torch.device("cuda", index) for index in range(3)]
+    hardware = Hardware("cuda", (0, 1))
+    found = []
+    for device_map in ("auto", {"layers": "cuda:2", "": "cuda"}, {"layers": "cpu", "": "cuda:0"}):
+        strategy = DeviceMapStrategy(device_map)
+        strategy.connect(hardware, Precision())
+        found.append(list(strategy.devices))
+    assert found == [gpus[:2], [gpus[0], gpus[2]], gpus[:1]]
+
+
 @pytest.mark.gpu
 def test_a_module_trains_on_a_gpu_and_the_cpu():
     expected, _ = trained("single", accelerator="cpu")

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import fake_gpu
+from fake_cuda import NoRaces, fake_gpu
 from pretended_cuda import PretendedCuda, tensor_on
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from echelon.callbacks.helpers.averaged_weights import AveragedWeights, ExponentialAverage
+from echelon.strategies.distributed.nested import to_device
 from echelon.strategies.module.loss_scaling import LossScaling
 from echelon.strategies.parallel.replica import average_gradients
 from echelon.strategies.state.dtensor import multiply_all
@@ -107,6 +109,19 @@ def test_an_exponential_average_is_moved_without_waiting():
         AveragedWeights._update_exponentially(average, ExponentialAverage(0.9))
 
 
+def test_an_average_on_the_host_is_moved_by_weights_that_have_arrived():
+    with fake_gpu(NoRaces) as gpu:
+        with pytest.raises(AssertionError, match="has not arrived"):
+            torch.ones(3, device=gpu).to("cpu", non_blocking=True)
+        ExponentialAverage(0.9)([torch.ones(3)], [torch.ones(3, device=gpu)])
+
+
+def test_what_is_moved_to_the_host_has_arrived():
+    with fake_gpu(NoRaces) as gpu:
+        moved = to_device({"x": torch.ones(3, device=gpu)}, torch.device("cpu"))
+        assert moved["x"].device.type == "cpu"
+
+
 def test_an_exponential_average_is_torchs():
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -144,7 +159,7 @@ def scaled_steps(fused):
             reads.append(None)
             return super().get_scale()
 
-    scaling = LossScaling(Counting("cpu", init_scale=4.0, growth_interval=2))
+    scaling = LossScaling(Counting("cpu", init_scale=4.0, growth_interval=2), torch.device("cpu"))
     outcomes = []
     for gradient in (1.0, float("inf"), 2.0, 3.0):
         optimizer.zero_grad()
@@ -168,6 +183,35 @@ def test_of_a_fused_optimizer_the_scale_is_read_once_a_step():
     assert outcomes == [True, False, True, True]
     assert weights == [1 - 0.5 * 6] * 2
     assert reads == 1 + 4
+
+
+class Copies(TorchFunctionMode):
+    """Takes note of whether copies by ``Tensor.to`` are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.are_later = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            self.are_later.append(bool((kwargs or {}).get("non_blocking")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("device", "are_later"), [("cpu", True), ("cuda:0", False)])
+def test_the_scale_is_waited_for_where_gradients_are_on_the_host(fused, device, are_later):
+    """On a machine without a GPU torch's scaler makes the same copies, from the CPU to the CPU."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, fused=fused)
+    scaling = LossScaling(torch.amp.GradScaler("cpu", init_scale=4.0), torch.device(device))
+    scaling.scale(parameter.sum()).backward()
+    with Copies() as copies:
+        scaling.unscale(optimizer)
+        scaling.step(optimizer)
+    assert any(copies.are_later) is are_later
+    assert copies.are_later
+    assert parameter.tolist() == [0.5, 0.5]
 
 
 # --- copies to the device and from it --------------------------------------------------------------------------------
