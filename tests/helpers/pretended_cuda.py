@@ -119,12 +119,22 @@ class PretendedCuda:
                     self.stream.reach(self.place)
 
         @contextmanager
+        def device(device: Any) -> Any:
+            before, cuda._thread.device = cuda.device, torch.device(device).index
+            try:
+                yield
+            finally:
+                cuda._thread.device = before
+
+        @contextmanager
         def stream(stream: Any) -> Any:
             before, cuda._thread.device = cuda.device, stream.index
             cuda.stream_of_now = stream
             try:
                 yield
             finally:
+                if before != stream.index:  # torch sets the device that was, which opens it; `device` does not
+                    cuda.log.append(("open", before))
                 cuda._thread.device = before
                 cuda.stream_of_now = None
 
@@ -142,6 +152,7 @@ class PretendedCuda:
 
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "device", device)
         monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", Stream)
         monkeypatch.setattr(torch.cuda, "set_device", self.set_device)

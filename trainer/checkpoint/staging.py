@@ -46,9 +46,10 @@ def copy_all(copies: Copies, after: Marks | None = None) -> None:
             buffer.copy_(tensor)
     marks = mark(copies) if after is None else after
     for device, on_device in _by_device(copies).items():
-        # the stream sets the device: a new thread's is cuda:0, whatever the rank's is
+        # that of a thread is cuda:0 at first, whatever the rank's is; a stream alone would bring its device along, and
+        # go back to cuda:0 by asking for it, with which this process takes memory there
         stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(marks[device])
             _copy_through_pinned(on_device, stream)
 
