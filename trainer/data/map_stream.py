@@ -49,7 +49,9 @@ class MapStream:
         self._loader = with_indices(loader, self._indices)
         # a position tells what was read only if batches come in the sampler's order (DataLoader(in_order=False))
         vars(self._loader)["in_order"] = True
-        if cut.pins_memory:
+        # without workers a data set may keep its samples on a GPU, whose tensors torch refuses to pin, and no thread
+        # beside this one would pin those of the CPU
+        if cut.pins_memory and loader.num_workers:
             vars(self._loader)["pin_memory"] = True
         self._is_seeded = is_seeded and loader.num_workers == 0
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1

@@ -82,7 +82,7 @@ class Cut:
         self.global_batch_size = global_batch_size
         self.ranks = ranks
         self.pins_memory = pins_memory
-        """Whether batches go to pinned memory, from which a GPU copies without blocking the host."""
+        """Whether batches of workers go to pinned memory, from which a GPU copies without the host."""
         self.micro_batch_size = micro_batch_size
         """The largest micro-batch; None for the loader's own batch size."""
         self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate

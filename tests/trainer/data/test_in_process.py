@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, TensorDataset
 
 from echelon.trainer.data.in_process import batches_of, reader_of
+from echelon.trainer.data.index_stream import DataRanks
+from echelon.trainer.data.map_stream import MapStream
+from echelon.trainer.data.stream import Cut
 
 
 class Items(Dataset):
@@ -111,3 +114,15 @@ def test_a_stream_that_gives_more_than_it_announced_is_told_by_torch():
     len(loader)
     with pytest.warns(UserWarning, match="was reported to be 2"):
         assert len(list(batches_of(loader))) == 7
+
+
+def test_batches_that_this_process_makes_are_not_pinned_for_a_data_set_may_be_on_the_gpu():
+    """Torch refuses to pin a GPU's tensors; on a machine without a GPU its loader warns that it cannot pin."""
+    data = TensorDataset(torch.empty(6, 2, device="meta"))
+    for num_workers in (0, 1):
+        cut = Cut(1, None, DataRanks(), pins_memory=True)
+        stream = MapStream(DataLoader(data, 2, num_workers=num_workers), 7, cut, count=lambda batch: 2)
+        if num_workers:
+            assert stream._loader.pin_memory
+        else:
+            assert [micro_batch.batch[0].device.type for micro_batch in stream.micro_batches()] == 3 * ["meta"]
