@@ -5,18 +5,20 @@ with a fused AdamW and clipping, eager and compiled. ``--size 124M`` and ``--no-
 
 - tokens/s: the median over rounds, in each of which both contenders train for some steps, after warm-up
 - ratio: Echelon's to the loop's in the same round; the target is 0.99
-- MFU: the model's FLOPs, 6 for each parameter and token and 12 for each layer, width, token and position before it,
-  relative to the peak that Echelon knows for the GPU
-- peak: the peak memory of tensors
-- default: the additional milliseconds of a step with a Trainer's default callbacks and loggers
-- stall: the additional milliseconds of the step that saves a checkpoint, with the writer in its thread
+- MFU: the model's FLOPs, 6 for each parameter and token and 12 for each layer, width, token and position before it, to
+  the peak that Echelon knows for the GPU
+- peak: of the memory that tensors took, the loop's and Echelon's
+- default: what a step takes more, in milliseconds, with the callbacks and loggers that a Trainer has by default
+- stall: how much longer the steps take, in milliseconds, of which one saves a checkpoint, with the writer in its thread
 
+A size that cannot be measured, as where no C compiler is for the compiled ones, is left out with its error.
 ``--device cpu --size tiny`` shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import sys
@@ -66,6 +68,7 @@ class Row:
     echelon: float
     ratio: float
     mfu: float | None
+    peak_by_hand_gib: float
     peak_gib: float
     default_ms: float
     stall_ms: float
@@ -118,8 +121,23 @@ def wait(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def start_afresh(device: torch.device) -> None:
+    """Let go of the contender before, and of what torch has compiled for it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the most memory that tensors took since `start_afresh`."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
 def by_hand(size: Size, steps: int, warmup: int, device: torch.device, compiled: bool) -> float:
-    """Return the seconds of a step of a hand-written loop."""
+    """Return the seconds of a step of a loop as one would write it."""
+    start_afresh(device)
     module = make(size).to(device)
     if compiled:
         module.compile()
@@ -138,11 +156,11 @@ def by_hand(size: Size, steps: int, warmup: int, device: torch.device, compiled:
 
 
 class Clock(Callback):
-    """Times the steps after the first ones; with a `path`, the step that saves is timed separately."""
+    """Times the steps after the first ones, without what ends a run; with a `path`, one of them saves."""
 
     def __init__(self, warmup: int, steps: int, path: Path | None = None) -> None:
         self.warmup, self.steps, self.path = warmup, steps, path
-        self.seconds = self.saving = self.began = 0.0
+        self.seconds = self.began = 0.0
 
     def on_train_batch_start(self, trainer: Any, module: nn.Module, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.warmup:
@@ -150,18 +168,18 @@ class Clock(Callback):
 
     def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
         if self.path is not None and trainer.global_step == self.warmup + self.steps // 2:
-            began = time.perf_counter()
             trainer.save_checkpoint(self.path, wait=False)
-            self.saving = time.perf_counter() - began
 
-    def on_train_end(self, trainer: Any, module: nn.Module) -> None:
-        self.seconds = (wait(trainer.strategy.device) - self.began) / self.steps
+    def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.warmup + self.steps - 1:
+            self.seconds = (wait(trainer.strategy.device) - self.began) / self.steps
 
 
 def by_echelon(
     size: Size, clock: Clock, device: torch.device, compiled: bool, *, folder: str, is_default: bool = False
 ) -> Clock:
-    """Train with a Trainer, barebones or with its defaults, and return the clock."""
+    """Train with a Trainer, bare or as it comes, and return the clock."""
+    start_afresh(device)
     settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     if is_default:
         settings = {"logger": True, "enable_model_summary": False}
@@ -187,14 +205,13 @@ def measure(name: str, compiled: bool, device: torch.device, steps: int, warmup:
     size = SIZES[name]
     tokens = size.batch * size.context
     num_parameters = sum(parameter.numel() for parameter in make(size).parameters())
-    hand, ours = [], []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    hand, ours, peaks = [], [], {"by hand": 0.0, "Echelon": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             hand.append(by_hand(size, steps, warmup, device, compiled))
+            peaks["by hand"] = max(peaks["by hand"], peak_gib(device))
             ours.append(by_echelon(size, Clock(warmup, steps), device, compiled, folder=folder).seconds)
-        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            peaks["Echelon"] = max(peaks["Echelon"], peak_gib(device))
         default = by_echelon(size, Clock(warmup, steps), device, compiled, folder=folder, is_default=True).seconds
         saving = by_echelon(size, Clock(warmup, steps, Path(folder, "a.ckpt")), device, compiled, folder=folder)
     flops = tokens * (6 * num_parameters + 12 * size.depth * size.width * size.context)
@@ -207,9 +224,10 @@ def measure(name: str, compiled: bool, device: torch.device, steps: int, warmup:
         echelon=tokens / median(ours),
         ratio=median(one / other for one, other in zip(hand, ours, strict=True)),
         mfu=None if most is None else flops / median(ours) / most,
-        peak_gib=peak,
+        peak_by_hand_gib=peaks["by hand"],
+        peak_gib=peaks["Echelon"],
         default_ms=1000 * (default - median(ours)),
-        stall_ms=1000 * (saving.saving + (saving.seconds - median(ours)) * steps),
+        stall_ms=1000 * (saving.seconds - median(ours)) * steps,
     )
 
 
@@ -224,23 +242,34 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
-    rows = [
-        measure(name, compiled, device, options.steps, options.warmup, options.rounds)
-        for name in options.size or ("124M", "1B")
-        for compiled in ((False,) if options.no_compile else (False, True))
-    ]
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if not options.json:
+        print(f"{where}, torch {torch.__version__}")
+        print("size   compiled  by hand/s  Echelon/s  ratio   MFU  by hand GiB  Echelon GiB  default ms  stall ms")
+    rows, has_failed = [], False
+    for name in options.size or ("124M", "1B"):
+        for compiled in (False,) if options.no_compile else (False, True):
+            try:
+                row = measure(name, compiled, device, options.steps, options.warmup, options.rounds)
+            except Exception as error:  # noqa: BLE001 - what was measured before is worth as much
+                print(f"{name} compiled={compiled} failed: {error!r:.2000}", file=sys.stderr)
+                has_failed = True
+                continue
+            rows.append(row)
+            if not options.json:
+                print(line(row), flush=True)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
-        return
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}")
-    print("size   compiled  by hand/s  Echelon/s  ratio   MFU  peak GiB  default ms  stall ms")
-    for row in rows:
-        mfu = "-" if row.mfu is None else f"{row.mfu:.1%}"
-        print(
-            f"{row.size:<6} {row.compiled!s:<9} {row.by_hand:>9,.0f}  {row.echelon:>9,.0f}  {row.ratio:.3f} {mfu:>5}  "
-            f"{row.peak_gib:>8.1f}  {row.default_ms:>10.2f}  {row.stall_ms:>8.0f}"
-        )
+    sys.exit(int(has_failed))
+
+
+def line(row: Row) -> str:
+    """Return a row of the table."""
+    mfu = "-" if row.mfu is None else f"{row.mfu:.1%}"
+    return (
+        f"{row.size:<6} {row.compiled!s:<9} {row.by_hand:>9,.0f}  {row.echelon:>9,.0f}  {row.ratio:.3f} {mfu:>5}  "
+        f"{row.peak_by_hand_gib:>11.1f}  {row.peak_gib:>11.1f}  {row.default_ms:>10.2f}  {row.stall_ms:>8.0f}"
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def fitted(seed: int = 3, data: Any = None, validation: Any = None, **settings: 
     return module
 
 
-def run_program(text: str, *launcher: str, timeout: float = 150) -> str:
+def run_program(text: str, *launcher: str, timeout: float = 300) -> str:
     """Run a program that has these helpers, and return what it prints."""
     header = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport on_gpu\nimport echelon\n"
     command = [sys.executable, *launcher, "-c", header + text] if not launcher else [sys.executable, *launcher]
