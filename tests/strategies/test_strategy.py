@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.strategies import Precision, Strategy, place
+from echelon.strategies import Hardware, Precision, Strategy, place
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.registry import STRATEGIES
 from echelon.testing import run_ranks
@@ -29,6 +29,16 @@ def test_a_strategy_is_complete_after_connect_and_has_its_module_after_setup_mod
     strategy.setup_module(module)
     assert strategy.module is module
     strategy.close()
+
+
+@pytest.mark.parametrize("name", ["single", "dp", "ddp", "zero", "local_sgd", "fsdp", "tp", "device_map", "elastic"])
+def test_where_no_gpu_is_named_that_of_the_strategy_is_meant(name, monkeypatch):
+    """Streams, events and NCCL take the current device, which is cuda:0 on every rank until it is set."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    strategy, _ = place(name, "cpu", 1, 1)
+    strategy.connect(Hardware("cuda", (3,)), Precision())
+    assert chosen == [torch.device("cuda", 3)]
 
 
 def test_a_strategy_that_nobody_runs_yet_is_one_process_on_the_cpu():

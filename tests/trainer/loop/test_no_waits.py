@@ -84,6 +84,13 @@ def test_counts_that_are_tensors_stay_on_the_device():
         multiply_all(gradients, factor)
 
 
+def test_a_factor_from_the_device_reaches_offloaded_gradients():
+    with fake_gpu(NoRaces) as gpu:
+        gradients = [torch.ones(3), torch.ones(2, device=gpu)]
+        multiply_all(gradients, torch.full((), 0.5, device=gpu))
+        assert [gradient.device.type for gradient in gradients] == ["cpu", "cuda"]
+
+
 def test_factors_have_the_dtype_of_the_gradients():
     gradients = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     multiply_all(gradients, torch.tensor(1 / 3, dtype=torch.float64))
