@@ -14,7 +14,7 @@ from typing import Final, Self
 import torch.distributed as dist
 
 from ..distributed.pickling import pack, unpack
-from ..errors import ProcessError
+from ..errors import CollectiveError, EchelonError, ProcessError
 from .rank_traceback import Frame, frames_for_users, rebuild
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class Failure:
     is_exit: bool
     is_of_server: bool
     """Whether a parameter server is at fault."""
+    is_explained: bool
+    """Whether Echelon has raised it on purpose, and it says itself what is wrong."""
     exit_code: int | None
     """The code of a SystemExit, if it is a number."""
 
@@ -71,6 +73,7 @@ class Failure:
             time=time.time(),
             blames_a_peer=blames_a_peer(error),
             is_of_server=_is_of_server(error),
+            is_explained=isinstance(error, EchelonError) and not isinstance(error, ProcessError | CollectiveError),
             is_exit=isinstance(error, SystemExit | KeyboardInterrupt),
             exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         )
@@ -140,7 +143,7 @@ class WorkerExit:
         """Whether a collective that differs from the peers' may be the cause: gloo then aborts, or times out."""
         if self.failure is None:
             return self.exit_code == -signal.SIGABRT
-        if self.failure.is_of_server:
+        if self.failure.is_of_server or self.failure.is_explained:
             return False
         frames = self.failure.frames
         return self.failure.blames_a_peer or (bool(frames) and frames[-1].is_own)
