@@ -23,12 +23,14 @@ from .estimate.served import ServedStep
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.replica import DDPOptions, Replica, copy_from_first
+from .parallel.sharded_module import overrides
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
 from .servers.layout import deal
 from .servers.processes import prepare_nursery
 from .servers.remote_calls import RemoteCalls
-from .servers.served_optimizer import ServedOptimizer, mean_gradients
+from .servers.served_optimizer import ServedOptimizer, mean_gradients, sparse_gradient
+from .servers.served_state import ServedState
 from .servers.tables import RemoteTables
 from .state.dtensor import multiply_all
 from .state.optimizer_state import Sharded, needs_closure
@@ -93,12 +95,31 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         super().validate(hardware, precision)
         self.choices.validate(self.environment, uses_scaler=precision.uses_scaler)
 
-    def validate_module(self, module: nn.Module) -> None:
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        if not trains:  # without servers
+            return
         if not getattr(module, "automatic_optimization", True):
             raise ConfigError(
                 "strategy='ps' needs automatic optimization, in which it makes the updates, got a module with "
                 "automatic_optimization=False; use strategy='ddp', or let the trainer step the optimizers."
             )
+        if not overrides(module, "configure_model"):
+            self._check_parameters(module, None if self.choices.serves_all else RemoteTables(module))
+
+    def _check_parameters(self, module: nn.Module, tables: RemoteTables | None) -> dict[str, int]:
+        """Return the bytes of each parameter that is served, by name: any of them may be given to an optimizer later.
+
+        Raises:
+            ConfigError: if there are too few for the servers.
+            ModuleError: for one that cannot be served.
+        """
+        named = {n: p for n, p in module.named_parameters() if tables is None or n in tables.names}
+        self.choices.check_number(self._num_servers, len(named))
+        for name, layer in module.named_modules() if tables is None else ():
+            is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+            if is_embedding and layer.sparse and layer.weight.requires_grad:
+                raise sparse_gradient(f"{name}.weight" if name else "weight")
+        return {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -150,7 +171,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
         if self._tables is not None:
             collectives = None if self.group is None else self.collectives
-            return Replica(module, collectives, self.options, is_manual=is_manual, ignored=self._tables.names)
+            return Replica(module, collectives, self.options, is_manual=is_manual, ignored=self._tables.all_names)
         copy_from_first(chain(module.parameters(), module.buffers()), self.collectives)
         return Replica(module, None, self.options, is_manual=is_manual)
 
@@ -204,14 +225,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             raise ConfigError(
                 f"strategy='ps' needs one optimizer for each parameter, got two for {twice[0]}; give it one."
             )
-        named = dict(self.module.named_parameters())
-        # any of them may be given to an optimizer later
-        sizes = {
-            n: p.numel() * p.element_size() for n, p in named.items() if self._tables is None or n in self._tables.names
-        }
-        number = self._num_servers
-        self.choices.check_number(number, len(sizes))
-        return {name: index for index, names in enumerate(deal(sizes, number)) for name in names}
+        sizes = self._check_parameters(self.module, self._tables)
+        return {name: index for index, names in enumerate(deal(sizes, self._num_servers)) for name in names}
 
     def annotate(self, error: BaseException) -> None:
         self._has_failed = True
@@ -222,6 +237,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             try:
                 if self._tables is not None:
                     self._tables.come_home(connection, has_failed=self._has_failed)
+                for served in () if self.starts_processes else self._served.values():  # else they end with this run
+                    served.come_home(has_failed=self._has_failed)
             finally:
                 self._served = {}
                 connection.close(has_failed=self._has_failed)
@@ -325,7 +342,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     def full_model_state(self) -> dict[str, Any]:
         state = dict(super(ReplicaStrategy, self).model_state())
         if self._tables is not None and self._connection is not None and self.local_rank == 0:
-            state.update(self._tables.fetch(self._connection, list(self._tables.names)))
+            state.update(self._tables.fetch_all(self._connection))
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
@@ -350,6 +367,11 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         """Return the groups, and of the state what this trainer saves: each trainer has another share, by name."""
         state = super().optimizer_state(optimizer)
         served = self._served.get(optimizer)
+        if served is None and isinstance(optimizer.state, ServedState):
+            raise RunError(
+                "The state of the optimizers must be here to be saved, got none: it was lost with a server, when the "
+                "fit failed. Save with weights_only=True, or go on with fit(..., ckpt_path='last')."
+            )
         if served is None or not served.is_assigned:
             return state
         local = state["state"] if self.rank == 0 else {}

@@ -161,8 +161,8 @@ class Strategy(ABC):
                 f"({environment.describe()}); use a strategy for several, such as 'ddp', or {remedy}."
             )
 
-    def validate_module(self, module: nn.Module) -> None:
-        """Raise a `ConfigError` if this strategy cannot train the module as built so far; in the user's process."""
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        """Raise a `ConfigError` if a module, as far as it is built, cannot be trained so; in the user's process."""
 
     @property
     def start_timeout(self) -> timedelta:

@@ -155,7 +155,7 @@ class Runner:
         check_stages(request.train_loaders)
         check_manual(request.module, self.settings)
         self._choose_strategy(request)
-        self.strategy.validate_module(request.module)
+        self.strategy.validate_module(request.module, trains=request.task == "fit")
         if request.task == "fit":
             check_callbacks_of_fit(self._callbacks, request, self.settings, self.strategy, self.hardware)
         is_external = self.hardware.environment.is_external  # the ranks look at the disk once they are connected

@@ -48,8 +48,6 @@ class RemoteEmbedding(nn.Embedding):
 
     def go_remote(self, name: str, pull: PullRows) -> None:
         """Leave the table to a server; `name` is that of this layer, for errors."""
-        if self._is_lost:
-            self._is_lost = bool(self.weight.isnan().all())
         self._name, self._pull = name, pull
         # of the right shape for optimizers and names, without memory for it
         self.weight.data = self.weight.data.new_full((), torch.nan).expand(self.weight.shape)
@@ -65,6 +63,10 @@ class RemoteEmbedding(nn.Embedding):
     def found(self) -> None:
         """Take note that the table has values again."""
         self._is_lost = False
+
+    def look(self) -> None:
+        """Look whether a table that was lost is here again: loaded, or made anew."""
+        self._is_lost = self._is_lost and bool(self.weight.isnan().all())
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ids of any shape, in one more dimension.

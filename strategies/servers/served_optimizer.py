@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from ..state.optimizer_state import attributes_of, parameter_names
 from .connection import Connection
 from .layout import FlatLayout, deal, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
+from .served_state import ServedState
+
+_REPLACED: Final = ("step", "_step_supports_amp_scaling")
+"""The attributes of a user's optimizer that are others while it is served."""
 
 
 class ServedOptimizer:
@@ -57,6 +62,8 @@ class ServedOptimizer:
         self._holders, self._tables, self._is_async = holders, tables, is_async
         self._step_of_others = optimizer.step
         self._signature: object = None
+        self._state: ServedState | None = None
+        """What the user's optimizer has for its state, unless a hook replaces it."""
         self._agreed: list[Tensor] = []
         """On trainer 0 of sync mode: the values that the servers have of what is pushed, in the order of `_trained`."""
         self._has_loaded_weights = False
@@ -74,6 +81,7 @@ class ServedOptimizer:
             step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
         else:
             step = partial(self._step_some, optimizer)
+        self._replaced = {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)}
         step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler made later does not wrap it
         vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
 
@@ -88,16 +96,20 @@ class ServedOptimizer:
         """Send what has changed since the last step. Collective: every trainer calls it."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         signature = [(id(parameter), parameter.requires_grad) for parameter in parameters]
-        if signature != self._signature or self._has_loaded_state() or self._has_loaded_weights:
-            self._assign()
+        has_other_state = self._has_other_state()
+        if signature != self._signature or has_other_state or self._has_loaded_weights:
+            self._assign(has_other_state=has_other_state)
             self._signature, self._has_loaded_weights = signature, False
         elif self._has_edited_weights():
             flats = {index: layout.join(self._own(index)) for index, layout in self._layouts.items()}
             self._connection.ask("set_values", {index: (self.key, flat) for index, flat in flats.items()})
             self._agreed = self._views(flats)
 
-    def _has_loaded_state(self) -> bool:
+    def _has_other_state(self) -> bool:
+        """Return whether the state was loaded, replaced or cleared: also by one without entries."""
         state = self.optimizer.state
+        if self._state is None or state is not self._state or state.is_cleared:
+            return True
         return bool(state) and any(parameter in state for parameter in self._named.values())
 
     def _has_edited_weights(self) -> bool:
@@ -122,15 +134,17 @@ class ServedOptimizer:
         values = [value for index, layout in self._layouts.items() for value in layout.views(flats[index])]
         return [value.to(parameter.device) for parameter, value in zip(self._pushed, values, strict=True)]
 
-    def _assign(self) -> None:
+    def _assign(self, *, has_other_state: bool) -> None:
         """Deal parameters, groups and state to the servers."""
         optimizer = self.optimizer
         names = parameter_names(optimizer, self._module)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         pairs = zip(names, parameters, strict=True)
         named = {name: parameter for name, parameter in pairs if name in self._holders}
-        loaded = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
-        state = loaded or (self.fetch_state(list(self._named)) if self.is_assigned else {})
+        if has_other_state:
+            state = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
+        else:
+            state = self.fetch_state(list(self._named))
         self._named = named
         servers = sorted({self._holders[name] for name in named})
         self._trained = {
@@ -144,8 +158,9 @@ class ServedOptimizer:
             packed = pack((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
             assignments = {index: (self.key, self._assignment(index, packed, state)) for index in servers}
             self._connection.ask("assign", assignments)
-        for parameter in named.values():
-            optimizer.state.pop(parameter, None)
+        served = {parameter: name for name, parameter in named.items()}
+        own = {parameter: value for parameter, value in optimizer.state.items() if parameter not in served}
+        optimizer.state = self._state = ServedState(own, served)
         self._agreed = [p.detach().clone() for p in self._pushed] if self._can_be_edited else []
         self._collectives.barrier()
 
@@ -167,16 +182,42 @@ class ServedOptimizer:
 
     def fetch_state(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the state of these parameters from their servers."""
+        wanted = self._by_server(names)
+        answers = self._connection.ask("state", {index: (self.key, own) for index, own in wanted.items()})
+        return {name: values for answer in answers.values() for name, values in answer.items()}
+
+    def _by_server(self, names: Sequence[str]) -> dict[int, list[str]]:
         wanted: dict[int, list[str]] = {}
         for name in names:
             wanted.setdefault(self._holders[name], []).append(name)
-        answers = self._connection.ask("state", {index: (self.key, own) for index, own in wanted.items()})
-        return {name: values for answer in answers.values() for name, values in answer.items()}
+        return wanted
 
     def own_state(self) -> dict[str, dict[str, Any]]:
         """Return this trainer's share of the state that servers hold: each trainer saves another one."""
         sizes = {name: parameter.numel() for name, parameter in self._named.items()}
         return self.fetch_state(deal(sizes, self._collectives.world_size)[self._connection.rank])
+
+    def come_home(self, *, has_failed: bool) -> None:
+        """Give the user's object its own step and state; that of a run that has failed only if servers still answer."""
+        own = vars(self.optimizer)
+        for name in _REPLACED:
+            own.pop(name, None)
+        own.update(self._replaced)
+        if not self.is_assigned:
+            return
+        if self._has_other_state():
+            self.optimizer.state = defaultdict(dict, self.optimizer.state)
+            return
+        state: dict[str, dict[str, Any]] = {}
+        for index, names in self._by_server(list(self._named)).items():
+            if not has_failed:
+                state |= self._connection.ask("state", {index: (self.key, names)})[index]
+            elif (answer := self._connection.try_ask("state", index, self.key, names)) is not None:
+                state |= answer
+            else:
+                return
+        here = {self._named[name]: _on_device(values, self._named[name]) for name, values in state.items()}
+        self.optimizer.state = defaultdict(dict, {**self.optimizer.state, **here})
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -248,10 +289,7 @@ class ServedOptimizer:
         gradients = [self._named[name].grad for name in self._trained[index]]
         for name, gradient in zip(self._trained[index], gradients, strict=True):
             if gradient is not None and gradient.is_sparse:
-                raise ModuleError(
-                    f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, "
-                    "or make it a RemoteEmbedding and use ParameterServerStrategy(dense='ddp'), which pushes rows."
-                )
+                raise sparse_gradient(name)
         sends_settings = self._is_async or self._connection.rank == 0
         settings = [{name: v for name, v in group.items() if name != "params"} for group in self.optimizer.param_groups]
         return Push(
@@ -269,6 +307,12 @@ class ServedOptimizer:
         for name in self._named:
             gradient = self._named[name].grad
             if self._holders[name] == index and name in self._tables and gradient is not None:
+                if not gradient.is_sparse:
+                    raise ModuleError(
+                        f"strategy='ps' pushes the rows of {name} that its layer was called for, got a gradient of the "
+                        "whole table, which is not in this process; look rows up by calling the layer alone, or leave "
+                        "out dense='ddp'."
+                    )
                 whole = gradient.coalesce()
                 ids = whole.indices()[0].cpu()
                 rows[name] = Rows(ids.int() if whole.shape[0] < 2**31 else ids, whole.values().cpu())
@@ -306,6 +350,19 @@ def mean_gradients(named: Mapping[str, nn.Parameter], collectives: Collectives) 
             dense = torch.zeros(parameter.shape, dtype=parameter.dtype) if own is None else own.to_dense().cpu()
             means[name] = collectives.all_reduce(dense, "mean")
     return means
+
+
+def _on_device(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter as its optimizer would have it here: numbers of steps stay on the CPU."""
+    return {n: v.to(parameter.device) if isinstance(v, Tensor) and v.ndim else v for n, v in values.items()}
+
+
+def sparse_gradient(name: str) -> ModuleError:
+    """Return the error for the sparse gradient of a parameter that is pushed whole."""
+    return ModuleError(
+        f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, or make it a "
+        "RemoteEmbedding and use ParameterServerStrategy(dense='ddp'), which pushes rows."
+    )
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:

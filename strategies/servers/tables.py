@@ -24,16 +24,23 @@ class RemoteTables:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = {name: part for name, part in module.named_modules() if isinstance(part, RemoteEmbedding)}
+        # a layer may have several names, and the state of the module has its table under each
+        parts = module.named_modules(remove_duplicate=False)
+        found = {name: part for name, part in parts if isinstance(part, RemoteEmbedding)}
         self._layers: dict[str, list[tuple[str, RemoteEmbedding]]] = {}
         by_weight: dict[int, str] = {}
         for name, layer in found.items():
             key = by_weight.setdefault(id(layer.weight), f"{name}.weight" if name else "weight")
             self._layers.setdefault(key, []).append((name, layer))
         self.names = frozenset(self._layers)
-        self.sparse = {key: layers[0][1].sparse for key, layers in self._layers.items()}
+        self.sparse = {key: all(layer.sparse for _, layer in layers) for key, layers in self._layers.items()}
         self._holders: Mapping[str, int] = {}
         _check(module, found)
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        """`names`, and the other names of the same tables."""
+        return frozenset(self._aliases())
 
     @property
     def _weights(self) -> dict[str, Tensor]:
@@ -56,8 +63,11 @@ class RemoteTables:
         self._holders = holders
         self._send(self._weights, connection)
         for key, layers in self._layers.items():
+            for _, layer in layers:
+                layer.look()  # before the first of them lets the table go
             for name, layer in layers:
-                layer.go_remote(f"RemoteEmbedding {name!r}", partial(self._pull, connection, key))
+                if not layer.is_remote:  # under its first name
+                    layer.go_remote(f"RemoteEmbedding {name!r}", partial(self._pull, connection, key))
                 if connection.rank != 0:  # whose tables are trained
                     layer.found()
         connection.meet()
@@ -78,6 +88,11 @@ class RemoteTables:
     def fetch(self, connection: Connection, names: Sequence[str]) -> dict[str, Tensor]:
         """Return whole tables from their servers."""
         return {name: next(iter(connection.ask("table", {self._holders[name]: (name,)}).values())) for name in names}
+
+    def fetch_all(self, connection: Connection) -> dict[str, Tensor]:
+        """Return all tables from their servers, under each of their names in the state of the module."""
+        tables = self.fetch(connection, list(self.names))
+        return {name: tables[key] for name, key in self._aliases().items()}
 
     def come_home(self, connection: Connection, *, has_failed: bool) -> None:
         """Put the tables back into the module; of a run that has failed only if the servers still answer."""
