@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import RunError
+from ..errors import ConfigError, RunError
 from .connection import Connection
 from .transport import Arguments
 
@@ -30,7 +30,7 @@ class RemoteCalls:
 
         Raises:
             RunError: outside of a fit.
-            ConfigError: for a peer that is not there.
+            ConfigError: for a peer that is not there, and for arguments that cannot be sent to one.
         """
         return self._call("sync", to, func, args, kwargs, timeout)
 
@@ -70,4 +70,24 @@ class RemoteCalls:
             raise RunError(
                 f"strategy.{name} needs a fit that goes on, found none; call it between on_fit_start and on_fit_end."
             )
+        _check(func, args, kwargs, timeout)
         return self._connection.invoke(how, to, func, Arguments(tuple(args), kwargs or {}), timeout)
+
+
+def _check(func: Any, args: Any, kwargs: Any, timeout: Any) -> None:
+    """Check what a user gives for a call, of which the other process would complain, or torch.
+
+    Raises:
+        ConfigError: for what cannot be called so.
+    """
+    if not callable(func):
+        raise ConfigError(f"func must be a function or a class, got {func!r:.60}; give it, and its arguments as args.")
+    if not isinstance(args, tuple | list):  # the rows of a tensor would be arguments, and the letters of a string
+        raise ConfigError(f"args must be a tuple of arguments, got {args!r:.60}; write (value,) for one of them.")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise ConfigError(f"kwargs must be a dict of arguments by name, got {kwargs!r:.60}; give {{'name': value}}.")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ConfigError(
+            f"timeout must be a number of seconds, or 0 for as long as it takes, got {timeout!r:.60}; give 5.0, for "
+            "example."
+        )

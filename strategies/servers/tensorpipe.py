@@ -6,13 +6,14 @@ Every peer may call any function in every other: who can connect can run anythin
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,7 +26,7 @@ from torch.distributed.rpc import functions
 
 from ..cluster.environment import overridden
 from ..distributed.pickling import pack, unpack
-from ..errors import RunError
+from ..errors import ConfigError, RunError
 from ..torch_internals import join_rpc
 from .transport import Arguments, Peers, RequestError, Service
 
@@ -102,11 +103,17 @@ class TensorPipe:
 
     def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
         """Call a function of the user's in a peer; see `Transport`."""
-        calls: dict[str, Any] = {"sync": rpc.rpc_sync, "async": rpc.rpc_async, "remote": rpc.remote}
-        packed = _packed(function)
-        return calls[how](
-            self._internal(peer), _invoke, (packed, arguments.args, dict(arguments.kwargs)), timeout=timeout
-        )
+        call: Any = rpc.remote if how == "remote" else rpc.rpc_async
+        packed = _packed(function) if isinstance(function, Hashable) else pack(function)
+        sent = packed, arguments.args, dict(arguments.kwargs)
+        try:
+            result = call(self._internal(peer), _invoke, sent, timeout=timeout)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # by torch, before anything is sent
+            raise ConfigError(
+                f"The arguments cannot be sent to {peer}: {error}; give tensors, numbers, lists, references and "
+                "functions that can be imported, and make other objects in the function."
+            ) from error
+        return result.wait() if how == "sync" else result
 
     def close(self) -> None:
         """Leave the others; see `Transport`.

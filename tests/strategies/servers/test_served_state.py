@@ -68,7 +68,9 @@ def fit(strategy, does="nothing", max_epochs=3, ckpt_path=None):
 
 def same(found, expected):
     for name, value in expected.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], value, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found.state_dict()[name], value, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("does", ["clear", "replace", "load"])
