@@ -16,12 +16,12 @@ CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the submodules, with their names, of which a ModuleList or Sequential holds two or more of one class.
+    """Return the names and submodules of which a list holds two or more of one class.
 
-    They have parameters and a forward, and none is inside another.
+    A list is a ModuleList, a Sequential, or a ModuleDict whose keys are numbers. They have parameters and a forward,
+    and none is inside another.
     """
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    counts = Counter(type(child) for child in module.children()) if is_list else Counter()
+    counts = Counter(type(child) for child in module.children()) if _is_list(module) else Counter()
     blocks: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
         if counts[type(child)] > 1 and _has_parameters(child) and not isinstance(child, CONTAINERS):
@@ -37,6 +37,16 @@ def as_predicate(selection: object) -> Predicate | None:
     if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
         return lambda _, submodule: isinstance(submodule, kinds)
     return selection if callable(selection) and not isinstance(selection, type) else None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: containers cannot, nor modules that only hold others."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _is_list(module: nn.Module) -> bool:
+    is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdecimal() for key in module)
+    return is_numbered or isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ModuleError
-from ..module.blocks import repeated_blocks
+from ..module.blocks import has_forward, repeated_blocks
 
 HOOK: Final = "configure_pipeline"
 
@@ -73,14 +73,17 @@ def make_partition(module: Any, num_stages: int) -> Partition:
 
 
 def find_parts(module: nn.Module) -> dict[str, Part]:
-    """Return the parts of a module by name, in its order; what has no parameters is none, and runs on every stage."""
+    """Return the parts of a module by name, in its order; what has no parameters is none, and runs on every stage.
+
+    What is never called, such as a ModuleDict or a ParameterList, is none either: its submodules are.
+    """
     blocks = {name for name, _ in repeated_blocks(module)}
     inside = {name.rpartition(".")[0] for name in blocks}
     around = {name[:end] for name in inside for end in (*_dots(name), len(name))} | {""}
     parts: dict[str, Part] = {}
 
     def visit(name: str, submodule: nn.Module) -> None:
-        if name in around:
+        if name in around or not has_forward(submodule):
             for child_name, child in submodule.named_children():
                 visit(f"{name}.{child_name}" if name else child_name, child)
         elif next(submodule.parameters(), None) is not None:
