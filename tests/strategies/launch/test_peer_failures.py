@@ -1,8 +1,12 @@
+import pytest
 import torch
 
+from echelon import ConfigError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
+from echelon.strategies.launch.failures import Failure, WorkerExit
 from echelon.strategies.launch.peer_failures import blame_peer
+from echelon.strategies.pipeline.schedule import check_schedule
 from echelon.testing import run_ranks
 
 LOST = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4321")
@@ -40,3 +44,11 @@ def test_a_rank_that_left_without_an_error_is_named():
     assert "rank 2 ended without an error" in first
     assert "rank 2 ended without an error" in second
     assert third is None
+
+
+def test_an_error_that_names_its_cause_is_not_put_down_to_calls_that_differ():
+    with pytest.raises(ConfigError) as caught:
+        check_schedule("none", None)  # raised by Echelon itself, as a collective's is
+    told = WorkerExit(1, 2, 4711, 1, Failure.of(caught.value))
+    lost = WorkerExit(0, 2, 4710, 1, Failure.of(LOST))
+    assert (told.may_be_of_calls_that_differ, lost.may_be_of_calls_that_differ) == (False, True)
