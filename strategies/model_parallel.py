@@ -170,6 +170,10 @@ class ParallelStrategy(ShardedStrategy):
         if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
             self._find_plan(module).validate(module, self.degrees.tp)
 
+    def validate_micro_batches(self, number: int) -> None:
+        if self.degrees.pp > 1:
+            check_number(self._schedule, number)
+
     def plan(self, module: nn.Module) -> ParallelPlan:
         """Return how the module would be split and sharded; print it for a table. The module is not changed.
 

@@ -164,6 +164,9 @@ class Strategy(ABC):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         """Raise a `ConfigError` if a module, as far as it is built, cannot be trained so; in the user's process."""
 
+    def validate_micro_batches(self, number: int) -> None:
+        """Raise a `ConfigError` if whole steps cannot have this many micro-batches; in the user's process."""
+
     @property
     def start_timeout(self) -> timedelta:
         """How long the processes wait for each other at the start."""

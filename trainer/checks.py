@@ -253,9 +253,11 @@ def check_callbacks_of_fit(
     The attribute that a finder sets must exist, and nothing else may set it.
 
     Raises:
-        ConfigError: from a callback that cannot, or for a setting or another callback that it cannot be combined with.
-        ModuleError: if the module lacks the attribute that a finder sets.
+        ConfigError: by a callback that cannot, or for a setting or another callback that it cannot be combined with;
+            for fewer micro-batches a step than the strategy needs.
+        ModuleError: if the module lacks what a finder sets.
     """
+    _check_micro_batches(callbacks, request, settings, strategy)
     world_size = hardware.environment.world_size
     for callback in callbacks:
         callback.check_strategy(strategy, world_size, 1 if world_size > 1 else len(hardware.devices))
@@ -275,6 +277,17 @@ def check_callbacks_of_fit(
                 "BatchSizeFinder and GradientAccumulationScheduler both set the micro-batches of a step, found "
                 f"callbacks={[type(one).__name__ for one in callbacks]}; remove one, or give the size that was found."
             )
+
+
+def _check_micro_batches(
+    callbacks: Sequence[Callback], request: Request, settings: Settings, strategy: Strategy
+) -> None:
+    """Check the micro-batches of a step, where they are known before the data are."""
+    is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+    # the global batch of a run that is resumed stays as it was, and so may be cut in another way
+    is_derived = settings.global_batch_size is not None or request.ckpt_path is not None
+    if not (is_scheduled or is_derived):
+        strategy.validate_micro_batches(settings.accumulate_grad_batches)
 
 
 def _find_in(owners: Sequence[Any], *names: str) -> str | None:

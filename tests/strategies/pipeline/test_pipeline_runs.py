@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from echelon import ModelCheckpoint, ParallelStrategy, ProcessError, Strategy, Trainer, TrainModule, seed_everything
+from echelon import (
+    ConfigError,
+    ModelCheckpoint,
+    ParallelStrategy,
+    ProcessError,
+    Strategy,
+    Trainer,
+    TrainModule,
+    seed_everything,
+)
 from echelon.testing import run_ranks
 
 LENGTHS = (3, 5, 4, 3, 3, 6, 7, 5, 4, 2, 3, 5, 8, 4)
@@ -184,3 +193,10 @@ def test_a_stage_that_dies_ends_the_run_and_is_named() -> None:
         fit("dies")
     assert caught.value.ranks == (1,)
     assert "Rank 1 has stage 1 of 2." in caught.value.__notes__
+
+
+def test_too_few_micro_batches_are_refused_before_a_process_starts() -> None:
+    trainer = Trainer(strategy="pp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match="accumulate_grad_batches must be at least 2") as caught:
+        trainer.fit(Model(), batches())
+    assert not hasattr(caught.value, "__notes__")
