@@ -13,6 +13,7 @@ from .errors import EchelonError
 __all__ = [
     "BatchNorm",
     "OpOverload",
+    "StopRecomputation",
     "TorchDispatchMode",
     "backward_for_inputs",
     "backward_for_weights",
@@ -67,6 +68,7 @@ with _names_of_torch:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves, tree_map
+    from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
     OpOverload = torch._ops.OpOverload  # noqa: SLF001
 

@@ -43,6 +43,10 @@ class Draws:
     def end_first_stage(self, index: int, stage: int) -> None:
         """Note where the next micro-batch begins, and draw other numbers from here on."""
         self._starts.setdefault(index + 1, self._states())
+        self.go_behind_first_stage(index, stage)
+
+    def go_behind_first_stage(self, index: int, stage: int) -> None:
+        """Draw the numbers of a stage from here on, those that a micro-batch draws behind the first one."""
         self._seed(index, f"stage {stage}")
 
     @contextmanager

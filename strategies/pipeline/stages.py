@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
 from ..state.dtensor import local_shard
+from ..torch_internals import StopRecomputation
+from .counting import CountedOnce
 from .draws import Draws
 from .partition import HOOK, Partition
 from .spec import Shapes, Spec, specs_of
@@ -53,6 +57,7 @@ class Pass:
         """What the parts that have run here returned, where it is to be noted."""
         self.fills: Mapping[str, float] | None = None
         """To trace a value: what stands in for each part, instead of NaN."""
+        self._has_grad = torch.is_grad_enabled()
 
     # --- calls of parts ----------------------------------------------------------------------------------------------
 
@@ -69,6 +74,7 @@ class Pass:
         if name == first:
             self.staged.draws.end_first_stage(self.index, self.stage)
         if name == self.partition.boundary(self.stage - 1):
+            self._check_checkpoint(name)
             return self._receive(name)
         number = self.stood_in.count(name)
         self.stood_in.append(name)
@@ -81,6 +87,8 @@ class Pass:
         if self.staged.is_first_look and self.stage and self.has_received:
             self._check_inputs(name, part, args, kwargs)
         ends = name == self.partition.boundary(self.stage) and not self.is_last
+        if ends:
+            self._check_checkpoint(name)
         draws = self.staged.draws.of_part(self.index, name) if part.training else nullcontext()
         with draws:
             output = run(*args, **kwargs)
@@ -113,7 +121,11 @@ class Pass:
             )
         self.has_received = True
         self.logs = self.fills is None
-        return self.received
+        return self._received_again()
+
+    def _received_again(self) -> Any:
+        """Return a copy of what was received, which the step may change in place: the original is a leaf."""
+        return map_tensors(torch.clone, self.received)
 
     def _stand_in(self, name: str, number: int) -> Any:
         """Return what has the form of a part's output, and no values."""
@@ -144,7 +156,36 @@ class Pass:
 
         return map_tensors(lambda tensor: tensor, specs[number], fill)
 
+    # --- calls in backward -------------------------------------------------------------------------------------------
+
+    def call_again(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a call of a part by a checkpoint around it, which computes in backward what it did not keep.
+
+        It gets what it got in forward: the same random numbers, and the same output of the stage before.
+        """
+        owners, draws = self.staged.owners[name], self.staged.draws
+        if self.stage in owners:
+            with draws.of_part(self.index, name) if part.training else nullcontext():
+                output = run(*args, **kwargs)
+        elif owners[0] > self.stage:
+            raise StopRecomputation
+        elif name == self.partition.boundary(self.stage - 1):
+            output = self._received_again()
+        else:
+            output = self._stand_in(name, 0)
+        if name == self.partition.boundary(0):
+            draws.go_behind_first_stage(self.index, self.stage)
+        return output
+
     # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_checkpoint(self, name: str) -> None:
+        """Check that the graph of what crosses a cut is here, which a reentrant checkpoint makes after its forward."""
+        if self._has_grad and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
+            raise ModuleError(
+                f"{name} was called by torch.utils.checkpoint with use_reentrant=True, which hides the gradients of "
+                "what passes between stages; set use_reentrant=False, or use Trainer(activation_checkpointing=True)."
+            )
 
     def _check_order(self, name: str) -> None:
         own = [part for part in self.partition.stages[self.stage] if self.partition.parts[part].is_block]
@@ -228,7 +269,10 @@ class StagedModule:
         self.draws = Draws(device)
         self.is_first_look = False
         """Whether inputs are searched for values that have passed a cut."""
+        self._counted = CountedOnce(module)
         self._current: Pass | None = None
+        self.again: Pass | None = None
+        """The pass whose backward runs, for checkpoints around parts."""
         for name in partition.parts:
             self._step_in(name, module.get_submodule(name))
 
@@ -238,8 +282,11 @@ class StagedModule:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run: Callable[..., Any] = part._call_impl if compiled is None else compiled  # noqa: SLF001
-            current = self._current
-            return run(*args, **kwargs) if current is None else current.call(name, part, run, args, kwargs)
+            if self._current is not None:
+                return self._current.call(name, part, run, args, kwargs)
+            if self.again is not None:
+                return self.again.call_again(name, part, run, args, kwargs)
+            return run(*args, **kwargs)
 
         part._compiled_call_impl = call  # noqa: SLF001
 
@@ -249,20 +296,11 @@ class StagedModule:
         self._current = current = Pass(self, stage, index, received, shapes.parts if shapes is not None else {})
         self.draws.begin_micro_batch(index)
         current.logs = stage == 0
-        before, log = vars(self.module).get("log"), self.module.log
-
-        def log_here(*args: Any, **kwargs: Any) -> None:
-            if current.logs:  # asked when it is called: the values may come from parts that are called in between
-                log(*args, **kwargs)
-
-        vars(self.module)["log"] = log_here
         try:
-            yield current
+            with self._counted.where(lambda: current.logs):
+                yield current
         finally:
             self._current = None
-            del vars(self.module)["log"]
-            if before is not None:
-                vars(self.module)["log"] = before
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as far as the stage goes, and return what it sends, or what the step returns on the last one."""
@@ -287,3 +325,10 @@ def has_nan(data: Any) -> bool:
     """Return whether a tensor of a structure, or this rank's shard of it, has an element that is not a number."""
     numbers = [tensor for tensor in iterate_tensors(data) if tensor.is_floating_point() or tensor.is_complex()]
     return any(bool(local_shard(tensor).isnan().any()) for tensor in numbers)
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    frame: Any = sys._getframe()  # noqa: SLF001 - inspect's costs more
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -53,6 +53,9 @@ class WindowWork(Protocol):
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as its gradients are computed in two halves."""
 
+    def after_backward(self, index: int) -> None:
+        """Take note that a micro-batch has gone backward through all stages of this rank."""
+
 
 class StepContext(NamedTuple):
     """What surrounds the steps of a pipeline whose ranks compute them together with others of the same stage."""
@@ -101,6 +104,9 @@ class WindowRunner:
         self._outputs: dict[Place, list[Tensor]] = {}
         self._notes: dict[Place, Any] = {}
         self._rests: dict[Place, Any] = {}
+        self._passes: dict[Place, Pass] = {}
+        self._backwards_left: list[int] = []
+        self._staged.again = None
 
     # --- a window ----------------------------------------------------------------------------------------------------
 
@@ -122,8 +128,11 @@ class WindowRunner:
             self._recording.begin(number, is_simple=is_simple)
             do = self._recording.around(do)
         for action in actions:
+            self._staged.again = self._passes.get(action[1:])
             try:
                 do[action.kind](action, work)
+                if action.kind in ("B", "W"):
+                    self._end_backward(action, work)
             except Exception as error:
                 error.add_note(self._where(action))
                 raise
@@ -134,6 +143,7 @@ class WindowRunner:
         self._shapes = [self.known.of(signature) for signature in signatures]
         # a signature is new for all its micro-batches of a window: on each stage the first one comes at another time
         self._is_new = [not shapes for shapes in self._shapes]
+        self._backwards_left = [len(self._schedule.stages_of(self._rank))] * len(signatures)
         self._staged.draws.begin(position)
 
     def _imagine(self, work: WindowWork) -> None:
@@ -172,6 +182,7 @@ class WindowRunner:
     def _forward(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
         received, current, output = self._pass(stage, index, lambda: work.forward_at(index))
+        self._passes[stage, index], current.output = current, None
         if current.is_last:
             loss = work.loss_at(index, output)
             self._outputs[stage, index] = [loss]
@@ -238,9 +249,7 @@ class WindowRunner:
         specs = flat(shapes.received)
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.requires_grad_(spec.requires_grad and torch.is_grad_enabled())
-        # the step may change what it gets in place, but no leaf
-        seen = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-        return tensors, with_tensors(shapes.received, seen), shapes
+        return tensors, with_tensors(shapes.received, tensors), shapes
 
     def _note(self, stage: int, index: int, current: Pass, output: Any) -> None:
         """Compare what is sent with what the next stage expects, or tell it."""
@@ -320,6 +329,13 @@ class WindowRunner:
                 work.wait()
 
     # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _end_backward(self, action: Action, work: WindowWork) -> None:
+        """Say that a micro-batch has gone backward through all stages of this rank, after the last one."""
+        del self._passes[action.stage, action.micro_batch]
+        self._backwards_left[action.micro_batch] -= 1
+        if not self._backwards_left[action.micro_batch]:
+            work.after_backward(action.micro_batch)
 
     def _backward(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action

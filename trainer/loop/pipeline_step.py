@@ -106,8 +106,12 @@ class PipelineStep(SharedStep):
     def _show(self, index: int) -> None:
         """Make a micro-batch the current one, for its end hooks."""
         self.batch, self.output = self._batches[index], self._outputs.get(index)
-        self.progress.batch_idx = self.state.batches_in_epoch
-        self.progress.micro_batch = self._window[index]
+        self._enter(index, self.state.batches_in_epoch)
+
+    def _enter(self, index: int, batch_idx: int) -> None:
+        """Say which micro-batch runs."""
+        micro_batch = self.progress.micro_batch = self._window[index]
+        self.metrics.batch_size, self.progress.batch_idx = micro_batch.size, batch_idx
 
     @property
     def micro_batches_a_step(self) -> int:
@@ -123,10 +127,7 @@ class PipelineStep(SharedStep):
 
     def forward_at(self, index: int) -> Any:
         """Call ``training_step`` with a micro-batch."""
-        micro_batch = self._window[index]
-        self.metrics.batch_size = micro_batch.size
-        self.progress.micro_batch = micro_batch
-        self.progress.batch_idx = self.state.batches_in_epoch + index
+        self._enter(index, self.state.batches_in_epoch + index)
         return self.forward(self._batches[index], self.progress.batch_idx)
 
     def loss_at(self, index: int, output: Any) -> Tensor:
@@ -148,14 +149,25 @@ class PipelineStep(SharedStep):
         return self.weights.weigh(loss, self._window[index].size)
 
     def backward_of(self, loss: Tensor) -> None:
-        """Accumulate the gradients of a loss."""
-        self.backward(loss)
+        """Add the gradients of a loss."""
+        self._call_before_backward(loss)
+        self._plain_backward(loss)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return a loss as it is differentiated, for a schedule that computes gradients in two passes."""
-        for hook in self.hooks.on_before_backward:
-            hook(loss)
+        """Return a loss as it is differentiated, for a schedule that computes gradients in two halves."""
+        self._call_before_backward(loss)
         return self.strategy.scaled(loss)
+
+    def _call_before_backward(self, loss: Tensor) -> None:
+        for hook in self.hooks.on_before_backward if self._spare_factor is None else ():
+            hook(loss)
+
+    def after_backward(self, index: int) -> None:
+        """Call the hooks behind a backward, on every stage."""
+        if self.hooks.on_after_backward and self._spare_factor is None:
+            self._enter(index, self.state.batches_in_epoch + index)
+            for hook in self.hooks.on_after_backward:
+                hook()
 
     # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
 

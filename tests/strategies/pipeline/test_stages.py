@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echelon import ConfigError, ModuleError
 from echelon.strategies.pipeline.draws import Draws
@@ -195,6 +196,38 @@ def test_a_block_that_returns_no_tensors_is_named() -> None:
     module.blocks[1].forward = lambda x: {"kind": object()}
     with pytest.raises(ModuleError, match=r"blocks.1, the last part of stage 0, must return tensors"):
         in_stages(module)
+
+
+def test_a_checkpoint_that_hides_the_gradients_of_what_is_sent_is_named() -> None:
+    module = Model()
+
+    def step(tokens: Tensor) -> Tensor:
+        x = module.table(tokens)
+        for block in module.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return module.head(x).sum()
+
+    with pytest.raises(ModuleError, match=r"blocks.1 was called by torch.utils.checkpoint with use_reentrant=True"):
+        in_stages(module, step=step)
+
+
+def test_containers_are_no_parts_but_what_they_hold() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    module = nn.Module()
+    module.stem = nn.ModuleList([nn.Embedding(8, 4), nn.LayerNorm(4)])
+    module.prompts, module.holder = nn.ParameterList([torch.ones(4)]), Holder()
+    module.layers = nn.ModuleDict({"0": Block(), "1": Block()})
+    module.heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)})
+    partition = make_partition(module, 2)
+    assert partition.stages == (
+        ("stem.0", "stem.1", "holder.inner", "layers.0"),
+        ("layers.1", "heads.a", "heads.b"),
+    )
+    assert partition.everywhere == ("prompts.0", "holder.scale")
 
 
 def test_a_block_may_return_a_structure() -> None:
