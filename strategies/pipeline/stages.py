@@ -15,6 +15,7 @@ from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
 from ..state.dtensor import local_shard
 from ..torch_internals import StopRecomputation
+from .absent import AbsentTensor
 from .counting import CountedOnce
 from .draws import Draws
 from .partition import HOOK, Partition
@@ -147,12 +148,14 @@ class Pass:
         def fill(leaf: Any) -> Any:
             if not isinstance(leaf, Spec):
                 return leaf
-            if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
-                raise ModuleError(
-                    f"{name} on stage {self.staged.owners[name][0]} returns a tensor of {leaf.dtype}, which does not "
-                    f"reach stage {self.stage}; compute it on the stage that needs it."
-                )
-            return leaf.filled(value, self.staged.device)
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                return leaf.filled(value, self.staged.device)
+            reason = (
+                f"{name} on stage {self.staged.owners[name][0]} returns a tensor of {leaf.dtype}, which the step uses "
+                f"on stage {self.stage}, where it is not; let the blocks pass it on in their outputs, or compute it on "
+                "the stage that needs it."
+            )
+            return AbsentTensor.like(leaf.shape, leaf.dtype, self.staged.device, reason=reason)
 
         return map_tensors(lambda tensor: tensor, specs[number], fill)
 

@@ -253,6 +253,50 @@ def test_a_block_may_return_a_structure() -> None:
     assert torch.equal(in_stages(module), expected)
 
 
+class Counting(nn.Module):
+    """A block that passes on which of its inputs count, and how many blocks there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, mask, number = inputs
+        return x + self.layer(x) * mask, mask, number + 1
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_blocks_may_pass_on_whole_numbers(number: int) -> None:
+    module = Model().eval()
+    module.blocks = nn.ModuleList(Counting() for _ in range(4))
+
+    def step(tokens: Tensor) -> Tensor:
+        x, mask, number = module.table(tokens), (tokens > 2).unsqueeze(-1), torch.zeros((), dtype=torch.int64)
+        for block in module.blocks:
+            assert number.shape == ()
+            x, mask, number = block((x, mask, number))
+        return module.head(x * mask).sum() * number
+
+    assert torch.equal(in_stages(module, number, step), step(TOKENS))
+
+
+def test_whole_numbers_that_an_earlier_stage_has_are_named_where_they_are_used() -> None:
+    module = Model().eval()
+    module.blocks = nn.ModuleList(Counting() for _ in range(4))
+
+    def step(tokens: Tensor) -> Tensor:
+        x, mask, number = module.blocks[0]((module.table(tokens), tokens[:, None] > 2, torch.ones(())))
+        kept = mask
+        for block in module.blocks[1:]:
+            x, mask, number = block((x, mask, number))
+        return (module.head(x) * kept).sum()
+
+    with pytest.raises(
+        ModuleError, match=r"blocks.0 on stage 0 returns a tensor of torch.bool, which the step uses on"
+    ):
+        in_stages(module, step=step)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
