@@ -162,7 +162,8 @@ class ParallelStrategy(ShardedStrategy):
         if self.degrees.pp > 1:
             check_pipeline(self.degrees.pp, cpu_offload=self.options.cpu_offload)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+    def validate_module(self, module: nn.Module) -> None:
+        super().validate_module(module)
         is_sharded = any(is_dtensor(p) for p in module.parameters())
         is_built = not overrides(module, "configure_model") and not is_sharded
         if self.degrees.pp > 1 and not is_sharded:
@@ -205,8 +206,7 @@ class ParallelStrategy(ShardedStrategy):
         layout = CutLayout(profile, degrees, self.options, plan, self.cp_exchange)
         if degrees.pp > 1:
             check_number(self._schedule, profile.num_micro_batches)
-            stages = StageEstimates(layout, self._schedule)
-            return max(stages.of_ranks(), key=lambda estimate: estimate.total)
+            return max(StageEstimates(layout, self._schedule).of_ranks(), key=lambda estimate: estimate.total)
         return estimate_layout(layout, is_on_host=self._is_offloaded)
 
     # --- in every process --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from .module.precision import Precision
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.shard_update import step_on_shards
 from .parallel.sharded_module import ShardedModule, configure
-from .parallel.sharding_policy import ShardingOptions
+from .parallel.sharding_policy import ShardingOptions, check_dimensions
 from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule
 from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
@@ -78,6 +78,10 @@ class ShardedStrategy(Strategy):
         self.degrees = self._find_degrees()
         self.has_stages = self.degrees.pp > 1
         self.options.validate(self.degrees)
+
+    def validate_module(self, module: nn.Module) -> None:
+        if self.degrees.world_size > 1:
+            check_dimensions(module)
 
     def _estimate(self, profile: Profile) -> Estimate:
         if self.degrees.world_size == 1:

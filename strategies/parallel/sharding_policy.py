@@ -181,7 +181,7 @@ def large_layers(module: nn.Module) -> list[str]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Check that all parameters have a first dimension to shard.
+    """Check that all parameters have a shape, and a first dimension that can be cut.
 
     Raises:
         ModuleError: naming those that do not.
@@ -192,7 +192,16 @@ def check_parameters(module: nn.Module) -> None:
             f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet and cannot be sharded; call the module "
             "once before fit, or give its lazy layers their sizes."
         )
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    check_dimensions(module)
+
+
+def check_dimensions(module: nn.Module) -> None:
+    """Check that all parameters have a dimension, which can be known before those that are lazy have a shape.
+
+    Raises:
+        ModuleError: naming those that have none.
+    """
+    scalars = [name for name, p in module.named_parameters() if not is_lazy(p) and p.dim() == 0]
     if scalars:
         raise ModuleError(
             f"{', '.join(scalars[:5])} of {type(module).__name__} must have a dimension to shard, got shape []; give "

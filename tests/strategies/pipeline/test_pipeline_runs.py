@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from echelon import (
     ConfigError,
     ModelCheckpoint,
+    ModuleError,
     ParallelStrategy,
     ProcessError,
     Strategy,
@@ -199,4 +200,13 @@ def test_too_few_micro_batches_are_refused_before_a_process_starts() -> None:
     trainer = Trainer(strategy="pp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigError, match="accumulate_grad_batches must be at least 2") as caught:
         trainer.fit(Model(), batches())
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_parameter_without_a_dimension_is_refused_before_a_process_starts() -> None:
+    module = Model()
+    module.temperature = nn.Parameter(torch.ones(()))
+    trainer = Trainer(strategy="pp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    with pytest.raises(ModuleError, match="temperature of Model must have a dimension to shard") as caught:
+        trainer.fit(module, batches())
     assert not hasattr(caught.value, "__notes__")
