@@ -91,7 +91,8 @@ class Weights:
         if self._is_whole:
             return None
         if not counts_units:
-            is_skipped = self._strategy is None and self._used != self._planned
+            # of a pipeline only the last stage has used any
+            is_skipped = self._ranks == 1 and self._used not in (0, self._planned)
             return self._planned / self._used if is_skipped else None
         if self._strategy is None:
             like = self.losses[0]

@@ -49,11 +49,13 @@ class PipelineStep(SharedStep):
     def forward_backward(self, window: Window) -> bool:
         if not window.total_size:  # one data rank
             window.total_size = window.size
-        self.weights = self.make_weights(window)
         self.has_gradients = False
         self.metrics.position = self.state.global_step + 1
         goes_on = self._begin_all(window)
         number = len(self._batches)
+        if number < len(window) and self.strategy.data_size == 1:
+            window.total_size = sum(micro_batch.size for micro_batch in window[:number])
+        self.weights = self.make_weights(window)
         if number or not window:
             for zero_grad in self.zero_grads:
                 zero_grad()
