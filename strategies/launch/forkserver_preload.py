@@ -11,18 +11,9 @@ import importlib
 import os
 import signal
 
-from ..torch_internals import is_cuda_unusable
-from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, take_preload
+from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_cuda_unusable, take_preload
 
 os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_FORK_SERVER))
-
-
-def _makes_cuda_unusable() -> bool:
-    """Return whether a child of this process could not use CUDA; only a child can tell."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(is_cuda_unusable()))
-    return os.waitpid(pid, 0)[1] != 0
 
 
 def _import_all(names: str) -> None:
@@ -30,7 +21,7 @@ def _import_all(names: str) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):  # the worker that needs it reports this
             importlib.import_module(name)
-            if needs_cuda and not CULPRITS and _makes_cuda_unusable():
+            if needs_cuda and not CULPRITS and makes_cuda_unusable():
                 CULPRITS.append(name)
 
 

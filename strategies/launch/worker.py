@@ -231,6 +231,14 @@ def run_worker(task: WorkerTask) -> None:
     raise SystemExit
 
 
+def makes_cuda_unusable() -> bool:
+    """Return whether a fork of this process could not use CUDA, since it has asked for devices; only a fork can tell."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_cuda_unusable()))
+    return os.waitpid(pid, 0)[1] != 0
+
+
 def _check_cuda() -> None:
     """Raise a `ProcessError` if this process cannot use CUDA, because its fork server initialized it."""
     if is_cuda_unusable():

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..errors import ProcessError
 from ..launch.fork_server import blank_main, preload
 from ..launch.proc_status import look_at
-from ..launch.worker import end_with_the_caller
+from ..launch.worker import end_with_the_caller, makes_cuda_unusable
 from ..torch_internals import kill_with_parent
 
 _PATIENCE: Final = 10.0  # seconds for an answer of the nursery
@@ -30,12 +30,13 @@ class Nursery:
     """A process without threads that forks servers at once, where a new interpreter would import torch first.
 
     It is a fork of this process if this has one thread only, as a worker of a launch at its start; no lock is held
-    then by a thread that the copy lacks. Otherwise multiprocessing's fork server starts it. It ends with this process,
-    and its servers with it, whatever ends them: the kernel sees to it.
+    then by a thread that the copy lacks. Otherwise, and if this process has asked for GPUs, after which optimizers
+    (torch 2.14) do not step in a fork, multiprocessing's fork server starts it. It ends with this process, and its
+    servers with it, whatever ends them: the kernel sees to it.
     """
 
     def __init__(self) -> None:
-        self.is_forked = _num_threads() == 1
+        self.is_forked = _can_fork()
         self._pipe, theirs = multiprocessing.Pipe()
         self._lock = threading.Lock()
         self._patience = _PATIENCE if self.is_forked else _FIRST
@@ -126,8 +127,8 @@ class ServerProcesses:
 
 
 def prepare_nursery() -> None:
-    """Make the nursery of this process while that costs nothing: as long as it has one thread."""
-    if not _NURSERIES and _num_threads() == 1:
+    """Make the nursery of this process while that costs nothing: as long as it can be a fork."""
+    if not _NURSERIES and _can_fork():
         _NURSERIES.append(Nursery())
 
 
@@ -138,6 +139,10 @@ def nursery_of_this_process() -> Nursery:
     if not _NURSERIES:
         _NURSERIES.append(Nursery())
     return _NURSERIES[0]
+
+
+def _can_fork() -> bool:
+    return _num_threads() == 1 and not makes_cuda_unusable()
 
 
 def _num_threads() -> int:
@@ -155,6 +160,8 @@ def _tend(pipe: Connection) -> None:
         signal.signal(number, signal.SIG_DFL)  # a handler of the trainer's would ask for a checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_the_caller()
+    # servers compute on the CPU; torch's optimizers would look at a GPU in each step, and take memory there
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     exit_codes: dict[int, int | None] = {}
     while True:
         try:
