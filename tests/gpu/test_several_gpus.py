@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from on_gpu import fitted, quiet_on_gpu, weights_of
+from on_gpu import fitted, weights_of
 
 import echelon
 from echelon import Callback
@@ -13,9 +13,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp", "hsdp", "dp", "local_sgd"])
 def test_several_gpus_come_near_to_one(strategy):
-    one, several = weights_of(fitted()), weights_of(fitted(strategy=strategy, devices=2, max_steps=10))
+    one = weights_of(fitted(global_batch_size=16))
+    several = weights_of(fitted(strategy=strategy, devices=2, global_batch_size=16))
     assert torch.isfinite(several).all()
-    assert one.shape == several.shape
+    assert (one - several).norm() < 0.02 * one.norm()  # AdamW takes the signs of gradients near 0, which are rounded
 
 
 def test_a_checkpoint_of_a_device_that_is_not_the_first_is_whole(tmp_path):
@@ -60,4 +61,3 @@ def test_an_elastic_run_on_two_gpus_survives_a_kill():
         for chaos in (None, "kill:rank=1@step=12")
     ]
     assert torch.equal(*map(weights_of, runs))
-    assert quiet_on_gpu is not None
