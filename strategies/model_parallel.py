@@ -162,8 +162,8 @@ class ParallelStrategy(ShardedStrategy):
         if self.degrees.pp > 1:
             check_pipeline(self.degrees.pp, cpu_offload=self.options.cpu_offload)
 
-    def validate_module(self, module: nn.Module) -> None:
-        super().validate_module(module)
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        super().validate_module(module, trains=trains)
         is_sharded = any(is_dtensor(p) for p in module.parameters())
         is_built = not overrides(module, "configure_model") and not is_sharded
         if self.degrees.pp > 1 and not is_sharded:

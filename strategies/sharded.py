@@ -79,7 +79,7 @@ class ShardedStrategy(Strategy):
         self.has_stages = self.degrees.pp > 1
         self.options.validate(self.degrees)
 
-    def validate_module(self, module: nn.Module) -> None:
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         if self.degrees.world_size > 1:
             check_dimensions(module)
 

@@ -162,10 +162,15 @@ class Strategy(ABC):
             )
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        """Raise a `ConfigError` if a module, as far as it is built, cannot be trained so; in the user's process."""
+        """Raise a `ConfigError` if this strategy cannot run the module as built so far; in the user's process.
+
+        Args:
+            module: the user's.
+            trains: whether it is to be trained, not only evaluated.
+        """
 
     def validate_micro_batches(self, number: int) -> None:
-        """Raise a `ConfigError` if whole steps cannot have this many micro-batches; in the user's process."""
+        """Raise a `ConfigError` if full steps cannot have this many micro-batches; in the user's process."""
 
     @property
     def start_timeout(self) -> timedelta:

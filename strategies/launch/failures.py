@@ -14,7 +14,7 @@ from typing import Final, Self
 import torch.distributed as dist
 
 from ..distributed.pickling import pack, unpack
-from ..errors import ConfigError, DataError, ModuleError, ProcessError
+from ..errors import CollectiveError, EchelonError, ProcessError
 from .rank_traceback import Frame, frames_for_users, rebuild
 
 _log = logging.getLogger(__name__)
@@ -52,11 +52,9 @@ class Failure:
     is_of_server: bool
     """Whether a parameter server is at fault."""
     is_explained: bool
-    """Whether Echelon has raised it on purpose, and it says itself what is wrong."""
+    """Whether Echelon raised it on purpose, and it says itself what is wrong on this rank."""
     exit_code: int | None
     """The code of a SystemExit, if it is a number."""
-    names_its_cause: bool
-    """Whether it is an error by which Echelon says what is wrong on this rank."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -78,7 +76,6 @@ class Failure:
             is_explained=isinstance(error, EchelonError) and not isinstance(error, ProcessError | CollectiveError),
             is_exit=isinstance(error, SystemExit | KeyboardInterrupt),
             exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
-            names_its_cause=isinstance(error, ConfigError | DataError | ModuleError),
         )
 
 
@@ -146,7 +143,7 @@ class WorkerExit:
         """Whether a collective that differs from the peers' may be the cause: gloo then aborts, or times out."""
         if self.failure is None:
             return self.exit_code == -signal.SIGABRT
-        if self.failure.is_of_server or self.failure.names_its_cause:
+        if self.failure.is_of_server or self.failure.is_explained:
             return False  # the other ranks have only gone on
         frames = self.failure.frames
         return self.failure.blames_a_peer or (bool(frames) and frames[-1].is_own)
