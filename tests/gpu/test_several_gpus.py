@@ -16,7 +16,8 @@ def test_several_gpus_come_near_to_one(strategy):
     one = weights_of(fitted(global_batch_size=16))
     several = weights_of(fitted(strategy=strategy, devices=2, global_batch_size=16))
     assert torch.isfinite(several).all()
-    assert (one - several).norm() < 0.02 * one.norm()  # AdamW takes the signs of gradients near 0, which are rounded
+    # ranks of local_sgd average their weights every few steps only
+    assert (one - several).norm() < (0.1 if strategy == "local_sgd" else 0.01) * one.norm()
 
 
 def test_a_checkpoint_of_a_device_that_is_not_the_first_is_whole(tmp_path):
