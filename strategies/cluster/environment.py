@@ -109,6 +109,11 @@ def set_defaults(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def hide_gpus() -> None:
+    """Let this process, which has asked for none yet, and its children find no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @contextlib.contextmanager
 def overridden(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside the block, including those that the user has set."""

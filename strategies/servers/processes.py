@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from ..cluster.environment import hide_gpus
 from ..errors import ProcessError
 from ..launch.fork_server import blank_main, preload
 from ..launch.proc_status import look_at
@@ -160,8 +161,7 @@ def _tend(pipe: Connection) -> None:
         signal.signal(number, signal.SIG_DFL)  # a handler of the trainer's would ask for a checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_the_caller()
-    # servers compute on the CPU; torch's optimizers would look at a GPU in each step, and take memory there
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    hide_gpus()  # servers compute on the CPU, but optimizers would look at a GPU in each step, and take memory there
     exit_codes: dict[int, int | None] = {}
     while True:
         try:
