@@ -190,7 +190,7 @@ def overflows_of(
     it knows nothing.
     """
     with _names_of_torch:
-        found: dict[torch.device, torch.Tensor] = scaler._found_inf_per_device(optimizer)  # noqa: SLF001
+        found: Any = scaler._found_inf_per_device(optimizer)  # noqa: SLF001
     if not found:
         found[device] = torch.zeros((), device=device)
     return list(found.values())
