@@ -162,12 +162,7 @@ class Strategy(ABC):
             )
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        """Raise a `ConfigError` if this strategy cannot run the module as built so far; in the user's process.
-
-        Args:
-            module: the user's.
-            trains: whether it is to be trained, not only evaluated.
-        """
+        """Raise a `ConfigError` if the module as built so far cannot run, or train, here; in the user's process."""
 
     def validate_micro_batches(self, number: int) -> None:
         """Raise a `ConfigError` if full steps cannot have this many micro-batches; in the user's process."""

@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import torch
 from torch.storage import TypedStorage
 
 from ..errors import ConfigError
 from ..torch_internals import memory_on_cpu
+
+PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)
+"""Errors that Python raises for objects that cannot be pickled."""
 
 _MAX_DEPTH = 8  # levels of attributes and items to search for an object that cannot be pickled
 

@@ -232,7 +232,7 @@ def run_worker(task: WorkerTask) -> None:
 
 
 def makes_cuda_unusable() -> bool:
-    """Return whether a fork of this process could not use CUDA, since it has asked for devices; only a fork can tell."""
+    """Return whether a fork of this process could not use CUDA, since this has asked for GPUs; only a fork can tell."""
     pid = os.fork()
     if pid == 0:
         os._exit(int(is_cuda_unusable()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
 
 import torch
@@ -43,16 +43,16 @@ class AbsentTensor(Tensor):
         """
         name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _OF_FORM:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise ModuleError(next(_reasons((args, kwargs))))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise next(_refusals((args, kwargs)))
 
 
-def _reasons(data: Any) -> Any:
+def _refusals(data: Any) -> Iterator[ModuleError]:
     if isinstance(data, AbsentTensor):
-        yield data.reason
+        yield ModuleError(data.reason)
     elif isinstance(data, dict):
         for value in data.values():
-            yield from _reasons(value)
+            yield from _refusals(value)
     elif isinstance(data, list | tuple):
         for value in data:
-            yield from _reasons(value)
+            yield from _refusals(value)

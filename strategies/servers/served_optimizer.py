@@ -81,7 +81,7 @@ class ServedOptimizer:
             step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
         else:
             step = partial(self._step_some, optimizer)
-        self._replaced = {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)}
+        self._replaced: dict[str, Any] = {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)}
         step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler made later does not wrap it
         vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
 
@@ -216,8 +216,9 @@ class ServedOptimizer:
                 state |= answer
             else:
                 return
-        here = {self._named[name]: _on_device(values, self._named[name]) for name, values in state.items()}
-        self.optimizer.state = defaultdict(dict, {**self.optimizer.state, **here})
+        here: defaultdict[Tensor, Any] = defaultdict(dict, self.optimizer.state)
+        here.update((self._named[name], _on_device(values, self._named[name])) for name, values in state.items())
+        self.optimizer.state = here
 
     @torch.no_grad()
     def pull(self) -> None:

@@ -6,7 +6,6 @@ Every peer may call any function in every other: who can connect can run anythin
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from torch.distributed import Store, rpc  # type: ignore[attr-defined]  # as its
 from torch.distributed.rpc import functions
 
 from ..cluster.environment import overridden
-from ..distributed.pickling import pack, unpack
+from ..distributed.pickling import PICKLING_ERRORS, pack, unpack
 from ..errors import ConfigError, RunError
 from ..torch_internals import join_rpc
 from .transport import Arguments, Peers, RequestError, Service
@@ -108,7 +107,7 @@ class TensorPipe:
         sent = packed, arguments.args, dict(arguments.kwargs)
         try:
             result = call(self._internal(peer), _invoke, sent, timeout=timeout)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # by torch, before anything is sent
+        except PICKLING_ERRORS as error:  # by torch, before anything is sent
             raise ConfigError(
                 f"The arguments cannot be sent to {peer}: {error}; give tensors, numbers, lists, references and "
                 "functions that can be imported, and make other objects in the function."
