@@ -51,7 +51,7 @@ tour: $(call installed,test)
 
 # what one GPU can show takes about ten minutes; where there are more, what several can show as well
 test-gpu: $(call installed,test)
-	$(BIN)/pytest tests/gpu -m gpu
+	$(BIN)/pytest tests -m gpu
 
 # nine libraries built on Lightning, in an environment of their own, which takes 8 GB
 test-libraries: .libraries/.installed

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import ActivationCheckpointing, ConfigError, ModelCheckpoint, Trainer, TrainModule, seed_everything
 from echelon.strategies import DataParallelStrategy
 from echelon.strategies.fsdp import FSDPStrategy
+from echelon.strategies.module import activation_offload
 from echelon.strategies.module.activation_checkpointing import _policy, checkpointed
 from echelon.strategies.module.blocks import repeated_blocks
 from echelon.testing import run_ranks
@@ -411,7 +412,11 @@ def test_a_block_in_two_lists_is_one_part():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloading_frees_the_memory_of_a_gpu():
+def test_offloading_frees_the_memory_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(
+        activation_offload, "_IN_FLIGHT", 0
+    )  # of 256 MB on their way nothing of this net would be freed
+
     def kept(setting):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).cuda()
@@ -423,7 +428,8 @@ def test_offloading_frees_the_memory_of_a_gpu():
         return held, [p.grad for p in net.parameters()]
 
     everything, expected = kept(None)
-    for mode in ("full", "selective", None):
+    moves_all = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters  # from torch 2.14 on
+    for mode in ("full", "selective", None) if moves_all else ("full", None):
         held, gradients = kept(ActivationCheckpointing(mode=mode, offload=True))
         assert held < 0.2 * everything
         torch.testing.assert_close(gradients, expected)
