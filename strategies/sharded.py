@@ -24,7 +24,7 @@ from .module.precision import Precision
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.shard_update import step_on_shards
 from .parallel.sharded_module import ShardedModule, configure
-from .parallel.sharding_policy import ShardingOptions, check_dimensions
+from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule
 from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
@@ -82,6 +82,7 @@ class ShardedStrategy(Strategy):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         if self.degrees.world_size > 1:
             check_dimensions(module)
+            check_gradients(module)
 
     def _estimate(self, profile: Profile) -> Estimate:
         if self.degrees.world_size == 1:
@@ -113,7 +114,9 @@ class ShardedStrategy(Strategy):
         return MemoryShare(self._share, self._share, self._share)
 
     def _share(self, parameter: Tensor) -> float:
-        return len(self._holders.of(parameter)) / self.world_size if is_dtensor(parameter) else 1.0
+        if not is_dtensor(parameter):
+            return 0.0 if parameter.is_meta else 1.0  # of another stage
+        return len(self._holders.of(parameter)) / (self.world_size // self.degrees.pp)
 
     def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()

@@ -41,8 +41,8 @@ class Memory:
 
 
 def held_memory(module: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
-    """Return the memory that this rank currently holds."""
-    parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
+    """Return the memory that this rank holds now; parameters of other stages of a pipeline are without memory here."""
+    parameters = [parameter for parameter in module.parameters() if not (is_lazy(parameter) or parameter.is_meta)]
     return Memory(
         parameters=_held(parameters),
         gradients=_held(parameter.grad for parameter in parameters if parameter.grad is not None),

@@ -209,6 +209,24 @@ def check_dimensions(module: nn.Module) -> None:
         )
 
 
+def check_gradients(module: nn.Module) -> None:
+    """Check that no parameter has sparse gradients, which are not reduced to shards.
+
+    Raises:
+        ModuleError: naming the layers that have them.
+    """
+    sparse = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
+    ]
+    if sparse:
+        raise ModuleError(
+            f"{', '.join(sparse[:5])} of {type(module).__name__} must have dense gradients to shard them, got "
+            "sparse=True; set sparse=False, or use strategy='ddp' or a RemoteEmbedding with strategy='ps'."
+        )
+
+
 def _predicate(policy: Policy) -> Predicate:
     predicate = as_predicate(policy)
     if predicate is None:

@@ -203,10 +203,17 @@ def test_too_few_micro_batches_are_refused_before_a_process_starts() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_a_parameter_without_a_dimension_is_refused_before_a_process_starts() -> None:
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("temperature", nn.Parameter(torch.ones(())), "temperature of Model must have a dimension to shard"),
+        ("table", nn.Embedding(16, 8, sparse=True), "table of Model must have dense gradients to shard them"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_a_process_starts(name: str, part: Any, message: str) -> None:
     module = Model()
-    module.temperature = nn.Parameter(torch.ones(()))
+    setattr(module, name, part)
     trainer = Trainer(strategy="pp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    with pytest.raises(ModuleError, match="temperature of Model must have a dimension to shard") as caught:
+    with pytest.raises(ModuleError, match=message) as caught:
         trainer.fit(module, batches())
     assert not hasattr(caught.value, "__notes__")
