@@ -35,7 +35,7 @@ from .pipeline.partition import find_parts
 from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule, ScheduleName, check_schedule
 from .pipeline.spec import signature_of
-from .pipeline.window import StepContext, WindowWork
+from .pipeline.work import StepContext, WindowWork
 from .sharded import ShardedStrategy
 from .state.dtensor import gathered, is_dtensor
 from .tensor_parallel.block_check import BlockCheck
@@ -315,11 +315,8 @@ class ParallelStrategy(ShardedStrategy):
 
     def annotate(self, error: BaseException) -> None:
         super().annotate(error)
-        if self._pipeline is not None and "meta" in str(error).lower():
-            error.add_note(
-                "A parameter of another stage has no values here: it was used outside of its part, or its part was not "
-                "called by its forward. Call it, or name it for this stage, too, in configure_pipeline(num_stages)."
-            )
+        if self._pipeline is not None:
+            self._pipeline.annotate(error)
         if self._sequences is not None and isinstance(error, RecomputationError):
             error.add_note(
                 "Attention under context parallelism is computed again only by Trainer(activation_checkpointing=...); "

@@ -30,7 +30,7 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.replica import copy_from_first
 from .pipeline.timeline import WindowRecorder
-from .pipeline.window import WindowWork
+from .pipeline.work import WindowWork
 from .state.dtensor import multiply_all, whole_on_cpu
 from .state.optimizer_state import state_by_name, state_by_position
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from .partition import Partition, check_is_cut, make_partition, stages_of_parame
 from .schedule import Schedule
 from .stages import StagedModule
 from .timeline import WindowRecorder
-from .window import StepContext, WindowRunner, WindowWork
+from .window import WindowRunner
 from .wire import StageWire
+from .work import StepContext, WindowWork
 
 
 class Pipeline:
@@ -114,6 +116,21 @@ class Pipeline:
         The signature tells steps apart that pass tensors of different shapes on.
         """
         return self.runner.evaluate(signature, step)
+
+    def annotate(self, error: BaseException) -> None:
+        """Add a note to errors of torch that say nothing of stages."""
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        if re.search(r"\bmeta\b", text):
+            error.add_note(
+                "A parameter of another stage has no values here: it was used outside of its part, or its part was not "
+                "called by its forward. Call it, or name it for this stage, too, in configure_pipeline(num_stages)."
+            )
+        if self.schedule.splits_backward and ("stage backward input" in text or "backward an extra time" in text):
+            error.add_note(
+                f"schedule={self.schedule.name!r} computes backward in two halves, which code compiled in the module "
+                "and selective checkpoints of its own cannot; use Trainer(compile=True) or activation_checkpointing=, "
+                "or schedule='1f1b'."
+            )
 
     # --- parameters on several ranks ---------------------------------------------------------------------------------
 

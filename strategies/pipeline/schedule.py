@@ -109,6 +109,11 @@ class Schedule:
         return 1 - busy / (end * self.num_ranks)
 
 
+def without_halves(actions: Sequence[Action]) -> Sequence[Action]:
+    """Return the same order with whole backwards, where a schedule has the gradients of inputs."""
+    return [action._replace(kind="B") if action.kind == "I" else action for action in actions if action.kind != "W"]
+
+
 def check_schedule(name: str, virtual_stages: int | None) -> None:
     """Check the name of a schedule, and the number of stages a rank.
 

@@ -187,7 +187,7 @@ class Pass:
         if self._has_grad and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise ModuleError(
                 f"{name} was called by torch.utils.checkpoint with use_reentrant=True, which hides the gradients of "
-                "what passes between stages; set use_reentrant=False, or use Trainer(activation_checkpointing=True)."
+                "what passes between stages; set use_reentrant=False, or use Trainer(activation_checkpointing='full')."
             )
 
     def _check_order(self, name: str) -> None:

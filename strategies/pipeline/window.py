@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,59 +13,15 @@ from torch import Tensor, nn
 from ..distributed.nested import iterate_tensors
 from ..errors import ModuleError
 from ..torch_internals import backward_for_inputs, backward_for_weights
-from .schedule import Action, Schedule
+from .schedule import Action, Schedule, without_halves
 from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
 from .stages import Pass, StagedModule, has_nan
 from .timeline import WindowRecorder
 from .wire import StageWire, tag_of
+from .work import StepContext, WindowWork
 
 Place = tuple[int, int]
 """A stage and the index of a micro-batch."""
-
-
-class WindowWork(Protocol):
-    """What the loop does for the micro-batches of one step, by their indices."""
-
-    @property
-    def signatures(self) -> Sequence[Hashable]:
-        """One for each micro-batch: batches of the same shapes have the same."""
-
-    @property
-    def position(self) -> int:
-        """A number that tells the windows of a run apart, and that a resumed run has again."""
-
-    @property
-    def micro_batches_a_step(self) -> int:
-        """Of a whole step; the rest of an epoch may have others."""
-
-    def arguments_at(self, index: int) -> Sequence[Any]:
-        """Return what the module's step gets, the batch first."""
-
-    def forward_at(self, index: int) -> Any:
-        """Call the module's step, as far as a stage goes."""
-
-    def loss_at(self, index: int, output: Any) -> Tensor:
-        """Return the loss to differentiate of what the step returned; on the last stage."""
-
-    def backward_of(self, loss: Tensor) -> None:
-        """Add the gradients of a loss."""
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss as its gradients are computed in two halves."""
-
-    def after_backward(self, index: int) -> None:
-        """Take note that a micro-batch has gone backward through all stages of this rank."""
-
-
-class StepContext(NamedTuple):
-    """What surrounds the steps of a pipeline whose ranks compute them together with others of the same stage."""
-
-    recomputing: Callable[[], AbstractContextManager[object]] = nullcontext
-    """In which a stage's backward runs, which may compute parts of its forward again."""
-    is_true_on_any: Callable[[bool], bool] = bool
-    """Tells whether one of these ranks, which all call it, has passed True."""
-    evaluates_alone: bool = True
-    """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""
 
 
 class WindowRunner:
@@ -118,6 +74,8 @@ class WindowRunner:
         self._begin(work.signatures, work.position)
         is_simple = any(self._is_new)
         actions = self._schedule.actions(self._rank, number, is_simple=is_simple)
+        if not work.splits_backward:
+            actions = without_halves(actions)
         do: dict[str, Callable[[Action, WindowWork], None]] = {
             "F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights,
             "SEND_F": self._send, "RECV_F": self._receive, "SEND_B": self._send_gradients,

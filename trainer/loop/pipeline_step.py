@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...callbacks.dispatch import overrides
+from ...strategies import ActivationCheckpointing
 from ...strategies.errors import ModuleError
 from ...strategies.pipeline.spec import signature_of
 from ..data.micro_batch import MicroBatch, Window
@@ -101,9 +102,11 @@ class PipelineStep(SharedStep):
         is_read = self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log
         if not (number and is_read):
             return
-        losses = self.strategy.stage_collectives.all_reduce(self._losses)
+        is_double = any(loss.dtype == torch.float64 for loss in self.weights.losses) if self.weights else False
+        *losses, num_double = self.strategy.stage_collectives.all_reduce([*self._losses, float(is_double)])
+        dtype = torch.float64 if num_double else None
         for index, loss in enumerate(losses):
-            self._outputs.setdefault(index, torch.tensor(loss, device=self.strategy.device))
+            self._outputs.setdefault(index, torch.tensor(loss, dtype=dtype, device=self.strategy.device))
 
     def _show(self, index: int) -> None:
         """Make a micro-batch the current one, for its end hooks."""
@@ -114,6 +117,13 @@ class PipelineStep(SharedStep):
         """Say which micro-batch runs."""
         micro_batch = self.progress.micro_batch = self._window[index]
         self.metrics.batch_size, self.progress.batch_idx = micro_batch.size, batch_idx
+
+    @property
+    def splits_backward(self) -> bool:
+        """Not where torch computes with what it has kept once only."""
+        settings = self.session.settings
+        recomputed = ActivationCheckpointing.of(settings.activation_checkpointing)
+        return not (settings.compile or (recomputed is not None and recomputed.mode == "selective"))
 
     @property
     def micro_batches_a_step(self) -> int:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from echelon import ParallelStrategy, Strategy, Trainer, TrainModule, seed_everything
+from echelon.strategies.module.memory_estimate import expected_memory, held_memory
 from echelon.testing import run_ranks
 
 
@@ -29,7 +30,7 @@ class Block(nn.Module):
 class Model(TrainModule):
     """Blocks in a ModuleDict, around them what is called by its parts, and a metric that is updated before them."""
 
-    def __init__(self, dropout: float = 0.0, segment: int = 0) -> None:
+    def __init__(self, dropout: float = 0.0, segment: int = 0, factor: float = 1.5) -> None:
         super().__init__()
         self.stem = nn.ModuleList([nn.Embedding(16, 8), nn.LayerNorm(8)])
         self.scales = nn.ParameterList([torch.ones(8)])
@@ -38,6 +39,8 @@ class Model(TrainModule):
         self.tokens, self.mean = torchmetrics.SumMetric(), torchmetrics.MeanMetric()
         self.segment = segment
         """How many blocks stand in one checkpoint; 0 for none."""
+        self.factor = factor
+        """By which gradients are multiplied after each backward: the order of micro-batches shows then."""
         self.num_backwards, self.losses = 0, list[float]()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -53,7 +56,8 @@ class Model(TrainModule):
     def loss(self, tokens: Tensor) -> Tensor:
         self.mean(float(tokens.shape[0]))
         logits = self(tokens)
-        self.log_dict({"tokens": self.tokens, "mean": self.mean})
+        if not self.training:
+            self.log_dict({"tokens": self.tokens, "mean": self.mean})
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     def training_step(self, tokens: Tensor) -> Tensor:
@@ -69,7 +73,7 @@ class Model(TrainModule):
         self.num_backwards += 1
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(1.5)
+                parameter.grad.mul_(self.factor)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].item())
@@ -84,7 +88,7 @@ def batches() -> DataLoader[Tensor]:
     return DataLoader(data, batch_size=2)  # four micro-batches a step, and then three, of which one has one sample
 
 
-def train(strategy: str | Strategy, **options: Any) -> dict[str, Any]:
+def train(strategy: str | Strategy, recomputed: Any = None, **options: Any) -> dict[str, Any]:
     seed_everything(2, verbose=False)
     module = Model(**options)
     trainer = Trainer(
@@ -94,6 +98,7 @@ def train(strategy: str | Strategy, **options: Any) -> dict[str, Any]:
         accumulate_grad_batches=4,
         max_epochs=2,
         precision="64-true",
+        activation_checkpointing=recomputed,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -105,13 +110,16 @@ def train(strategy: str | Strategy, **options: Any) -> dict[str, Any]:
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "losses": module.losses,
         "backwards": module.num_backwards,
+        "held": held_memory(module, []).parameters,
+        "expected": expected_memory(module, [], trainer.strategy.memory_share).parameters,
     }
 
 
 def train_all() -> dict[str, Any]:
     make = partial(ParallelStrategy, pp=2)
     ends = {"plain": train(make()), "dropped": train(make(), dropout=0.3)}
-    # the schedule is the same for all: the hook scales what micro-batches have added, in their order
+    ends["in order"] = train(make(), dropout=0.3, factor=1.0)
+    ends["in halves"] = train(make(schedule="zbv_zero_bubble"), recomputed="selective", dropout=0.3, factor=1.0)
     return ends | {f"segments of {size}": train(make(), dropout=0.3, segment=size) for size in (1, 3, 4)}
 
 
@@ -123,11 +131,15 @@ def ends() -> list[dict[str, Any]]:
 
 def test_hooks_metrics_and_containers_are_those_of_one_process(ends: list[dict[str, Any]]) -> None:
     alone = train("single")
+    everything = alone.pop("held")
+    assert everything == alone.pop("expected")
     assert alone["metrics"]["tokens"] == 13 * 5
     assert alone["backwards"] == 7 + 3
+    held = [end["plain"].pop("held") for end in ends]
+    assert held == [end["plain"].pop("expected") for end in ends]
+    assert sum(held) == everything + alone["state"]["scales.0"].nbytes  # which every stage has
     for end in ends:
-        torch.testing.assert_close(end["plain"], alone, rtol=0, atol=1e-6)
-        torch.testing.assert_close(end["plain"]["state"], alone["state"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(end["plain"], alone, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -137,3 +149,8 @@ def test_a_checkpoint_around_blocks_computes_with_the_random_numbers_of_forward(
     assert ends[0]["dropped"]["losses"] != ends[0]["plain"]["losses"]
     for end in ends:
         torch.testing.assert_close(end[f"segments of {size}"], end["dropped"], rtol=0, atol=1e-12)
+
+
+def test_what_selective_checkpointing_keeps_once_takes_whole_backwards(ends: list[dict[str, Any]]) -> None:
+    for name in ("state", "metrics", "losses", "backwards"):
+        torch.testing.assert_close(ends[0]["in halves"][name], ends[0]["in order"][name], rtol=0, atol=1e-12)

@@ -1,0 +1,58 @@
+"""WindowWork: what the loop does for the micro-batches of a step in stages, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class WindowWork(Protocol):
+    """What the loop does for the micro-batches of one step, by their indices."""
+
+    @property
+    def signatures(self) -> Sequence[Hashable]:
+        """One for each micro-batch: batches of the same shapes have the same."""
+
+    @property
+    def position(self) -> int:
+        """A number that tells the windows of a run apart, and that a resumed run has again."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs can be computed apart from those of weights."""
+
+    @property
+    def micro_batches_a_step(self) -> int:
+        """Of a whole step; the rest of an epoch may have others."""
+
+    def arguments_at(self, index: int) -> Sequence[Any]:
+        """Return what the module's step gets, the batch first."""
+
+    def forward_at(self, index: int) -> Any:
+        """Call the module's step, as far as a stage goes."""
+
+    def loss_at(self, index: int, output: Any) -> Tensor:
+        """Return the loss to differentiate of what the step returned; on the last stage."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        """Add the gradients of a loss."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss as its gradients are computed in two halves."""
+
+    def after_backward(self, index: int) -> None:
+        """Take note that a micro-batch has gone backward through all stages of this rank."""
+
+
+class StepContext(NamedTuple):
+    """What surrounds the steps of a pipeline whose ranks compute them together with others of the same stage."""
+
+    recomputing: Callable[[], AbstractContextManager[object]] = nullcontext
+    """In which a stage's backward runs, which may compute parts of its forward again."""
+    is_true_on_any: Callable[[bool], bool] = bool
+    """Tells whether one of these ranks, which all call it, has passed True."""
+    evaluates_alone: bool = True
+    """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""
