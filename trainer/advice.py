@@ -20,21 +20,21 @@ _HAS_TF32: Final = (8, 0)
 
 _ADVICE: Final = {
     "expected target dtype to be Long|expected scalar type Long": (
-        "Classes are given by their numbers, as integers: convert the targets with target.long()."
+        "Class targets must be integer indices: convert them with target.long()."
     ),
     r"Target \d+ is out of bounds": (
-        "Classes are numbered from 0 to the number of outputs - 1: make the last layer as wide as there are classes, "
-        "or number them from 0."
+        "Class indices go from 0 to the number of outputs - 1: give the last layer one output per class, or number "
+        "the classes from 0."
     ),
     "shapes cannot be multiplied": (
-        "The last dimension of a layer's input must be its in_features: see the shapes of the batch, flatten(1) what "
-        "has more dimensions, or change the layer."
+        "The last dimension of a layer's input must equal its in_features: check the batch's shapes, call flatten(1) "
+        "on inputs with more dimensions, or change the layer."
     ),
     "'NoneType' object has no attribute '(experiment|log_|add_)": (
-        "There is no logger: pass one, as with Trainer(logger=CSVLogger('logs')), or ask `if self.logger` before."
+        "There is no logger: pass one, as with Trainer(logger=CSVLogger('logs')), or check `if self.logger` first."
     ),
     "no NVIDIA driver|not compiled with CUDA": (
-        "The trainer moves module and batches by itself: leave .cuda() out, and make tensors with device=self.device."
+        "The trainer moves the module and batches itself: remove .cuda(), and create tensors with device=self.device."
     ),
     'missing the required "forward" function': (
         "Call the layer that the module holds, such as self.net(x), or define forward(self, x)."
@@ -47,8 +47,9 @@ _ADVICE: Final = {
         "A data set that is read by index needs __len__: define it, or derive it from IterableDataset."
     ),
     "does not require grad and does not have a grad_fn": (
-        "backward needs what was computed from parameters with gradients on: not detached, not under torch.no_grad(), "
-        "and not in an evaluation, but for torch.enable_grad() with Trainer(inference_mode=False)."
+        "backward needs a result computed from parameters with gradients enabled: not detached, not under "
+        "torch.no_grad(), and not in an evaluation, except under torch.enable_grad() with "
+        "Trainer(inference_mode=False)."
     ),
     "backward through the graph a second time": (
         "The trainer calls backward on what training_step returns: return the loss without loss.backward(), and "
@@ -75,7 +76,7 @@ _ADVICE: Final = {
         "Trainer(inference_mode=False)."
     ),
     "modified by an inplace operation": (
-        "A tensor that backward needs was changed before it: clone() it, or find the operation with "
+        "A tensor was modified before backward could use it: clone() it, or find the operation with "
         "Trainer(detect_anomaly=True)."
     ),
 }

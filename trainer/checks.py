@@ -80,7 +80,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         )
     if "_modules" not in vars(module):
         name = type(module).__name__
-        raise ModuleError(f"{name}.__init__ must call super().__init__(), got a {name} without; call it first.")
+        raise ModuleError(f"{name}.__init__ must call super().__init__(), but did not; call it first.")
     _check_step(module, _STEPS[task], task)
     if task == "fit" and overrides(module, "validation_step", TrainModule):
         check_step_arguments(module, "validation_step", _STEP_ARGUMENTS)
@@ -107,7 +107,7 @@ def check_loaders(source: object, name: str) -> None:
     if num_tensors:
         raise DataError(
             f"{name} must be a loader, or a list or dict of loaders, got a {type(source).__name__} that holds tensors "
-            f"({num_tensors}); pass DataLoader(batches, batch_size=None) for batches that are made already."
+            f"({num_tensors}); pass DataLoader(batches, batch_size=None) for ready-made batches."
         )
 
 

@@ -152,9 +152,9 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     saved = checkpoint.load(last) if last is not None and last.exists() else None
     if saved is None or saved["loop"]["global_step"] != run.state.global_step:
         raise RunError(
-            f"The state of the optimizers has ended with the processes of this fit, whose last checkpoint is {last} "
-            f"(the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a ModelCheckpoint, "
-            "or pass weights_only=True."
+            "The state of the optimizers is gone, as the processes of this fit have ended; its last checkpoint is "
+            f"{last} (the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a "
+            "ModelCheckpoint, or pass weights_only=True."
         )
     state = {**saved, "model": dict(run.module.state_dict())}  # the caller's current weights
     checkpoint.save(path, state, origin=run.origin.after())

@@ -166,8 +166,8 @@ def warn_if_endless(session: Session) -> None:
     has_limit = any(limit is not None for limit in (settings.max_epochs, settings.last_step, settings.max_time))
     if data is not None and data.num_batches == math.inf and not has_limit:
         warnings.warn(
-            f"The training loader, a {type(data.source).__name__}, has no length, and nothing says when to end: not "
-            f"before {settings.last_epoch} epochs; set max_epochs, max_steps, max_time or limit_train_batches.",
+            f"The training loader, a {type(data.source).__name__}, has no length, and the only limit of the run is "
+            f"{settings.last_epoch} epochs; set max_epochs, max_steps, max_time or limit_train_batches.",
             stacklevel=2,
         )
 
@@ -261,7 +261,7 @@ def build_optimizers(session: Session) -> None:
     if returned and frozen and len(frozen) == sum(1 for _ in module.parameters()):
         warnings.warn(
             f"All {len(frozen)} parameters of {type(module).__name__} are frozen, such as {frozen[0]!r}: nothing is "
-            "trained; call requires_grad_() on what shall be.",
+            "trained; call requires_grad_() on those to train.",
             stacklevel=2,
         )
     configured = parse_optimizers(returned)
@@ -274,8 +274,8 @@ def build_optimizers(session: Session) -> None:
     evaluating = [type(optimizer).__name__ for optimizer in configured.optimizers if needs_closure(optimizer)]
     if evaluating and strategy.precision.uses_scaler:
         raise ConfigError(
-            f"precision={strategy.precision.name!r} scales gradients, which an optimizer that evaluates the loss "
-            f"itself ({evaluating}) cannot take; use bf16-mixed or 32-true."
+            f"precision={strategy.precision.name!r} scales gradients, but an optimizer that evaluates the loss itself "
+            f"({evaluating}) needs them unscaled; use bf16-mixed or 32-true."
         )
     strategy.setup_optimizers(configured.optimizers)
     session.optimizers, session.schedulers = configured.optimizers, configured.schedulers
@@ -290,8 +290,8 @@ def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
     late = [name for name, parameter in session.module.named_parameters() if parameter not in known]
     if late:
         warnings.warn(
-            f"{', '.join(late[:3])}{' ...' if late[3:] else ''} of {type(session.module).__name__} came after "
-            "configure_optimizers and is in no optimizer, so that it is not trained; make it in __init__ or "
+            f"{', '.join(late[:3])}{' ...' if late[3:] else ''} of {type(session.module).__name__} was added after "
+            "configure_optimizers and is in no optimizer, so it is not trained; create it in __init__ or "
             "configure_model.",
             stacklevel=2,
         )

@@ -43,7 +43,7 @@ def test_a_node_in_place_of_a_lost_one_gets_what_its_stage_shares_with_others(
         left = next(one for one in both if one.process.poll() is None)
         weights = nodes.finish(left, nodes.start(1))
     nodes.check_no_scar(weights, undisturbed)
-    assert "goes on from step 6" in left.log.read_text()
+    assert "resumes from step 6" in left.log.read_text()
 
 
 def test_nodes_that_may_be_too_few_for_the_stages_are_refused_at_the_start(memory_path: Any) -> None:

@@ -185,7 +185,7 @@ def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys):
     [
         ("a.py", b"import lightning\ndef f(:\n", r"must be Python of this version, found .* in line 2"),
         ("a.py", b"import torch\n", "found no such import"),
-        ("a.py", b"\x00\xff\xfe", "which is no text|must be Python"),
+        ("a.py", b"\x00\xff\xfe", "which is not text|must be Python"),
         ("a.ipynb", b"{}", "got the notebook"),
         ("folder", None, "got the folder"),
         ("absent.py", None, "No such file"),

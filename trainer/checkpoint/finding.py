@@ -123,7 +123,7 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
         _logger.warning("%s is %s, so it is not deleted; delete it by hand.", path, owner)
         return False
     if _is_linked(path):
-        _logger.info("%s is what a link in its folder stands for, so it is not deleted.", path)
+        _logger.info("%s is the target of a link in its folder, so it is not deleted.", path)
         return False
     is_newest = not any(_is_complete(newer) for newer in siblings[index + 1 :])
     if is_newest and _is_complete(siblings[index]):

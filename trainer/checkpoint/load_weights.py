@@ -102,8 +102,8 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     differences = difference(module, weights)
     if strict and differences:
         raise CheckpointError(
-            f"The weights do not fit {type(module).__name__}; choose names with include= and exclude=, "
-            f"or load with strict=False what fits.\n{differences}"
+            f"The weights do not fit {type(module).__name__}; choose names with include= and exclude=, or load those "
+            f"that fit with strict=False.\n{differences}"
         )
     unfit = {*differences.unexpected, *(name for name, _, _ in differences.mismatched)}
     own = module.state_dict()

@@ -68,7 +68,8 @@ def _copy_through_pinned(copies: Copies, stream: Any) -> None:
         chunks = [_Chunk(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)) for _ in range(_NUM_CHUNKS)]
     except RuntimeError as error:
         _log.warning(
-            "No memory can be pinned (%s); the state is copied from the device without, which is slower.", error
+            "Memory cannot be pinned (%s); the state is copied from the device to pageable memory, which is slower.",
+            error,
         )
         for buffer, tensor in copies:
             buffer.copy_(tensor)

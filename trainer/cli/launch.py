@@ -155,16 +155,19 @@ def _check_nodes(options: argparse.Namespace) -> None:
     if rank is not None and least != most:
         raise ValueError(f"--node-rank {rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
     if rank is not None and restarts:
-        raise ValueError(f"--max-restarts {restarts} on several nodes needs ranks as they come: no --node-rank")
+        raise ValueError(
+            f"--max-restarts {restarts} on several nodes needs nodes that get their ranks as they join; "
+            "leave --node-rank out"
+        )
     if rank is not None and options.nodes is not None:
-        raise ValueError(f"--node-rank {rank}: elastic nodes take their ranks as they come; leave it out")
+        raise ValueError(f"--node-rank {rank}: elastic nodes get their ranks as they join; leave it out")
     if rank is not None and rank >= most:
         raise ValueError(f"--node-rank {rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
     if endpoint is not None:
         try:
             address_towards(_host(endpoint))
         except (OSError, ValueError) as error:
-            reason = f"--rdzv {endpoint} leads nowhere ({error}); give an address of node 0 that all nodes reach"
+            reason = f"--rdzv {endpoint} cannot be used ({error}); give an address of node 0 that all nodes reach"
             raise ValueError(reason) from None
 
 

@@ -37,7 +37,7 @@ def draw_for_command(draw: Callable[[Path], None], asked: Path | None, usual: Pa
     except EchelonError as error:
         if asked is not None:
             raise
-        say(f"There is no figure: {error}")
+        say(f"No figure was drawn: {error}")
     else:
         if not prints_json:
             say(f"Drawn as {target}.")

@@ -35,9 +35,9 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
         return
     if (sampler.num_replicas, sampler.rank) != (ranks.data_size, ranks.data_rank):
         raise DataError(
-            f"The loader's {type(sampler).__name__} must deal to the {ranks.data_size} data ranks, got num_replicas="
-            f"{sampler.num_replicas} and rank={sampler.rank} on data rank {ranks.data_rank}. Build it in "
-            "train_dataloader() or its like, with num_replicas=self.trainer.strategy.data_size and "
+            f"The loader's {type(sampler).__name__} must deal to the {ranks.data_size} data ranks, got "
+            f"num_replicas={sampler.num_replicas} and rank={sampler.rank} on data rank {ranks.data_rank}. Build it in "
+            "train_dataloader() or a similar hook, with num_replicas=self.trainer.strategy.data_size and "
             "rank=self.trainer.strategy.data_rank; or leave it out: samples are dealt without it."
         )
 

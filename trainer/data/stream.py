@@ -118,9 +118,10 @@ def load_place(stream: Stream, state_dict: Mapping[str, Any]) -> None:
     if saved != stream.num_streams:
         position = position * saved // stream.num_streams
         warnings.warn(
-            f"{stream!r} yields to each rank batches of its own. It was saved by {saved} ranks, {stream.num_streams} "
-            f"go on, each from position {position}: some samples of this epoch may come twice or never. Use a data "
-            "set with indices, and no DistributedSampler, to resume exactly on any number of ranks.",
+            f"{stream!r} yields different batches on each rank. It was saved by {saved} ranks, and "
+            f"{stream.num_streams} resume, each from position {position}: some samples of this epoch may come twice "
+            "or never. To resume exactly on any number of ranks, use a data set with indices, and no "
+            "DistributedSampler.",
             stacklevel=2,
         )
     stream.position = position

@@ -111,7 +111,7 @@ class Engine(EngineProcesses):
         )
         if strategy is None or any(self._strategies.get(each) is strategy for each in self._optimizers()):
             raise ConfigError(
-                f"setup_optimizers must get all optimizers of one module that engine.setup got without any, got "
+                "setup_optimizers must get all optimizers of one module that was passed to engine.setup alone, got "
                 f"{len(optimizers)} of other modules; pass them to engine.setup(module, *optimizers)."
             )
         check_optimizers(optimizers, strategy.module, self._precision)

@@ -96,14 +96,14 @@ def check_optimizers(optimizers: Sequence[object], module: nn.Module, precision:
         foreign = [tuple(parameter.shape) for parameter in held if parameter not in own]
         if foreign:
             raise ModuleError(
-                f"{len(foreign)} of {len(held)} parameters of {name} are not those of {type(module).__name__}, of "
-                f"shapes {foreign[:3]}; build it from module.parameters(), and put modules that share an optimizer "
+                f"{len(foreign)} of {len(held)} parameters of {name} do not belong to {type(module).__name__}, with "
+                f"the shapes {foreign[:3]}; build it from module.parameters(), and put modules that share an optimizer "
                 "into one."
             )
         if needs_closure(optimizer) and precision.uses_scaler:
             raise ConfigError(
-                f"precision={precision.name!r} scales gradients, which {name}, as it evaluates the loss itself, cannot "
-                "take; use bf16-mixed or 32-true."
+                f"precision={precision.name!r} scales gradients, but {name} evaluates the loss itself and needs them "
+                "unscaled; use bf16-mixed or 32-true."
             )
 
 

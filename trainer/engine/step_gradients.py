@@ -134,9 +134,9 @@ class StepGradients:
             self._begin()
         if not self._has_forward:
             raise RunError(
-                f"engine.backward must get a loss of a module that engine.setup has returned, got one while none of "
-                f"{len(self.trained)} has computed anything; call the module itself, and mark methods that compute "
-                "without calling it with module.mark_forward_method(name)."
+                "engine.backward must get a loss computed by a module that engine.setup returned, got one although "
+                f"none of the {len(self.trained)} has computed anything; call the module itself, and mark methods that "
+                "bypass its forward with module.mark_forward_method(name)."
             )
         self._num_backwards += 1
         self._has_met = self.syncs

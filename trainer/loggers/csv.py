@@ -131,8 +131,8 @@ class CSVLogger(FolderLogger):
             self.silence()
             self._rows = []
             warnings.warn(
-                f"{self._path} has been written by another process; this one, which was stopped or cut off while other "
-                "nodes went on, writes no more.",
+                f"{self._path} has been written by another process while this one was stopped or cut off from the "
+                "other nodes; this process stops writing to it.",
                 stacklevel=2,
             )
         self.write_texts()

@@ -173,7 +173,7 @@ class MLFlowLogger(TrackerLogger):
             if self._is_id_given:
                 raise
             warnings.warn(
-                f"The store {self.tracking_uri!r} has no run {self._run_id!r} to go on with; another run begins.",
+                f"The store {self.tracking_uri!r} has no run {self._run_id!r} to resume; a new run begins.",
                 stacklevel=2,
             )
             return False
@@ -244,7 +244,7 @@ class MLFlowLogger(TrackerLogger):
                 names = client.get_run(str(self._run_id)).data.metrics
                 points = [point for name in names for point in client.get_metric_history(str(self._run_id), name)]
         except OSError as error:
-            warnings.warn(f"MLFlowLogger cannot read its run ({error}); some points may stand twice.", stacklevel=2)
+            warnings.warn(f"MLFlowLogger cannot read its run ({error}); some points may be logged twice.", stacklevel=2)
             return
         self._known = {}
         for point in points:
@@ -306,7 +306,7 @@ class MLFlowLogger(TrackerLogger):
         changed = sorted(name for name, value in self._params.items() if stored.get(name, value) != value)
         if changed:
             warnings.warn(
-                f"MLflow keeps the first value of a hyper-parameter; of this run it stays with {', '.join(changed)}.",
+                f"MLflow keeps the first value of a hyper-parameter; this run keeps {', '.join(changed)}.",
                 stacklevel=2,
             )
         new = [Param(name, value) for name, value in self._params.items() if name not in stored]

@@ -159,8 +159,8 @@ class TensorBoardLogger(FolderLogger):
                     self.experiment.add_graph(module, example_input)
         except Exception as error:  # noqa: BLE001  # whatever the user's forward raises under a trace
             warnings.warn(
-                f"The graph of {type(module).__name__} is not logged, tracing it failed: {error}; "
-                "check example_input_array, or give log_graph=False.",
+                f"The graph of {type(module).__name__} is not logged because tracing it failed: {error}; check "
+                "example_input_array, or give log_graph=False.",
                 stacklevel=2,
             )
 

@@ -128,8 +128,8 @@ class WandbLogger(TrackerLogger):
         active = wandb.run
         if active is not None and self._run_id in (None, active.id):
             warnings.warn(
-                f"WandbLogger logs to the run {active.id!r}, which is in progress; for another one call "
-                "wandb.finish() before, or give an id.",
+                f"WandbLogger logs to the run {active.id!r}, which is in progress; to start another, call "
+                "wandb.finish() first, or give an id.",
                 stacklevel=2,
             )
             self._run = active

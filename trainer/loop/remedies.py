@@ -53,5 +53,6 @@ def raise_if_single_sample(session: Session, error: ValueError) -> None:
     raise DataError(
         f"BatchNorm in training needs more than one value per channel, got batch {session.progress.batch_idx} of epoch "
         f"{session.state.epoch} with 1 sample on rank {strategy.rank} of {strategy.world_size}. The last batch of an "
-        "epoch is what is left over, cut by the ranks: set drop_last=True in the DataLoader, or another batch_size."
+        "epoch holds the remaining samples, divided among the ranks: set drop_last=True in the DataLoader, or another "
+        "batch_size."
     ) from error

@@ -109,9 +109,9 @@ class SharedStep(Step):
             ModuleError: always.
         """
         raise ModuleError(
-            f"training_step returned None on rank {self.strategy.rank} of {self.strategy.world_size}, where the "
-            "other ranks wait for its gradients. Return Loss(total, count) on all ranks, and Loss(0 * loss, 0) for a "
-            "batch that is to count nothing."
+            f"training_step returned None on rank {self.strategy.rank} of {self.strategy.world_size}, where the other "
+            "ranks wait for its gradients. Return Loss(total, count) on all ranks, and Loss(0 * loss, 0) for a batch "
+            "that should not count."
         )
 
     # --- ranks with fewer samples than others ------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Metrics:
             if batch_size < 0:
                 raise ModuleError(
                     f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {batch_size}; give "
-                    "theirs, or leave it out."
+                    "that number, or leave it out."
                 )
         if entry.step is not None:
             if entry.stamp != self.position or entry.batch != self.batch:

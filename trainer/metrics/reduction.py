@@ -218,8 +218,9 @@ class Reduction:
         for rank, names in enumerate(lacking):
             if names:
                 raise ModuleError(
-                    f"self.log({names[0]!r}, metric) was not called on rank {rank}, which takes part in computing "
-                    f"it and finds no such metric in {type(self._module).__name__}; assign it to an attribute there."
+                    f"self.log({names[0]!r}, metric) was not called on rank {rank}, which must take part in computing "
+                    f"it but finds no such metric in {type(self._module).__name__}; assign the metric to an attribute "
+                    "of the module."
                 )
 
     def _described(self, share: Share) -> Line:
@@ -282,6 +283,6 @@ def _two_ways(known: Line, other: Line, rank: int) -> ModuleError:
         if one.compare and getattr(known, one.name) != getattr(other, one.name)
     ]
     return ModuleError(
-        f"self.log({known.name!r}, ...) was called on rank {rank} in another way than on a rank before it: "
+        f"self.log({known.name!r}, ...) was called on rank {rank} in a different way than on a lower rank: "
         f"{', '.join(found)}; use one way, or two names."
     )

@@ -29,6 +29,6 @@ def warn_of_unclear_size(batch: Any) -> None:
         (name, size), (other_name, other_size) = sizes[0], other
         warnings.warn(
             f"The batch size is not clear: batch{name} has {size} entries and batch{other_name} {other_size}; {size} "
-            "is taken. Define batch_size_of(self, batch) in the module, or pass batch_size= to self.log.",
+            "is used. Define batch_size_of(self, batch) in the module, or pass batch_size= to self.log.",
             stacklevel=2,
         )

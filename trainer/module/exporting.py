@@ -142,8 +142,9 @@ class Exporting:
         sharded = [name for name, parameter in self.named_parameters() if is_dtensor(parameter) or parameter.is_meta]
         if sharded:
             raise RunError(
-                f"{type(self).__name__} cannot be exported here, got {len(sharded)} parameters of which this rank has "
-                f"a part ({sharded[0]}, ...); call this after fit, or load the checkpoint with load_from_checkpoint."
+                f"{type(self).__name__} cannot be exported here, got {len(sharded)} parameters of which this rank "
+                f"holds only a part ({sharded[0]}, ...); call this after fit, or load the checkpoint with "
+                "load_from_checkpoint."
             )
         return self
 

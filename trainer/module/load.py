@@ -77,7 +77,8 @@ def load_module(
     is_set = not own or "strict_loading" in vars(module)
     if is_set and strict is not None and strict != own:
         raise ConfigError(
-            f"strict must agree with {cls.__name__}.strict_loading={own}, got strict={strict}; set both alike."
+            f"strict must agree with {cls.__name__}.strict_loading={own}, got strict={strict}; set both to the same "
+            "value."
         )
     for prepare, arguments in (("configure_model", ()), ("on_load_checkpoint", (state,))):
         getattr(module, prepare, lambda *_: None)(*arguments)

@@ -30,7 +30,7 @@ class Loss:
     def __post_init__(self) -> None:
         if not isinstance(self.count, Tensor) and self.count < 0:
             raise ModuleError(
-                f"Loss.count must be a number of units from 0, got {self.count}; give how many there are."
+                f"Loss.count must be a number of units from 0, got {self.count}; give the number of units."
             )
 
     @property

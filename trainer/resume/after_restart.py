@@ -73,7 +73,7 @@ def go_on(session: Session) -> None:
     if strategy.rank == 0:
         _note_return(supervisor, recovery.fit, 0 if path is None else step)
         where = "the beginning" if session.resumed_from is None else f"step {step}, {session.resumed_from}"
-        _log.warning("Round %d of the run goes on from %s", supervisor.round.number, where)
+        _log.warning("Round %d of the run resumes from %s", supervisor.round.number, where)
 
 
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:

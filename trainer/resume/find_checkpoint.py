@@ -61,8 +61,8 @@ def _folders_of_runs(parent: Path) -> list[str]:
         return list(map(str, parent.glob("*/checkpoints")))
     except OSError as error:
         raise CheckpointError(
-            f"The runs in {parent} cannot be looked through for the last checkpoint: {explain(error)}; or "
-            "give its path as ckpt_path."
+            f"The runs in {parent} cannot be searched for the last checkpoint: {explain(error)}; or give its path as "
+            "ckpt_path."
         ) from error
 
 

@@ -28,14 +28,14 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
     """
     if not session.is_built:
         raise RunError(
-            f"save_checkpoint({str(path)!r}) was called before this {session.task} had its module and optimizers, or "
-            "after an error in that; call it from on_fit_start on, or after a run that has come so far."
+            f"save_checkpoint({str(path)!r}) was called before this {session.task} had set up its module and "
+            "optimizers, or after that failed; call it in on_fit_start or later, or after a run that got that far."
         )
     if session.has_failed and session.strategy.world_size > 1:
         raise RunError(
             f"save_checkpoint({str(path)!r}) was called after an error on rank {session.strategy.rank} of "
-            f"{session.strategy.world_size}: the other ranks may not come to save with it; resume from the last "
-            "checkpoint that a ModelCheckpoint has saved (ckpt_path='last')."
+            f"{session.strategy.world_size}: the other ranks may not join in saving; resume from the last checkpoint "
+            "that a ModelCheckpoint has saved (ckpt_path='last')."
         )
     if session.progress.is_in_step and not (weights_only or session.has_failed):
         raise RunError(

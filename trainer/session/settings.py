@@ -30,8 +30,8 @@ _AMOUNTS: Final = (*_LIMITS, "overfit_batches", "val_check_interval")
 
 _WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "plugins": (
-        "give precision= its name, strategy= an object such as DDPStrategy(), and what the launcher says is found by "
-        "itself; checkpoints are written in one format (docs/checkpoint-format.md)"
+        "name the precision in precision=, pass strategy= an object such as DDPStrategy(), and leave the launcher's "
+        "settings to be detected; checkpoints have one format (docs/checkpoint-format.md)"
     ),
     "model_registry": "upload the checkpoint in a callback's on_fit_end",
 }
@@ -39,7 +39,7 @@ _WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
 
 OF_LIGHTNING_1: Final[Mapping[str, str]] = {
     **dict.fromkeys(("gpus", "num_gpus", "auto_select_gpus"), "accelerator='gpu' and devices=, the number of them"),
-    **dict.fromkeys(("tpu_cores", "ipus"), "accelerator='auto': CPUs, CUDA and MPS are what there is"),
+    **dict.fromkeys(("tpu_cores", "ipus"), "accelerator='auto': CPUs, CUDA and MPS are supported"),
     "num_processes": "devices=",
     "distributed_backend": "strategy=",
     **dict.fromkeys(("amp_backend", "amp_level"), "precision='bf16-mixed' or '16-mixed'"),
@@ -48,7 +48,9 @@ OF_LIGHTNING_1: Final[Mapping[str, str]] = {
     "weights_save_path": "default_root_dir=, or ModelCheckpoint(dirpath=)",
     **dict.fromkeys(("progress_bar_refresh_rate", "process_position"), "TQDMProgressBar(refresh_rate=) in callbacks="),
     **dict.fromkeys(("weights_summary",), "enable_model_summary=, or ModelSummary(max_depth=) in callbacks="),
-    **dict.fromkeys(("auto_lr_find", "auto_scale_batch_size"), "short runs with max_steps"),
+    **dict.fromkeys(
+        ("auto_lr_find", "auto_scale_batch_size"), "LearningRateFinder() or BatchSizeFinder() in callbacks="
+    ),
     "stochastic_weight_avg": "StochasticWeightAveraging() in callbacks=",
     "terminate_on_nan": "NaNGuard() in callbacks=",
     "track_grad_norm": "self.log with torch.nn.utils.get_total_norm in on_before_optimizer_step",
@@ -59,7 +61,7 @@ OF_LIGHTNING_1: Final[Mapping[str, str]] = {
     "multiple_trainloader_mode": "CombinedLoader(loaders, mode=) for train_dataloaders",
     "truncated_bptt_steps": "manual optimization in training_step",
     "prepare_data_per_node": "rank_zero_first(local=True) in setup",
-    "move_metrics_to_cpu": "nothing: metrics need no memory of the device",
+    "move_metrics_to_cpu": "nothing: metrics use no device memory",
 }
 """Arguments of Lightning 1's Trainer, and their replacements."""
 
@@ -305,11 +307,11 @@ def _check_counts(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value < smallest:
             meaning = " (-1 means no limit)" if smallest == -1 else ""
-            raise ConfigError(f"{name}={value} is not possible; give {smallest} or more{meaning}.")
+            raise ConfigError(f"{name} must be >= {smallest}{meaning}, got {value}; change it.")
     if settings.gradient_clip_val is not None and not settings.gradient_clip_val >= 0:
         raise ConfigError(
-            f"gradient_clip_val={settings.gradient_clip_val} is not possible; give a number above 0, or None for "
-            "no clipping."
+            f"gradient_clip_val must be above 0, got {settings.gradient_clip_val}; give such a number, or None for no "
+            "clipping."
         )
 
 
@@ -318,15 +320,16 @@ def _check_amounts(settings: Settings) -> None:
         value = getattr(settings, name)
         if isinstance(value, int | float) and not (0 <= value <= 1 or (value > 1 and value % 1 == 0)):
             raise ConfigError(
-                f"{name}={value} is not possible; give a fraction from 0.0 to 1.0, or a number of batches as an int."
+                f"{name}={value} is neither a fraction nor a number of batches; give a fraction from 0.0 to 1.0, or a "
+                "number of batches as an int."
             )
     interval = settings.val_check_interval
     if not isinstance(interval, int | float):
         parse_duration("val_check_interval", interval)
     elif interval == 0:
         raise ConfigError(
-            f"val_check_interval={interval} is not possible; give a fraction of an epoch up to 1.0, batches as an int, "
-            "or limit_val_batches=0 for no validation."
+            f"val_check_interval must be above 0, got {interval}; give a fraction of an epoch up to 1.0, batches as an "
+            "int, or limit_val_batches=0 for no validation."
         )
     if settings.check_val_every_n_epoch is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
@@ -335,7 +338,7 @@ def _check_amounts(settings: Settings) -> None:
         )
     if not isinstance(settings.fast_dev_run, bool) and settings.fast_dev_run < 0:
         raise ConfigError(
-            f"fast_dev_run={settings.fast_dev_run} is not possible; give True, False or a number of batches."
+            f"fast_dev_run must not be negative, got {settings.fast_dev_run}; give True, False or a number of batches."
         )
 
 
@@ -348,7 +351,7 @@ def _check_combinations(settings: Settings) -> None:
     recomputed = ActivationCheckpointing.of(settings.activation_checkpointing)
     if settings.compile and recomputed is not None and recomputed.offload:
         raise ConfigError(
-            f"compile={settings.compile!r:.40} cannot compile parts that move what they keep, but "
+            f"compile={settings.compile!r:.40} cannot compile blocks that offload their activations, but "
             f"activation_checkpointing has offload={recomputed.offload}; drop one of them."
         )
     for name in ("epochs", "steps"):

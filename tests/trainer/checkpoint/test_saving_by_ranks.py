@@ -163,7 +163,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 
     errors = on_ranks(3, run, timeout=0.2)
     for error in (errors[0], errors[2]):
-        assert "rank 1 of 3 has not said" in str(error) or "rank 0 of 3 has not said" in str(error)
+        assert "rank 1 of 3 has not reported" in str(error) or "rank 0 of 3 has not reported" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
     verify(tmp_path / "old.ckpt")
 
@@ -172,7 +172,7 @@ def test_a_run_that_has_failed_does_not_wait_for_dead_ranks(tmp_path: Path) -> N
     writer = AsyncWriter(SavingGroup(HashStore(), 0, 2, timedelta(hours=1), grace=timedelta(seconds=0.1)))
     writer.save(tmp_path / "a.ckpt", dealt(1, 0, 2))
     writer.abandon()
-    with pytest.raises(CheckpointError, match="rank 1 of 2 has not said that it has written its tensors"):
+    with pytest.raises(CheckpointError, match="rank 1 of 2 has not reported that its tensors are written"):
         writer.close()
     assert not list(tmp_path.iterdir())
 

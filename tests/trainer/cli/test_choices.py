@@ -95,7 +95,7 @@ def test_help_for_a_class_shows_its_arguments_and_their_docstrings(folder, capsy
     assert main(["fit", "run.yaml", "--help-for", "torch.optim.AdamW"]) == 0
     assert "weight_decay: float = 0.01\n      " in capsys.readouterr().out
     assert main(["fit", "run.yaml", "--help-for", "modul"]) == 2
-    assert "--help-for='modul' is no class, nor the key of one. Did you mean 'module'?" in capsys.readouterr().err
+    assert "--help-for='modul' is neither a class nor the key of one. Did you mean 'module'?" in capsys.readouterr().err
 
 
 def test_print_config_gives_every_default(folder, capsys):
@@ -146,7 +146,7 @@ def test_predict_writes_a_file_in_the_format_of_its_ending_and_takes_the_best_of
     capsys.readouterr()
     for words, message in (
         (["--output", "found.txt"], "must end with one of .jsonl, .csv, .safetensors, got '.txt'"),
-        (["--output", "gone/found.csv"], "lies in a folder that is not there; make gone"),
+        (["--output", "gone/found.csv"], "is in a folder that does not exist; create gone"),
         (["--output", "found.csv", "module.kind=text"], "must return tensors with a row for each sample"),
     ):
         assert main(["predict", "run.yaml", *words]) != 0

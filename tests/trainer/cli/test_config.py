@@ -291,7 +291,9 @@ def test_an_override_that_is_none_is_refused(config: Path, override: str, messag
 @pytest.mark.parametrize("path", ["os.getcwd", "subprocess.Popen", "numpy.ndarray", "config_partsx.Net"])
 @pytest.mark.parametrize("key", ["module", "module.encoder", "optimizer", "trainer.callbacks.0"])
 def test_an_override_cannot_bring_in_a_class_of_another_package(config: Path, key: str, path: str) -> None:
-    message = rf"{key}._target_='{path}' is not named in .*run.yaml, and is of none of config_parts, echelon, torch"
+    message = (
+        rf"{key}._target_='{path}' is not named in .*run.yaml, and is not from any of config_parts, echelon, torch"
+    )
     for override in (f"{key}._target_={path}", f"{key}={{_target_: {path}}}"):
         with pytest.raises(ConfigError, match=message):
             load_config(config, [override])

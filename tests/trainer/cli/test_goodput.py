@@ -117,7 +117,7 @@ def test_without_matplotlib_the_table_is_told_and_what_to_install(
     assert main(["goodput", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "productive" in shown
-    assert "There is no figure: Drawing needs matplotlib" in shown
+    assert "No figure was drawn: Drawing needs matplotlib" in shown
     assert main(["goodput", str(tmp_path), "--png", str(tmp_path / "a.png")]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
 

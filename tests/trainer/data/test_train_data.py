@@ -208,7 +208,7 @@ def finished_by(make, states, batches_done, data_size, planned_size):
     return on_ranks(data_size, run, DataRanks(planned_size=planned_size))
 
 
-@pytest.mark.filterwarnings("ignore:Batches cannot go to a position")
+@pytest.mark.filterwarnings("ignore:Batches cannot skip to a position")
 @pytest.mark.parametrize("data_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [KINDS["shuffled"], KINDS["batch sampler"], KINDS["sequence"]])
 def test_other_ranks_go_on_with_the_same_global_batches(make, data_size):
@@ -314,7 +314,7 @@ def test_a_rank_goes_on_with_a_stream_of_its_own_and_other_ranks_as_near_as_can_
         data.begin_epoch(0)
         begun = read(data, itertools.islice(data.windows(0), 2))
         again = train_data(DataLoader(Stream(10 * ranks.data_rank, 8), 2), ranks)
-        with pytest.warns(UserWarning, match="cannot go to a position"):
+        with pytest.warns(UserWarning, match="cannot skip to a position"):
             rest = read(again, again.windows(again.resume_epoch(0, begun[1].state, 2)))
         return [step.samples for step in begun + rest], begun[1].state
 
@@ -322,7 +322,7 @@ def test_a_rank_goes_on_with_a_stream_of_its_own_and_other_ranks_as_near_as_can_
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert second == [[10, 11], [12, 13], [14, 15], [16, 17]]
     alone = train_data(DataLoader(Stream(0, 20), 2), DataRanks())
-    with pytest.warns(UserWarning, match="saved by 2 ranks, 1 go on, each from position 4"):
+    with pytest.warns(UserWarning, match="saved by 2 ranks, and 1 resume, each from position 4"):
         assert alone.resume_epoch(0, states, 2) == 4
 
 

@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_said_by_its_name(engine, tmp_path):
 
 def test_a_backward_before_setup_or_beside_it_is_an_error(engine):
     net, loss = Net(), lambda net: net(torch.ones(2, 4)).sum()
-    with pytest.raises(RunError, match=r"none of 0 has computed"):
+    with pytest.raises(RunError, match=r"none of the 0 has computed"):
         engine.backward(loss(net))
     net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(RunError, match=r"none of 1 has computed"):
@@ -334,7 +334,7 @@ def test_modules_and_optimizers_are_set_up_once_and_together(engine):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"must get a torch.nn.Module first, got SGD"):
         engine.setup(optimizer, net)
-    with pytest.raises(ModuleError, match=r"4 of 4 parameters of SGD are not those of Net"):
+    with pytest.raises(ModuleError, match=r"4 of 4 parameters of SGD do not belong to Net"):
         engine.setup(Net(), optimizer)
     with pytest.raises(ConfigError, match=r"torch optimizers after the module, got .*a StepLR"):
         engine.setup(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
@@ -343,7 +343,7 @@ def test_modules_and_optimizers_are_set_up_once_and_together(engine):
         engine.setup(net)
     with pytest.raises(ConfigError, match=r"was set up before"):
         Engine(accelerator="cpu").setup(Net(), managed)
-    with pytest.raises(ConfigError, match=r"that engine.setup got without any"):
+    with pytest.raises(ConfigError, match=r"that was passed to engine.setup alone"):
         engine.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"SGD was not set up by this engine"):
         engine.clip_gradients(torch.optim.SGD(Net().parameters(), lr=0.1), max_norm=1.0)

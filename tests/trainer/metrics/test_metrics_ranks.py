@@ -190,7 +190,7 @@ def in_two_ways(ranks):
 
 def test_one_name_logged_in_two_ways_is_an_error_on_every_rank(of_two):
     error = of_two["in_two_ways"]
-    assert error.startswith("ModuleError: self.log('x', ...) was called on rank 1 in another way")
+    assert error.startswith("ModuleError: self.log('x', ...) was called on rank 1 in a different way")
     assert "reduce_fx='mean' and 'sum'; use one way" in error
 
 
@@ -342,7 +342,7 @@ def outside_of_the_module(ranks):
 def test_a_metric_object_that_a_rank_cannot_find_is_an_error_on_every_rank(of_two):
     error = of_two["outside_of_the_module"]
     assert error.startswith("ModuleError: self.log('lost', metric) was not called on rank 1")
-    assert "finds no such metric in Linear; assign it to an attribute" in error
+    assert "finds no such metric in Linear; assign the metric to an attribute" in error
 
 
 TWO = (

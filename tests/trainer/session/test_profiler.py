@@ -126,7 +126,7 @@ def test_a_run_too_short_to_be_recorded_says_so(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_cannot_record_is_refused() -> None:
-    with pytest.raises(ConfigError, match="active=0 is not possible; give 1 or more"):
+    with pytest.raises(ConfigError, match="active must be >= 1, got 0"):
         PyTorchProfiler(active=0)
 
 

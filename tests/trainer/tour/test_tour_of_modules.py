@@ -173,7 +173,7 @@ def a_loss_as_a_number() -> None:
     fit(Number())
 
 
-@tour.answered_by(ModuleError, "Loss.count", "got -2", "give how many there are")
+@tour.answered_by(ModuleError, "Loss.count", "got -2", "give the number of units")
 def a_loss_with_a_negative_count() -> None:
     class Negative(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

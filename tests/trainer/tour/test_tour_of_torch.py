@@ -53,7 +53,9 @@ def classes_as_floats() -> None:
     fit(Step(cross_entropy, 3), batches(torch.ones(4, 2), torch.ones(4)))
 
 
-@tour.answered_by(IndexError, "Target 5 is out of bounds", "numbered from 0", "micro-batch 1 of epoch 0", "int64[2]")
+@tour.answered_by(
+    IndexError, "Target 5 is out of bounds", "Class indices go from 0", "micro-batch 1 of epoch 0", "int64[2]"
+)
 def a_class_too_many() -> None:
     fit(Step(cross_entropy, 3), batches(torch.ones(4, 2), torch.tensor([0, 1, 5, 2])))
 
@@ -127,7 +129,7 @@ def a_data_set_without_a_length() -> None:
 if not torch.cuda.is_available():
     no_gpu = RuntimeError if torch.version.cuda else AssertionError
 
-    @tour.answered_by(no_gpu, "leave .cuda() out", "device=self.device")
+    @tour.answered_by(no_gpu, "remove .cuda()", "device=self.device")
     def a_batch_sent_to_a_gpu() -> None:
         fit(Step(lambda module, batch: module(batch[0].cuda()).mean()))
 

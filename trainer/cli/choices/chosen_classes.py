@@ -41,8 +41,8 @@ def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
             continue
         if path.partition(".")[0] not in allowed:
             raise ConfigError(
-                f"{key}={path!r} is not named in {file}, and is of none of {', '.join(sorted(allowed))}; an override "
-                "chooses among the classes of these, so name the class in the file itself."
+                f"{key}={path!r} is not named in {file}, and is not from any of {', '.join(sorted(allowed))}; an "
+                "override can choose only classes from these, so name the class in the file itself."
             )
         found[key] = path
     return found

@@ -43,7 +43,7 @@ class PredictionFile(BasePredictionWriter):
                 "chooses the format."
             )
         if not self.path.parent.is_dir():
-            raise ConfigError(f"--output={str(path)!r} lies in a folder that is not there; make {self.path.parent}.")
+            raise ConfigError(f"--output={str(path)!r} is in a folder that does not exist; create {self.path.parent}.")
 
     def write_on_epoch_end(
         self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -75,14 +75,14 @@ def _columns(batches: Sequence[Any]) -> dict[str, Tensor]:
         for name, value in found.items():
             if not isinstance(value, Tensor) or not value.dim():
                 raise ModuleError(
-                    f"predict_step must return tensors with a row for each sample to be written by --output, got "
-                    f"{value!r:.60} as {name!r}; write others with a BasePredictionWriter."
+                    "predict_step must return tensors with a row for each sample for --output to write, got "
+                    f"{value!r:.60} as {name!r}; write other values with a BasePredictionWriter."
                 )
             rows.setdefault(name, []).append(value)
         if found.keys() != rows.keys():
             raise ModuleError(
                 f"predict_step must return the same names for each batch, got {sorted(found)} after {sorted(rows)}; "
-                "write others with a BasePredictionWriter."
+                "write them with a BasePredictionWriter."
             )
     return {name: torch.cat(parts) for name, parts in rows.items()}
 

@@ -88,7 +88,7 @@ def _read(file: Path) -> tuple[str, str]:
         ) from None
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"FILE must be a Python file, got {str(file)!r}, which is no text ({error}); check its encoding."
+            f"FILE must be a Python file, got {str(file)!r}, which is not text ({error}); check its encoding."
         ) from None
 
 
