@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         """Refuse a trainer that also sets the number."""
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
-                "GradientAccumulationScheduler sets accumulate_grad_batches, but the trainer has it, too, got "
+                "GradientAccumulationScheduler sets accumulate_grad_batches, but the trainer sets it too, got "
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}; remove it from one of them."
             )
 

@@ -115,7 +115,7 @@ class BatchSizeFinder(Callback):
         if tunable.find_attribute(self._batch_arg_name):
             tunable.set_attribute(self._batch_arg_name, size, is_saved=False)
         parts = trainer.accumulate_grad_batches
-        say(f"BatchSizeFinder sets micro-batches of {size} samples, {parts} a step, which has {whole} as before.")
+        say(f"BatchSizeFinder sets micro-batches of {size} samples, {parts} a step; a step still has {whole}.")
 
     def validate(self, module: nn.Module, strategy: Strategy, find_attribute: Callable[..., str | None]) -> None:
         """Raise if this run cannot be searched; also called in the user's process, before others start.
@@ -139,8 +139,9 @@ class BatchSizeFinder(Callback):
         name = self._batch_arg_name
         if name != _DEFAULT_NAME and find_attribute(name) is None:
             raise ModuleError(
-                f"BatchSizeFinder(batch_arg_name={name!r}) needs such an attribute of {type(module).__name__}, its "
-                "data module or the hparams of one, and found none; name one of theirs, or leave batch_arg_name out."
+                f"BatchSizeFinder(batch_arg_name={name!r}) needs an attribute of that name in {type(module).__name__}, "
+                "its data module or the hparams of either, found none; give the name of one that exists, or leave "
+                "batch_arg_name out."
             )
 
     def _search(self, tunable: Tunable, most: int) -> int:
@@ -167,7 +168,7 @@ class BatchSizeFinder(Callback):
             best = best // 2 if self._mode == "power" else int(best * 0.9)
         if not best:
             raise RunError(
-                f"BatchSizeFinder found no size that fits, got too little memory for {size} samples after "
+                f"BatchSizeFinder found no size that fits: {size} samples did not fit into memory after "
                 f"{len(self.trials)} trials; set a larger max_trials, or a smaller init_val."
             )
         return best

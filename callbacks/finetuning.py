@@ -52,8 +52,8 @@ class BaseFinetuning(Callback):
         if world_size > 1 or num_devices > 1:
             raise ConfigError(
                 f"{type(self).__name__} needs one process with one device, got world_size={world_size} and "
-                f"{num_devices} devices a process: what is unfrozen would not be reduced with the rest; "
-                "give devices=1, or freeze by requires_grad_(False), fit the head, and fit all in a second run."
+                f"{num_devices} devices a process: gradients of unfrozen parameters would not be reduced with the "
+                "rest; give devices=1, or freeze by requires_grad_(False), fit the head, and fit all in a second run."
             )
 
     # --- hooks -------------------------------------------------------------------------------------------------------
@@ -232,7 +232,9 @@ class BackboneFinetuning(BaseFinetuning):
             ConfigError: on several processes or devices.
         """
         if not isinstance(getattr(module, "backbone", None), nn.Module):
-            raise ModuleError(f"BackboneFinetuning needs a module {type(module).__name__}.backbone; give that name.")
+            raise ModuleError(
+                f"BackboneFinetuning needs a module {type(module).__name__}.backbone; give the backbone that name."
+            )
         super().setup(trainer, module, stage)
 
     def freeze_before_training(self, pl_module: nn.Module) -> None:
@@ -252,7 +254,7 @@ class BackboneFinetuning(BaseFinetuning):
             optimizer.param_groups[-1]["lr"] = self.previous_backbone_lr
         if self.verbose and self.previous_backbone_lr is not None:
             rates = round(rate, self.rounding), round(self.previous_backbone_lr, self.rounding)
-            _log.info("Learning rate %g, of the backbone %g", *rates)
+            _log.info("Learning rate %g, backbone %g", *rates)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "backbone_lr": self.previous_backbone_lr}

@@ -298,7 +298,7 @@ class GoodputMonitor(Callback):
         try:
             self._totals = self._totals or account(read_ledger(self._path)).micros
         except OSError as error:  # the ledger cannot be read: the run is over, and the file stays
-            warnings.warn(f"GoodputMonitor cannot read its ledger ({error}); nothing of it is logged.", stacklevel=2)
+            warnings.warn(f"GoodputMonitor cannot read its ledger ({error}); its figures are not logged.", stacklevel=2)
             return
         total = max(1, sum(self._totals.values()))
         shares = {f"goodput/{category}": part / total for category, part in self._totals.items()}

@@ -128,9 +128,9 @@ class LearningRateFinder(Callback):
         refuse_trials("LearningRateFinder", module, strategy)
         if self._update_attr and find_attribute(*self._names) is None:
             raise ModuleError(
-                f"LearningRateFinder sets the rate as {' or '.join(self._names)} of {type(module).__name__} or of its "
-                "hparams, which has none; set it in __init__ and use it in configure_optimizers, name another by "
-                "attr_name=..., or set update_attr=False."
+                f"LearningRateFinder sets {' or '.join(self._names)} in {type(module).__name__} or its hparams, found "
+                "none; set one in __init__ and use it in configure_optimizers, name another by attr_name=..., or set "
+                "update_attr=False."
             )
 
     @property

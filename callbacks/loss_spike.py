@@ -135,7 +135,9 @@ class LossSpikePolicy(Callback):
             if path is None:
                 _log.warning("There is no checkpoint to roll back to yet: only the update is skipped.")
             else:
-                _log.warning("Rolled back to %s (step %d); the data since is skipped.", path, trainer.global_step)
+                _log.warning(
+                    "Rolled back to %s (step %d); the data read since then is skipped.", path, trainer.global_step
+                )
 
     def _numbers(self, trainer: Run, gradients: Sequence[Tensor]) -> list[float] | None:
         """Return the mean loss and gradient norm over all ranks; None if there was no loss. Collective.

@@ -305,8 +305,8 @@ class ModelCheckpoint(Callback):
             self._save_interrupted(trainer)
         if self._metric.is_pending and not self._kept.names and trainer.is_global_zero:
             warnings.warn(
-                f"ModelCheckpoint(monitor={self.monitor!r}) has saved nothing: the metric had no value at a step at "
-                f"which a save was due; {describe_logged(trainer.callback_metrics, str(self.monitor))}",
+                f"ModelCheckpoint(monitor={self.monitor!r}) has saved nothing: the metric had no value whenever a "
+                f"save was due; {describe_logged(trainer.callback_metrics, str(self.monitor))}",
                 stacklevel=2,
             )
 

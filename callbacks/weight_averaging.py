@@ -207,7 +207,7 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ConfigError(f"decay must be from 0 to 1, got {decay}; change it, such as to 0.999.")
+            raise ConfigError(f"decay must be from 0 to 1, got {decay}; give 0.999, for example.")
         if update_every_n_steps < 1:
             raise ConfigError(f"update_every_n_steps must be 1 or more, got {update_every_n_steps}; change it.")
         super().__init__(device, use_buffers, multi_avg_fn=ExponentialAverage(decay))

@@ -33,7 +33,7 @@ def keep_out(checkpoint: dict[str, Any]) -> None:
     shown = ", ".join("".join(f"[{part!r}]" for part in place) for place in places)
     warnings.warn(
         f"The checkpoint is saved without {shown}: only a pickle could hold these objects. When it is loaded, the "
-        "module that is built anew gives its own.",
+        "newly built module supplies its own.",
         stacklevel=3,
     )
 

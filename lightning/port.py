@@ -57,7 +57,7 @@ def port(source: str, name: str = "the program") -> Ported:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(
-            f"{name} must be Python of this version, found {error.args[0]!r} in line {line}; mend it first."
+            f"{name} must be Python of this version, found {error.args[0]!r} in line {line}; fix it first."
         ) from None
     porter = _Porter(source)
     porter.visit_imports(tree)
@@ -110,7 +110,7 @@ class _Porter(ast.NodeVisitor):
         self.bound.update(rewritten.bound)
         for name in rewritten.unknown:
             self._note(
-                node, "no counterpart", f"{name}: nothing like it is in Echelon; this import still needs Lightning"
+                node, "no counterpart", f"{name}: Echelon has nothing like it; this import still needs Lightning"
             )
         for one in rewritten.bound.values():
             if not one.is_module:
@@ -169,7 +169,7 @@ class _Porter(ast.NodeVisitor):
 
     def _exchange_attribute(self, root: ast.Name, part: ast.Attribute, name: str) -> None:
         if not is_known(name):
-            self._note(part, "no counterpart", f"{name}: nothing like it is in Echelon")
+            self._note(part, "no counterpart", f"{name}: Echelon has nothing like it")
             return
         self._note_name(part, name)
         if name in PUBLIC_AT_ROOT and has_counterpart(name):

@@ -76,7 +76,8 @@ def stand_in() -> None:
     imported = [root for root in ROOTS if root in sys.modules]
     if imported:
         raise RunError(
-            f"stand_in() must come before the first import of Lightning, got {imported[0]!r} imported; call it first."
+            f"stand_in() must come before the first import of Lightning, but {imported[0]!r} is imported already; call "
+            "it first."
         )
     sys.meta_path.insert(0, _FINDER)
     IMPORTED_FIRST.append(f"{__package__}.standing_in")

@@ -23,13 +23,13 @@ def refuse_trials(owner: str, module: nn.Module, strategy: Strategy) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{owner} needs automatic optimization, got {type(module).__name__} with automatic_optimization=False, "
-            "whose steps are its own; make short runs with several settings (max_steps)."
+            "which makes its own steps; compare settings in short runs (max_steps) instead."
         )
     if not strategy.can_try_steps:
         raise ConfigError(
-            f"{owner} needs steps that can be taken back, got strategy={strategy.name!r}, which keeps some of what "
-            "they change in other places; search with strategy='ddp' or on one process, whose steps are the same, and "
-            "give what is found."
+            f"{owner} needs steps that can be undone, got strategy={strategy.name!r}, which keeps some of what they "
+            "change elsewhere; search with strategy='ddp' or in one process, where steps are the same, and set what "
+            "is found."
         )
 
 

@@ -66,7 +66,7 @@ def _begins(logger: Logger) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{type(logger).__name__} cannot begin ({error}); mend its folder or connection, or give another logger."
+            f"{type(logger).__name__} cannot start ({error}); fix its folder or connection, or give another logger."
         ) from error
 
 
@@ -77,7 +77,7 @@ def outlives_disk_errors(logger: Logger) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{type(logger).__name__} cannot write ({error}); training goes on. Make room, or mend the folder or the "
+            f"{type(logger).__name__} cannot write ({error}); training goes on. Free some space, or fix the folder or "
             "connection: what Echelon's loggers hold back is written at the next checkpoint, or when the run ends.",
             stacklevel=3,
         )

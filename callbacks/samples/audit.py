@@ -221,7 +221,7 @@ class _Ledger:
         for rank, (path, _) in files.items():
             if turns[path] < counted.skipped_to:
                 self.faults.append(
-                    f"{path.name} holds {turns[path]} steps of {counted.skipped_to}: it was cut; restore a copy."
+                    f"{path.name} holds {turns[path]} steps of {counted.skipped_to}: it was truncated; restore a copy."
                 )
             self._sort(counted, rank, read_records(path))
 

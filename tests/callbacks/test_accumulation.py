@@ -49,7 +49,7 @@ def test_what_is_no_schedule_is_refused_at_once(scheduling: Any, message: str) -
 
 def test_a_second_source_of_the_same_number_is_refused(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="the trainer has it, too, got accumulate_grad_batches=2; remove"):
+    with pytest.raises(ConfigError, match="the trainer sets it too, got accumulate_grad_batches=2; remove"):
         trainer.fit(Scripted(), batches())
 
 

@@ -95,7 +95,7 @@ def soak(folder: Path, namespaces: Sequence[Node], options: argparse.Namespace, 
         weights = nodes.finish(*adversary.running.values())
         check_nothing_is_left(nodes, temporary, options.patience)
     told = "".join(log.read_text() for log in folder.glob("*.log"))
-    assert "must be that of one run" not in told, "workers of a lost node have kept the lock of the checkpoints"
+    assert "must belong to one run" not in told, "workers of a lost node have kept the lock of the checkpoints"
     found = pauses(adversary.faults, [moment for moment, _, _ in adversary.course.steps])
     print(table(found), flush=True)
     redone = adversary.course.redone()

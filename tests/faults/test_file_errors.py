@@ -75,4 +75,4 @@ def fit_on_full_disk(folder: Path) -> str:
 def test_a_logger_that_cannot_go_on_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     errors = run_ranks(fit_on_full_disk, 2, tmp_path, timeout=120)
     assert errors[0] == errors[1]
-    assert errors[0].startswith("OnFullDisk cannot begin ([Errno 28] No space left on device)")
+    assert errors[0].startswith("OnFullDisk cannot start ([Errno 28] No space left on device)")

@@ -110,7 +110,7 @@ def test_what_departs_is_said_line_by_line():
         ("pl.Trainer({})", "departs", "keyword arguments only"),
         ("pl.callbacks.ModelPruning('l1')", "no counterpart", "ModelPruning: use torch.nn.utils.prune"),
         ("pl.callbacks.ModelCheckpoint(enable_version_counter=False)", "no counterpart", "never reused"),
-        ("pl.nothing()", "no counterpart", "nothing: nothing like it"),
+        ("pl.nothing()", "no counterpart", "nothing: Echelon has nothing like it"),
         ("trainer.fit_loop.epoch_loop", "no counterpart", "trainer.model"),
         ("torch.load('a.ckpt')", "no counterpart", "echelon.load_weights"),
         ("open('lightning_logs/version_0')", "departs", "echelon_logs"),

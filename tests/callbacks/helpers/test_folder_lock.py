@@ -141,7 +141,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     second = SecondTrainer(tmp_path)
     two = [ModelCheckpoint(tmp_path / "ckpt"), ModelCheckpoint(tmp_path / "ckpt", monitor="step", mode="max")]
     trainer_in(tmp_path, *two, second, max_epochs=1).fit(Scripted(), batches())
-    assert "must be that of one run" in second.error
+    assert "must belong to one run" in second.error
     names = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
     assert names == ["epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt"]
     trainer_in(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=1).fit(Scripted(), batches())

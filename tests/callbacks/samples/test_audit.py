@@ -103,7 +103,7 @@ def test_a_file_that_is_absent_or_cut_is_a_fault(tmp_path: Path) -> None:
     whole = second.read_bytes()
     second.write_bytes(whole[:-20])  # as a kill leaves it, but a checkpoint has held that step
     assert audited(tmp_path).faults == [
-        "attempt_0001.rank_00001.samples holds 1 steps of 2: it was cut; restore a copy."
+        "attempt_0001.rank_00001.samples holds 1 steps of 2: it was truncated; restore a copy."
     ]
     second.unlink()
     found = audited(tmp_path)

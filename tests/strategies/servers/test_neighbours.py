@@ -312,7 +312,7 @@ def test_what_watches_gradients_and_memory_sees_those_of_tables(sparse, tmp_path
 
 def test_what_cannot_be_with_servers_says_so(tmp_path):
     for finder in (LearningRateFinder(), BatchSizeFinder()):
-        with pytest.raises(ConfigError, match="steps that can be taken back, got strategy='ps'"):
+        with pytest.raises(ConfigError, match="steps that can be undone, got strategy='ps'"):
             fit(SERVED(), 1, tmp_path, callbacks=[finder])
     with pytest.raises(ConfigError, match="RemoteEmbedding 'table'.*leave out dense='ddp'"):
         fit(REMOTE(), 1, tmp_path, make=Words, callbacks=[EMAWeightAveraging()])
