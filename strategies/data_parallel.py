@@ -44,8 +44,8 @@ class DataParallelStrategy(Strategy):
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         if hardware.num_nodes != 1:
             raise ConfigError(
-                f"strategy='dp' is one process on one machine, but num_nodes={hardware.num_nodes}; set num_nodes=1, or "
-                "use strategy='ddp'."
+                f"strategy='dp' runs in one process on one machine, but num_nodes={hardware.num_nodes}; set "
+                "num_nodes=1, or use strategy='ddp'."
             )
         super().validate(hardware, precision)
 

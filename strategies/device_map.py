@@ -50,7 +50,7 @@ class DeviceMapStrategy(Strategy):
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         if hardware.num_nodes != 1:
             raise ConfigError(
-                f"strategy='device_map' is one process on one machine, but num_nodes={hardware.num_nodes}; set "
+                f"strategy='device_map' runs in one process on one machine, but num_nodes={hardware.num_nodes}; set "
                 "num_nodes=1, or use strategy='fsdp'."
             )
         super().validate(hardware, precision)
@@ -59,8 +59,8 @@ class DeviceMapStrategy(Strategy):
 
     def _estimate(self, profile: Profile) -> Estimate:
         raise ConfigError(
-            f"strategy={self.name!r} has no estimate: it deals {type(profile.module).__name__} to what is free on "
-            "devices when a run starts; run a step with callbacks=MemoryReport() instead."
+            f"strategy={self.name!r} has no estimate: it places {type(profile.module).__name__} by the memory that is "
+            "free on devices when a run starts; run a step with callbacks=MemoryReport() instead."
         )
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:

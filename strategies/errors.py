@@ -75,8 +75,8 @@ def not_set_up(owner: object, name: str) -> AttributeError:
     if name.startswith("__") or not any(name in vars(base).get("__annotations__", ()) for base in type(owner).mro()):
         return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
     return NotSetUpError(
-        f"strategy.{name.removeprefix('_')} must be set up by a run, found none yet in this process; ask for it in a "
-        "hook of fit, or once setup has ended well."
+        f"strategy.{name.removeprefix('_')} must be set up by a run, found none yet in this process; use it in a hook "
+        "of fit, or once setup has succeeded."
     )
 
 

@@ -129,7 +129,7 @@ class ShardedStrategy(Strategy):
         if any(is_dtensor(parameter) for parameter in module.parameters()):
             if self._sharded is None or self._sharded.module is not module:
                 raise ConfigError(
-                    f"{type(module).__name__} is sharded already, by another strategy than this {type(self).__name__}; "
+                    f"{type(module).__name__} is sharded already, by a strategy other than this {type(self).__name__}; "
                     "use the trainer that sharded it, or build a new module and load a checkpoint."
                 )
             return  # for example, when it is evaluated after it was trained
@@ -241,9 +241,10 @@ class ShardedStrategy(Strategy):
     def annotate(self, error: BaseException) -> None:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "A sharded parameter was used while only a shard of it was there. The parameters of a unit are whole "
-                "while its forward runs, all others while a step or the module's own forward runs: call the layer "
-                "there, and by its forward, or let policy make a larger submodule a unit (print strategy.plan(module))."
+                "A sharded parameter was used while this rank had only its shard. The parameters of a unit are "
+                "gathered while its forward runs, all others while a step or the module's own forward runs: call the "
+                "layer there, through its forward, or let policy make a larger submodule a unit (print "
+                "strategy.plan(module))."
             )
 
     # --- state -------------------------------------------------------------------------------------------------------

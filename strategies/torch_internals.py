@@ -56,8 +56,8 @@ class _NamesOfTorch:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, ImportError | AttributeError):
             raise EchelonError(
-                f"A private name of torch is gone in torch {torch.__version__} ({error}); Echelon was seen to work "
-                f"with torch {SEEN}: install one of them, or a newer Echelon."
+                f"A private name that Echelon needs is missing in torch {torch.__version__} ({error}); Echelon was "
+                f"tested with torch {SEEN}: install one of them, or a newer Echelon."
             ) from error
 
 

@@ -48,8 +48,8 @@ def _check_ranks(environment: Environment) -> None:
     ):
         if rank >= total:
             raise ConfigError(
-                f"The variables of {e.launcher} give {name} {rank} of {total}; such ranks go from 0 to {total - 1}; "
-                "remove those that another launch has left behind."
+                f"The variables of {e.launcher} give {name} {rank} of {total}, but such ranks go from 0 to "
+                f"{total - 1}; remove variables that another launch has left behind."
             )
 
 

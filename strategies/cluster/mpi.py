@@ -29,7 +29,8 @@ def read_mpi(environ: Mapping[str, str]) -> Environment | None:
     if num_nodes * local_world_size != world_size or (rank - local_rank) % local_world_size:
         raise ConfigError(
             f"mpirun placed {local_world_size} of {world_size} processes on this node, rank {rank} as its number "
-            f"{local_rank}; give every node the same number of slots and fill one after the other (--map-by slot)."
+            f"{local_rank}; give every node the same number of slots, and fill one node after the other (--map-by "
+            "slot)."
         )
     if num_nodes > 1 and not environ.get("MASTER_ADDR"):
         raise ConfigError(

@@ -65,9 +65,9 @@ def check_step(
     first = next((difference for difference in (*of_outputs, *of_losses) if difference), None)
     if first is not None:
         raise ModuleError(
-            f"{type(module).__name__} computes something else from parts of a sequence (cp={context.size}) than from "
-            f"the whole: {first}. Take positions from self.trainer.strategy.positions(length), shift targets in the "
-            "data set, do not pool over the sequence, and return Loss(total, count) where parts have different "
+            f"{type(module).__name__} computes different results from parts of a sequence (cp={context.size}) than "
+            f"from the whole: {first}. Take positions from self.trainer.strategy.positions(length), shift targets in "
+            "the data set, do not pool over the sequence, and return Loss(total, count) where parts have different "
             "numbers of tokens that count; or use cp=1."
         )
 

@@ -72,8 +72,8 @@ class Collectives:
         for rank, part in enumerate(parts):
             if rank not in part or any(parts[member] != part for member in part if 0 <= member < len(parts)):
                 raise ConfigError(
-                    f"over(ranks) must get the same ranks on each of them, with itself among them, got {part} on rank "
-                    f"{rank} of {parts}; pass the parts of a partition."
+                    "over(ranks) must get a set of ranks that includes the calling one, the same on each of them, got "
+                    f"{part} on rank {rank} of {parts}; pass the parts of a partition."
                 )
         if parts[self.rank] == tuple(range(self.world_size)):
             return self
@@ -215,7 +215,7 @@ class Collectives:
             raise own
         for rank, other in enumerate(errors):
             if other is not None:
-                raise type(other)(f"{other} Found so on rank {rank} of {self.world_size}; look at its node.")
+                raise type(other)(f"{other} This happened on rank {rank} of {self.world_size}; look at its node.")
 
     def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
         """Return, on each rank, its element of the list that rank `src` passes; others may pass None. Collective.

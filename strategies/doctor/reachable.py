@@ -86,8 +86,8 @@ def check_name(host: str | None) -> Iterator[Finding]:
             if not own.startswith("127."):
                 yield Finding(
                     "name resolution",
-                    f"this machine's name {name!r} leads to {address}, which other nodes cannot reach. Echelon goes "
-                    "round it; plain torchrun does not",
+                    f"this machine's name {name!r} leads to {address}, which other nodes cannot reach. Echelon works "
+                    "around it; plain torchrun does not",
                     f"export GLOO_SOCKET_IFNAME={interface_of(own)}, or give {name} the address {own} in /etc/hosts",
                     stops=False,
                 )

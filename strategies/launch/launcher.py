@@ -109,9 +109,9 @@ def _check_process() -> None:
     process = multiprocessing.current_process()
     if process.daemon:
         raise ConfigError(
-            f"A run of several processes was started in {process.name!r}, a daemon, which multiprocessing allows no "
-            "children. Start it in a process with daemon=False, or in one of concurrent.futures.ProcessPoolExecutor "
-            "instead of multiprocessing.Pool; or train on one device."
+            f"A run of several processes was started in {process.name!r}, a daemon, which multiprocessing does not let "
+            "start processes. Start it in a process with daemon=False, or in one of "
+            "concurrent.futures.ProcessPoolExecutor instead of multiprocessing.Pool; or train on one device."
         )
 
 

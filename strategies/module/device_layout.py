@@ -100,8 +100,8 @@ def match_device_map(module: nn.Module, device_map: Mapping[str, torch.device]) 
         owner = device_of(name, device_map)
         if owner is None:
             raise ConfigError(
-                f"device_map says nothing of {name}; give the device of a submodule that contains it, or of '' for all "
-                "that is left."
+                f"device_map has no device for {name}; give the device of a submodule that contains it, or of '' for "
+                "everything else."
             )
         other, device = owners.setdefault(tensor, (name, owner))
         if device != owner:

@@ -139,6 +139,6 @@ def _cannot(where: str, results: Sequence[Any]) -> ModuleError:
     kinds = {type(result).__name__ for result in results}
     shown = sorted(kinds) if len(kinds) > 1 else [r if isinstance(r, str) else f"{r!r:.60}" for r in results]
     return ModuleError(
-        f"{where} must return what can be combined over the slices of a batch, got {', '.join(shown)}; return tensors "
-        "with a row for each sample, numbers, or mappings of those, with the same keys for every batch."
+        f"{where} must return values that can be combined over the slices of a batch, got {', '.join(shown)}; return "
+        "tensors with a row for each sample, numbers, or mappings of those, with the same keys for every batch."
     )

@@ -264,8 +264,8 @@ class ShardedModule:
         whole = [name for name, p in named if not is_dtensor(p) and p not in self._elsewhere]
         if whole:
             raise ModuleError(
-                f"{', '.join(whole[:5])} of {type(self.module).__name__} came after the module was sharded, and its "
-                "gradients would not be reduced; create parameters in __init__ or configure_model."
+                f"{', '.join(whole[:5])} of {type(self.module).__name__} was added after the module was sharded, and "
+                "its gradients would not be reduced; create parameters in __init__ or configure_model."
             )
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class ElasticAgent(Agent):
                     store.set("echelon/round", str(self._meeting.notices.count("rounds") - 1))
                 return int(store.get("echelon/round"))
             except DistStoreError as error:  # a node has not sent what the others wait for
-                _log.info("The nodes meet again, as one of them did not answer: %s", error)
+                _log.info("The nodes meet again because one of them did not answer: %s", error)
             except ProcessError as error:
                 with contextlib.suppress(RuntimeError):  # the store is gone
                     if (report := self._meeting.notices.read(_GIVEN_UP)) is not None:

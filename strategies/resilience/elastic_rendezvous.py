@@ -232,7 +232,7 @@ class ManyNodes(DynamicRendezvousHandler):
             except RendezvousTimeoutError:
                 if len(self._state_holder.state.participants) < self.settings.min_nodes:
                     raise
-                _log.info("This node goes on standing by: the run is going on without it")
+                _log.info("This node remains on standby: the run is going on without it")
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that wait for the next round: new ones, and those whose workers failed.

@@ -59,7 +59,7 @@ class RestartPolicy:
         if not 0 <= backoff[0] <= backoff[1]:
             raise ConfigError(f"backoff must be the first and the longest delay in seconds, got {backoff}.")
         if same_step_limit < 1:
-            raise ConfigError(f"same_step_limit={same_step_limit} is not possible; give 1 or more.")
+            raise ConfigError(f"same_step_limit must be >= 1, got {same_step_limit}.")
         self.max_restarts = max_restarts
         self.failures: list[RoundEnd] = []
         """The ends of rounds that count against the budget."""
@@ -144,16 +144,17 @@ def _report_repetition(ends: list[RoundEnd]) -> str:
 
 def _report_budget(ends: list[RoundEnd], max_restarts: int) -> str:
     return (
-        f"The run failed {len(ends)} times, and max_restarts={max_restarts}: it is not started again.\n"
-        f"{_table(ends)}\nIf the machines are at fault, raise max_restarts; if the causes are one, correct it."
+        f"The run failed {len(ends)} times, and max_restarts={max_restarts}: it is not started "
+        f"again.\n{_table(ends)}\nIf the machines are at fault, raise max_restarts; if the failures have one cause, "
+        "correct it."
     )
 
 
 def _report_consequences(ends: list[RoundEnd]) -> str:
     return (
-        f"The workers of this node lost those of other nodes {len(ends)} times without a step between, and no node "
-        f"reported a cause: the run is not started again.\n{_table(ends)}\n"
-        "Look at the output of the other nodes, and check that the nodes reach each other: firewall, network interface."
+        f"The workers of this node lost those of other nodes {len(ends)} times without a step in between, and no node "
+        f"reported a cause: the run is not started again.\n{_table(ends)}\nLook at the output of the other nodes, and "
+        "check that the nodes reach each other: firewall, network interface."
     )
 
 

@@ -176,8 +176,8 @@ class MemorySnapshots:
         except RuntimeError as error:  # from torch: a rank has died, or exceeds the timeout
             self.is_broken = True
             raise CheckpointError(
-                f"The snapshot of step {draft.step} in memory is not taken, nor any more in this round "
-                f"({str(error).splitlines()[0]}); look at why a rank has ended, or is so slow."
+                f"The snapshot of step {draft.step} in memory is not taken, and no more are in this round "
+                f"({str(error).splitlines()[0]}); find out why a rank has ended or is so slow."
             ) from error
 
     def _assemble(

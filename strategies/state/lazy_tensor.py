@@ -81,9 +81,9 @@ class StoredTensor(Tensor):
             if all(start < stop for start, stop in spans):
                 if block.is_meta:
                     raise CheckpointError(
-                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node: "
-                        "from a snapshot in memory each rank can read only what it has trained; read that, or start "
-                        "from a checkpoint on disk."
+                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node: from "
+                        "a snapshot in memory each rank can read only the part that it has trained; read that, or "
+                        "start from a checkpoint on disk."
                     )
                 target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
 

@@ -109,8 +109,8 @@ def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
             is_tensor = isinstance(value, Tensor)
             if kinds.setdefault(name, is_tensor) is not is_tensor and value is not None:
                 raise CheckpointError(
-                    f"{shown(name)} of {parameter} in the optimizer state must be a tensor as that of other parameters "
-                    f"is, or not be one as theirs is not, got {shown(value)}; use another checkpoint."
+                    f"{shown(name)} of {parameter} in the optimizer state must be a tensor for all parameters or for "
+                    f"none, got {shown(value)}; use another checkpoint."
                 )
 
 

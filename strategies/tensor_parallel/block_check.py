@@ -26,11 +26,11 @@ _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_HALF: Final = 0.1
 _TOLERANCE_OF_TF32: Final = 0.02
 _CAUSES: Final = (
-    "Usual causes: a fixed number of heads beside an open width (write .view(batch, length, -1, head_dim)); packed "
+    "Usual causes: a fixed number of heads where the width is cut (write .view(batch, length, -1, head_dim)); packed "
     "weights cut as one (use 'packed_colwise'); a norm, a softmax or a mean over cut features"
 )
 
-_CAUSE_OF_GRADIENTS: Final = "A whole layer amid cut features needs the word 'replicated_with_grad_allreduce'"
+_CAUSE_OF_GRADIENTS: Final = "A whole layer among cut features needs the word 'replicated_with_grad_allreduce'"
 
 
 class BlockCheck:

@@ -59,8 +59,8 @@ def check_word(name: str, word: object) -> None:
         return
     if is_for_experts(word):
         raise ConfigError(
-            f"the plan's word {word!r} of {name!r} belongs to mixtures of experts and their like, which are not cut "
-            "by tp; leave its layers out of tp_plan, and they stay whole."
+            f"the plan's word {word!r} of {name!r} is for mixtures of experts and similar layers, which tp does not "
+            "cut; leave its layers out of tp_plan, and they stay whole."
         )
     raise ConfigError(
         f"the plan of {name!r} must be a word or a ParallelStyle of torch, got {word!r}."
@@ -193,5 +193,7 @@ def validate_width(name: str, module: nn.Module, layer: CutLayer, tp: int) -> li
         length = tensor.shape[slices.dim]
         if length % (slices.sections * tp):
             times = f"{slices.sections} x " if slices.sections > 1 else ""
-            problems.append(f"{name}.{parameter} has {length} along dimension {slices.dim}, no multiple of {times}{tp}")
+            problems.append(
+                f"{name}.{parameter} has {length} along dimension {slices.dim}, not a multiple of {times}{tp}"
+            )
     return problems

@@ -58,7 +58,7 @@ def test_a_folder_that_one_rank_cannot_write_to_is_an_error_on_all(tmp_path: Pat
     (tmp_path / "file").touch()
     errors = run_ranks(fit_where_rank_1_cannot_write, 2, tmp_path, timeout=120)
     assert all(re.match(r"default_root_dir='.*file' cannot be written to \(", error) for error in errors)
-    assert [error.endswith("Found so on rank 1 of 2; look at its node.") for error in errors] == [True, False]
+    assert [error.endswith("This happened on rank 1 of 2; look at its node.") for error in errors] == [True, False]
 
 
 class OnFullDisk(CSVLogger):

@@ -158,7 +158,7 @@ def test_tied_parts_lie_on_one_device():
     ("device_map", "text"),
     [
         ({"embed": "cpu", "layer": "cpu", "": "cpu"}, "names 'layer', which is not a submodule. Did you mean 'layers'"),
-        ({"embed": "cpu", "layers": "cpu"}, "says nothing of scale"),
+        ({"embed": "cpu", "layers": "cpu"}, "has no device for scale"),
         ({"embed": "cpu", "": "cpu:0"}, "embed.weight and tied.weight are one parameter"),
         ({"": "gpu"}, r"device_map\[''\] must be a device such as 'cuda:0'"),
         ({"": "cuda:99"}, r"device_map\[''\] is 'cuda:99', but this machine has \d+ GPU"),

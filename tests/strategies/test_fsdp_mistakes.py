@@ -120,11 +120,16 @@ class TiesChildrenManually(Net):
         self.blocks[1].weight = self.blocks[0].weight
 
 
-USED_A_SHARD = "only a shard of it was there.*print strategy.plan"
+USED_A_SHARD = "while this rank had only its shard.*print strategy.plan"
 MISTAKES = [
     (UsesWeightOfAUnit, {}, RuntimeError, USED_A_SHARD),
     (CallsALayerBetweenSteps, {}, RuntimeError, USED_A_SHARD),
-    (CreatesAParameter, {}, ModuleError, "late of .*came after the module was sharded.*in __init__ or configure_model"),
+    (
+        CreatesAParameter,
+        {},
+        ModuleError,
+        "late of .*was added after the module was sharded.*in __init__ or configure_model",
+    ),
     (BuildsItsOptimizerEarly, {}, ModuleError, "none of which is the module's.*build it in configure_optimizers"),
     (MixesOldParametersIn, {}, ModuleError, r"1 of 3 parameters.*\(4, 3\).*built before the module was sharded"),
     (UsesLBFGS, {}, ConfigError, "cannot train with LBFGS.*strategy='ddp'"),

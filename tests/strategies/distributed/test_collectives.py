@@ -293,7 +293,7 @@ def fail_on_one_rank():
     with ranks.fail_together():
         own = ranks.rank
     assert own == ranks.rank
-    where = "" if ranks.rank == 1 else f" Found so on rank 1 of {ranks.world_size}; look at its node."
+    where = "" if ranks.rank == 1 else f" This happened on rank 1 of {ranks.world_size}; look at its node."
     with pytest.raises(ConfigError) as caught, ranks.fail_together():
         refuse(ranks.rank == 1, "The disk is full.")
     assert str(caught.value) == f"The disk is full.{where}"

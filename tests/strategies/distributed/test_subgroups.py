@@ -72,7 +72,10 @@ def make_special_parts():
     assert alone.all_reduce(data) is data and alone.all_gather_object(data) == [data]
     assert (alone.rank, alone.world_size, alone.over([0])) == (0, 1, alone)
     assert dist.get_process_group_ranks(alone.device_group) == [everyone.rank]
-    with pytest.raises(ConfigError, match=r"same ranks on each of them, with itself among them, got \(0,\) on rank 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a set of ranks that includes the calling one, the same on each of them, got \(0,\) on rank 1",
+    ):
         everyone.over([0])
     with pytest.raises(ConfigError, match=r"got \(0, 1\) on rank 0 of \[\(0, 1\), \(1,\)\]"):
         everyone.over([0, 1] if everyone.rank == 0 else [1])

@@ -105,7 +105,7 @@ def test_nodes_that_only_blame_each_other_come_to_an_end():
     policy = RestartPolicy(3)
     assert delays(policy, [5] * 3, is_consequence=True) == [0.0, 1.0, 2.0]
     decision = policy.decide(ended(3, 5, is_consequence=True))
-    assert "4 times without a step between" in decision.report
+    assert "4 times without a step in between" in decision.report
     assert "check that the nodes reach each other" in decision.report
 
 

@@ -98,7 +98,7 @@ def test_a_plan_is_found_on_the_meta_device():
         ({"blocks.*.7": "colwise"}, r"tp_plan names 'blocks\.\*\.7', which matches no submodule of Net\. Did you mean"),
         ({"head": "columnwise"}, r"plan of 'head' must be a word .* got 'columnwise'\. Did you mean 'colwise'\?"),
         ({"head": 3}, r"must be a word or a ParallelStyle of torch, got 3"),
-        ({"head": "moe_tp_experts"}, r"'moe_tp_experts' of 'head' belongs to mixtures of experts"),
+        ({"head": "moe_tp_experts"}, r"'moe_tp_experts' of 'head' is for mixtures of experts"),
         ({"head": "packed_colwise:x"}, r"got 'packed_colwise:x'"),
         (
             {"table": "colwise"},
@@ -137,11 +137,11 @@ def test_shards_of_the_sequence_need_blocks():
     ("plan", "tp", "message"),
     [
         ({"attention": "attention"}, 4, r"attention has 2 num_heads; choose another tp"),
-        ({"head": "colwise_gather_output"}, 5, r"head\.weight has 12 along dimension 0, no multiple of 5"),
+        ({"head": "colwise_gather_output"}, 5, r"head\.weight has 12 along dimension 0, not a multiple of 5"),
         (
             {"blocks.*.0": "packed_colwise:3", "blocks.*.3": "rowwise"},
             2,
-            r"blocks\.0\.0\.weight has 16 .* no multiple of 3 x 2",
+            r"blocks\.0\.0\.weight has 16 .* not a multiple of 3 x 2",
         ),
     ],
 )

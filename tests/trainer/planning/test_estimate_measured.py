@@ -84,7 +84,7 @@ def test_what_ranks_hold_and_send_is_what_was_estimated(world_size, profiles):
 def test_a_layout_without_an_estimate_says_so(profiles):
     for strategy, said in (
         (ParallelStrategy(pp=2), "accumulate_grad_batches must be at least 2"),
-        (find_strategy("device_map")(), "it deals"),
+        (find_strategy("device_map")(), "it places"),
     ):
         with pytest.raises(ConfigError, match=said):
             strategy.estimate(profiles[GPT, None], hardware_of(2 if strategy.uses_processes else 1))
