@@ -1,4 +1,4 @@
-"""Checks of a pipeline in the user's process, before any other is started, and the table of its stages."""
+"""Checks of a pipeline in the user's process, before any other process starts, and the table of its stages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .schedule import Schedule
 
 
 def check_pipeline(pp: int, **options: bool) -> None:
-    """Check what else a strategy with this many ranks a pipeline is asked for: `options` are those it cannot have.
+    """Check that a strategy with `pp` ranks per pipeline is asked for none of `options`, which a pipeline cannot have.
 
     Raises:
-        ConfigError: for what a pipeline cannot do.
+        ConfigError: for an option that is asked for.
     """
     for name, is_asked in options.items():
         if is_asked:
@@ -27,7 +27,7 @@ def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:
 
     Raises:
         ConfigError: if it cannot.
-        ModuleError: for one module in the stages of several ranks.
+        ModuleError: if stages of several ranks share a module.
     """
     name = type(module).__name__
     if not getattr(module, "automatic_optimization", True):
@@ -44,7 +44,7 @@ def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:
 
 
 def check_number(schedule: Schedule, num_micro_batches: int) -> None:
-    """Check the number of micro-batches of a whole step; the rest of an epoch may have any.
+    """Check the number of micro-batches of a whole step; the last step of an epoch may have any number.
 
     Raises:
         ConfigError: for fewer than the schedule needs.

@@ -1,4 +1,4 @@
-"""Draws: the random numbers of a step, the same on every stage up to the first cut, and others on each behind it."""
+"""Draws: the random numbers of a step, the same on every stage up to the first cut, different on each after it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ States = list[Tensor]
 
 
 class Draws:
-    """Keeps the streams of torch in step on all stages, which run different parts of one step.
+    """Keeps torch's random number streams in step on all stages, which run different parts of one step.
 
-    Up to the end of the first stage every stage runs the same code of the step itself (masks, noise), with the same
-    numbers, and the next micro-batch goes on from there; parts draw from streams of their own (dropout). Where no part
-    draws, the numbers are those of one process.
+    Up to the end of the first stage, every stage runs the step's own code (masks, noise) with the same numbers, and the
+    next micro-batch continues from there; parts draw from streams of their own (dropout). If no part draws, the numbers
+    are those of one process.
 
     Args:
-        device: that of this rank.
+        device: this rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,13 +31,13 @@ class Draws:
         self._key = b""
 
     def begin(self, position: int) -> None:
-        """Begin a window of micro-batches at a position of the run, which a resumed run has again."""
+        """Begin a window of micro-batches at a position in the run; a resumed run has the same positions."""
         self._starts = {0: self._states()}
         state = self._starts[0][0].numpy().tobytes()
         self._key = hashlib.blake2b(state + position.to_bytes(8, "little"), digest_size=16).digest()
 
     def begin_micro_batch(self, index: int) -> None:
-        """Go to where a micro-batch begins."""
+        """Restore the streams to the start of a micro-batch."""
         self._restore(self._starts[index])
 
     def end_first_stage(self, index: int, stage: int) -> None:
@@ -51,7 +51,7 @@ class Draws:
 
     @contextmanager
     def of_part(self, index: int, name: str) -> Iterator[None]:
-        """Draw inside from a stream of a part's own."""
+        """Draw from a part's own stream inside the block."""
         states = self._states()
         self._seed(index, name)
         try:
@@ -60,7 +60,7 @@ class Draws:
             self._restore(states)
 
     def end(self, number: int) -> None:
-        """Go to where the micro-batch after `number` ones begins, if it is known."""
+        """Restore the streams to the start of the micro-batch after `number` of them, if it is known."""
         if number in self._starts:
             self._restore(self._starts[number])
         self._starts.clear()

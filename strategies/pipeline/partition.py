@@ -1,4 +1,4 @@
-"""Partition: the parts of a module, in the order in which it registers them, and the stages that they are dealt to."""
+"""Partition: the parts of a module, in the order in which it registers them, and the stages they are assigned to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOOK: Final = "configure_pipeline"
 
 @dataclass(frozen=True)
 class Part:
-    """A submodule with parameters that runs as a whole: a repeated block, or a largest submodule around none."""
+    """A submodule with parameters that runs as a whole: a repeated block, or a largest submodule that contains none."""
 
     name: str
     kind: str
@@ -26,7 +26,7 @@ class Part:
     num_bytes: int
     """Of its parameters."""
     work: int
-    """Multiplications for each of its inputs: the elements of its weights, but for those of tables."""
+    """Multiplications per input: the number of its weights' elements, except those of tables."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Partition:
         return [stage for stage, names in enumerate(self.stages) if name in names]
 
     def boundary(self, stage: int) -> str:
-        """Return the part whose output a stage sends to the next one: its last block, else its last part."""
+        """Return the part whose output a stage sends to the next one: its last block, or else its last part."""
         names = self.stages[stage]
         return next((name for name in reversed(names) if self.parts[name].is_block), names[-1])
 
@@ -59,10 +59,10 @@ class Partition:
 
 
 def make_partition(module: Any, num_stages: int) -> Partition:
-    """Return the stages that a module's ``configure_pipeline`` names, else its blocks dealt by size and work.
+    """Return the stages that a module's ``configure_pipeline`` names; by default, its blocks dealt by size and work.
 
     Raises:
-        ConfigError: for fewer blocks than stages, or for names that are no parts.
+        ConfigError: for fewer blocks than stages, or for names that are not parts.
     """
     parts = find_parts(module)
     everywhere = _outside(module, parts)
@@ -119,7 +119,7 @@ def _outside(module: nn.Module, parts: Mapping[str, Part]) -> tuple[str, ...]:
 
 
 def _dealt(module: nn.Module, parts: Sequence[Part], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """Return the stages of which the largest share of all bytes and all work is smallest; each ends after a block."""
+    """Return the stages that minimize the largest share of all bytes and all work; each ends after a block."""
     ends = [index + 1 for index, part in enumerate(parts) if part.is_block]
     if len(ends) < num_stages:
         name = type(module).__name__
@@ -138,7 +138,7 @@ def _dealt(module: nn.Module, parts: Sequence[Part], num_stages: int) -> tuple[t
 
 
 def _smallest_maximum(costs: Sequence[float], number: int) -> list[int]:
-    """Return the bounds of `number` runs of costs whose largest sum is smallest."""
+    """Return the bounds of `number` contiguous runs of costs that minimize the largest sum."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -187,7 +187,7 @@ def _named(module: nn.Module, parts: Mapping[str, Part], given: Any, num_stages:
 
 
 def stages_of_parameters(module: nn.Module, partition: Partition) -> dict[Tensor, list[int]]:
-    """Return the stages that hold each parameter: several for one that parts of several stages share."""
+    """Return the stages that hold each parameter: several if parts of several stages share it."""
     holders: dict[Tensor, set[int]] = {}
     for name in partition.parts:
         for parameter in module.get_submodule(name).parameters():
@@ -199,7 +199,7 @@ def stages_of_parameters(module: nn.Module, partition: Partition) -> dict[Tensor
 
 
 def check_is_cut(module: nn.Module, partition: Partition) -> None:
-    """Check that no parts of several stages have one module.
+    """Check that parts of different stages share no module.
 
     Raises:
         ModuleError: naming them.

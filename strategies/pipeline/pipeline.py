@@ -1,4 +1,4 @@
-"""Pipeline: a module on the stages of one rank, with what its ranks share and what lies elsewhere."""
+"""Pipeline: a module cut to the stages of one rank, with the parameters that its ranks share or that are elsewhere."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .work import StepContext, WindowWork
 
 
 class Pipeline:
-    """The stages of a module on this rank. Collective: every rank of the pipeline makes one.
+    """The stages of a module on this rank. Collective: every rank of the pipeline creates one.
 
-    Parameters of stages of other ranks stay in the module, on the meta device, so that their names do.
+    Parameters of other ranks' stages stay in the module, on the meta device, so that it keeps their names.
 
     Args:
         module: the module, whole on each rank.
-        schedule: which ranks have which stages, and in which order they work.
-        collectives: those of the ranks of this pipeline.
-        device: that of this rank.
+        schedule: which rank has which stages, and in which order they run.
+        collectives: of the ranks of this pipeline.
+        device: this rank's device.
     """
 
     def __init__(self, module: nn.Module, schedule: Schedule, collectives: Collectives, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Pipeline:
         self.ranks_of: Mapping[str, Sequence[int]] = {
             name: sorted({schedule.rank_of(stage) for stage in holders[parameter]}) for name, parameter in named
         }
-        """The ranks of the pipeline that hold each parameter, by all of its names."""
+        """The ranks of the pipeline that hold each parameter, under each of its names."""
         self.elsewhere = self._leave_to_others(holders)
         """The parameters that this rank does not hold."""
         self._device = device
@@ -50,14 +50,14 @@ class Pipeline:
         self._runner: WindowRunner | None = None
 
     def _leave_to_others(self, holders: Mapping[Tensor, Sequence[int]]) -> set[nn.Parameter]:
-        """Replace the parameters of other ranks' stages by ones without memory, and return these."""
+        """Replace the parameters of other ranks' stages by ones without memory, and return the latter."""
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for submodule in list(self.module.modules()):
             for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
                 if self.rank in {self.schedule.rank_of(stage) for stage in holders[parameter]}:
                     continue
                 if parameter not in replaced:
-                    # a rehearsal, which has no memory for any, runs earlier stages to see what they would send
+                    # a rehearsal, in which no tensor has memory, runs earlier stages to see what they would send
                     device = None if self.collectives.is_rehearsed else "meta"
                     empty = torch.empty_like(parameter, device=device)
                     replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -65,36 +65,36 @@ class Pipeline:
         return set(replaced.values())
 
     def is_here(self, name: str) -> bool:
-        """Return whether a submodule is in a part that this rank has, or in none."""
+        """Return whether a submodule is in a part of this rank, or in no part."""
         parts = [part for part in self.partition.parts if f"{name}.".startswith(f"{part}.")]
         return all(self.rank in map(self.schedule.rank_of, self.partition.owners(part)) for part in parts)
 
     @property
     def ends(self) -> list[str]:
-        """The parts whose outputs this rank sends on, or keeps for another of its stages."""
+        """The parts whose outputs this rank sends on or hands to another of its stages."""
         return [self.partition.boundary(stage) for stage in self.schedule.stages_of(self.rank)]
 
     def start(self, around: StepContext) -> None:
-        """Step in where the module calls its parts, once they are as they will run."""
+        """Intercept the module's calls of its parts, once these are in their final form."""
         stages = self.schedule.stages_of(self.rank)
         self._staged = staged = StagedModule(self.module, self.partition, stages, self._device)
         self._runner = WindowRunner(staged, self.schedule, self.rank, StageWire(self.collectives), around)
 
     @property
     def staged(self) -> StagedModule:
-        """What runs a stage, once `start` was called."""
+        """The object that runs a stage, once `start` was called."""
         assert self._staged is not None
         return self._staged
 
     @property
     def runner(self) -> WindowRunner:
-        """What runs the micro-batches, once `start` was called."""
+        """The object that runs the micro-batches, once `start` was called."""
         assert self._runner is not None
         return self._runner
 
     @property
     def last_rank(self) -> int:
-        """The rank that has the last stage, and with it the loss."""
+        """The rank that has the last stage, and so the loss."""
         return self.schedule.rank_of(self.schedule.num_stages - 1)
 
     def run_window(self, work: WindowWork) -> None:
@@ -102,18 +102,18 @@ class Pipeline:
         self.runner.run(work)
 
     def record_window(self) -> WindowRecorder:
-        """Return what records the next window."""
+        """Return the recorder of the next window."""
         self.runner.recorder = recorder = WindowRecorder(self.schedule, self.collectives, self._device)
         return recorder
 
     def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
-        """Run a step without gradients, and return on all ranks what it returns. Collective."""
+        """Run a step without gradients, and return its result on all ranks. Collective."""
         return self.collectives.broadcast(self.evaluate_here(signature, step), self.last_rank)
 
     def evaluate_here(self, signature: Hashable, step: Callable[[], Any]) -> Any:
-        """Run a step without gradients, and return what it returns on the rank of its end, elsewhere None. Collective.
+        """Run a step without gradients, and return its result on the rank that ends it, elsewhere None. Collective.
 
-        The signature tells steps apart that pass tensors of different shapes on.
+        The signature tells apart steps that pass on tensors of different shapes.
         """
         return self.runner.evaluate(signature, step)
 
@@ -135,7 +135,7 @@ class Pipeline:
     # --- parameters on several ranks ---------------------------------------------------------------------------------
 
     def shared(self) -> list[tuple[str, nn.Parameter, Sequence[int]]]:
-        """Return the parameters of this rank that others hold, too, with their ranks."""
+        """Return the parameters of this rank that others hold as well, with their ranks."""
         return [
             (name, parameter, self.ranks_of[name])
             for name, parameter in self.module.named_parameters()
@@ -167,11 +167,11 @@ class Pipeline:
         return [len(self.ranks_of[names[parameter]]) if parameter in names else 1 for parameter in parameters]
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank is the first that holds a parameter, and so the one that writes it."""
+        """Return whether this rank is the first to hold a parameter, and so the one that writes it."""
         return self.ranks_of[name][0] == self.rank
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
-        """Give copies of buffers, by name, the values that they have on the stage of their part.
+        """Set copies of buffers, by name, to their values on the stage of their part.
 
         Collective: the pipeline's ranks.
         """

@@ -1,4 +1,4 @@
-"""Schedule: in which order each rank of a pipeline runs its stages on the micro-batches of a step."""
+"""Schedule: the order in which each rank of a pipeline runs its stages on the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_TORCH: Final[Mapping[str, str]] = {
 
 
 class Action(NamedTuple):
-    """What a rank does next."""
+    """One thing that a rank does."""
 
     kind: Kind
     stage: int
@@ -46,7 +46,7 @@ class Schedule:
     "DualPipe", 2025.
 
     Raises:
-        ConfigError: for an unknown name, or a number of stages a rank that the schedule cannot have.
+        ConfigError: for an unknown name, or a number of stages per rank that the schedule does not allow.
     """
 
     name: ScheduleName
@@ -55,7 +55,7 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, num_ranks: int, virtual_stages: int | None) -> Schedule:
-        """Return the schedule with this name, by default with 1 or 2 stages a rank, whichever it is for."""
+        """Return the schedule with this name, by default with 1 or 2 stages per rank, whichever it is made for."""
         check_schedule(name, virtual_stages)
         default = 1 if name in _ONE_STAGE else 2
         return cls(name, num_ranks, virtual_stages or default)  # type: ignore[arg-type]
@@ -67,11 +67,11 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether gradients of inputs and of weights are computed separately."""
         return self.name in _SPLIT
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has a stage: they go around the ranks, or there and back."""
+        """Return the rank that has a stage: stages go round-robin over the ranks, or up and back down."""
         lap, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if self.name in _V_SHAPED and lap % 2 else place
 
@@ -80,7 +80,7 @@ class Schedule:
         return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
 
     def reason_against(self, num_micro_batches: int) -> str:
-        """Return why this many micro-batches are not what the schedule is for; empty if they are."""
+        """Return what this number of micro-batches would have to be for the schedule; empty if it is suitable."""
         rounds = max(1, num_micro_batches // self.num_ranks)
         if self.name == "1f1b" and num_micro_batches < self.num_ranks:
             return f"at least {self.num_ranks}, one for each stage"
@@ -93,16 +93,16 @@ class Schedule:
     def actions(self, rank: int, num_micro_batches: int, *, is_simple: bool = False) -> Sequence[Action]:
         """Return what a rank does in a step, in order.
 
-        With `is_simple`, and for numbers of micro-batches that the schedule is not for, all forwards come before all
-        backwards: then no two ranks send to each other at once.
+        With `is_simple`, and for numbers of micro-batches that do not suit the schedule, all forwards come before all
+        backwards: then no two ranks send to each other at the same time.
         """
         is_simple = is_simple or bool(self.reason_against(num_micro_batches))
         return _actions(self, num_micro_batches, is_simple)[rank]
 
     def idle_share(self, num_micro_batches: int, *, is_simple: bool = False) -> float:
-        """Return which share of a step the ranks wait, on the mean, where all stages and transfers are ideal.
+        """Return the share of a step that ranks spend waiting, on average, if all stages and transfers are ideal.
 
-        A forward takes one unit, a backward two, and each half of it one. `is_simple` is that of `actions`.
+        A forward takes one unit, a backward two, and each half of it one. `is_simple`: see `actions`.
         """
         orders = _actions(self, num_micro_batches, is_simple or bool(self.reason_against(num_micro_batches)))
         busy, end = _simulated(self, orders)
@@ -115,10 +115,10 @@ def without_halves(actions: Sequence[Action]) -> Sequence[Action]:
 
 
 def check_schedule(name: str, virtual_stages: int | None) -> None:
-    """Check the name of a schedule, and the number of stages a rank.
+    """Check the name of a schedule and the number of stages per rank.
 
     Raises:
-        ConfigError: for what is not possible.
+        ConfigError: for an unknown name, or a number that it does not allow.
     """
     names = get_args(ScheduleName)
     if name not in names:
@@ -172,7 +172,7 @@ _UNITS: Final[Mapping[str, int]] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def _simulated(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """Return the units of work of all ranks, and when the last one ends."""
+    """Return the units of work of all ranks, and the time at which the last rank finishes."""
     queues = [[action for action in order if action.kind in _UNITS] for order in orders]
     ended: dict[tuple[str, int, int], int] = {}
     free, busy = [0] * len(queues), 0
@@ -192,7 +192,7 @@ def _simulated(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[
 
 
 def _needed(schedule: Schedule, action: Action) -> list[tuple[str, int, int]]:
-    """Return what has to have ended before an action."""
+    """Return the actions that must have ended before an action begins."""
     kind, stage, index = action
     if kind == "F":
         return [("F", stage - 1, index)] if stage else []

@@ -1,4 +1,4 @@
-"""Specs: the shapes of what passes from stage to stage, and the batches for which they are known."""
+"""Specs: the shapes of the tensors passed from stage to stage, and the batches for which they are known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def filled(self, value: float, device: torch.device) -> Tensor:
-        """Return a tensor of one value."""
+        """Return a tensor filled with one value."""
         return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
     def __eq__(self, other: object) -> bool:
@@ -62,22 +62,22 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class Shapes(NamedTuple):
-    """What a stage knows of the stages before it, for batches of one signature."""
+    """What a stage knows about the stages before it, for batches of one signature."""
 
     received: Any
-    """What it receives, with specs for tensors; None on the first stage."""
+    """What it receives, with specs in place of tensors; None on the first stage."""
     parts: dict[str, list[Any]]
-    """What the parts of earlier stages return, call by call."""
+    """What the parts of earlier stages return, for each of their calls."""
 
 
 class KnownShapes:
-    """Shapes by the signature of a batch: the ones used last, the same on all ranks that see the same batches."""
+    """Shapes by the signature of a batch; the most recent ones, the same on all ranks that see the same batches."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, dict[int, Shapes]] = OrderedDict()
 
     def of(self, signature: Hashable) -> dict[int, Shapes]:
-        """Return the shapes of each stage of this rank; none yet for a batch of new shapes."""
+        """Return the shapes for each stage of this rank; empty for a signature that is new."""
         shapes = self._known.setdefault(signature, {})
         self._known.move_to_end(signature)
         while len(self._known) > _MOST_KNOWN:
@@ -85,7 +85,7 @@ class KnownShapes:
         return shapes
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all shapes."""
         self._known.clear()
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class KnownShapes:
 
 
 def signature_of(step_name: str, batch: Any) -> Hashable:
-    """Return what tells batches apart whose shapes, or numbers that may be lengths, differ."""
+    """Return a key that differs for batches with different shapes, or with different numbers, which may be lengths."""
     leaves = tuple(
         (name, str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else (name, _plain(leaf))
         for name, leaf in named_leaves(batch)

@@ -1,4 +1,4 @@
-"""StagedModule: a module's own step, run one stage at a time by stepping in where it calls its parts."""
+"""StagedModule: a module's own step, run one stage at a time by intercepting the calls of its parts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Cut(BaseException):
 
 
 class Pass:
-    """One micro-batch on one stage: which parts run, which stand in for themselves, and where the step ends.
+    """One micro-batch on one stage: which parts run, which are replaced by placeholders, and where the step ends.
 
     Args:
         staged: the module and its stages.
         stage: the stage.
         index: the place of the micro-batch in its window.
-        received: what the stage before has sent; None on the first.
+        received: what the previous stage has sent; None on the first.
         shapes: of the parts of earlier stages.
     """
 
@@ -47,7 +47,7 @@ class Pass:
         self.has_received = stage == 0
         self.has_ended = False
         self.logs = True
-        """Whether what the step logs counts: from where it receives to where it sends."""
+        """Whether to keep what the step logs: from where it receives to where it sends."""
         self.calls: list[str] = []
         """The parts that have run here."""
         self.stood_in: list[str] = []
@@ -63,7 +63,7 @@ class Pass:
     # --- calls of parts ----------------------------------------------------------------------------------------------
 
     def call(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call of a part, or end the stage."""
+        """Answer a call to a part, or end the stage."""
         owners = self.staged.owners[name]
         if self.stage in owners:
             return self._run(name, part, run, args, kwargs)
@@ -213,7 +213,7 @@ class Pass:
             )
 
     def _check_inputs(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look for NaN that was not received: values of parts of earlier stages."""
+        """Look for NaN that was not received: such values come from parts of earlier stages."""
         if has_nan(self.received):
             return
         for place, leaf in named_leaves({"args": args, "kwargs": kwargs}):
@@ -226,7 +226,7 @@ class Pass:
                 )
 
     def check_complete(self, *, was_cut: bool) -> None:
-        """Check that the step has called what this stage has, and has gone as far as the next one.
+        """Check that the step has called this stage's blocks, and has reached the next stage.
 
         Raises:
             ModuleError: naming what it has not called.
@@ -257,13 +257,13 @@ class Pass:
 
 
 class StagedModule:
-    """Steps in where a module calls its parts, on the stages of this rank.
+    """Intercepts a module's calls of its parts, and runs those of this rank's stages.
 
     Args:
-        module: the module; what lies on no stage of this rank has its parameters on the meta device.
+        module: the module; parameters that are on no stage of this rank are on the meta device.
         partition: the stages.
         own: the stages of this rank.
-        device: that of this rank.
+        device: this rank's device.
     """
 
     def __init__(self, module: Any, partition: Partition, own: Sequence[int], device: torch.device) -> None:
@@ -306,7 +306,7 @@ class StagedModule:
             self._current = None
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step as far as the stage goes, and return what it sends, or what the step returns on the last one."""
+        """Run a step to the end of the stage; return what the stage sends or, on the last, what the step returns."""
         current = self._current
         if current is None:
             return step(*args, **kwargs)
@@ -320,12 +320,12 @@ class StagedModule:
 
     @property
     def is_passing(self) -> bool:
-        """Whether a stage runs."""
+        """Whether a stage is running."""
         return self._current is not None
 
 
 def has_nan(data: Any) -> bool:
-    """Return whether a tensor of a structure, or this rank's shard of it, has an element that is not a number."""
+    """Return whether a tensor of a structure, or this rank's shard of it, has a NaN element."""
     numbers = [tensor for tensor in iterate_tensors(data) if tensor.is_floating_point() or tensor.is_complex()]
     return any(bool(local_shard(tensor).isnan().any()) for tensor in numbers)
 

@@ -1,4 +1,4 @@
-"""State of a module in stages: each rank has that of its own, under the names of the whole module."""
+"""State of a module in stages: each rank has the state of its own stages, under the names of the whole module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pipeline import Pipeline
 
 
 def marked(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state with marks in place of the parameters that other ranks of the pipeline write."""
+    """Return a module's state with placeholders for the parameters that other ranks of the pipeline write."""
     parameters = dict(pipeline.module.named_parameters(remove_duplicate=False))
     marks: dict[Tensor, Elsewhere] = {}  # one for all names of a parameter
 
@@ -34,8 +34,8 @@ def own_entries(pipeline: Pipeline, state: Mapping[str, Any], peers: Collectives
 
     Args:
         pipeline: the stages.
-        state: by name.
-        peers: of the ranks that hold the same stages, the first of which writes what is no DTensor.
+        state: the optimizer's, by name.
+        peers: of the ranks that hold the same stages; the first of them writes what is not a DTensor.
     """
     entries = Sharded({name: value for name, value in state["state"].items() if pipeline.owns(name)})
     entries.is_owner = peers.rank == 0
@@ -46,7 +46,7 @@ def own_entries(pipeline: Pipeline, state: Mapping[str, Any], peers: Collectives
 
 
 def without_elsewhere(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state to be loaded, with the shapes alone of what lies on other ranks."""
+    """Return a module's state to be loaded, with tensors of other ranks reduced to their shapes."""
     lacking = {name for name, p in pipeline.module.named_parameters(remove_duplicate=False) if p in pipeline.elsewhere}
     return {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta") if name in lacking else value
@@ -61,7 +61,7 @@ def here(pipeline: Pipeline, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -> dict[str, Any]:
-    """Return the whole state of a module on the CPU; an empty one where it is not kept. Collective: all ranks.
+    """Return the whole state of a module on the CPU; empty on ranks where it is not kept. Collective: all ranks.
 
     One tensor at a time is whole on the ranks that do not keep it.
     """
@@ -80,7 +80,7 @@ def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -
 
 
 def whole_of_stages(pipeline: Pipeline, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return copies of parameters, or their gradients, by name, of all stages on every rank. Collective: all ranks."""
+    """Return copies of the parameters, or gradients, of all stages on every rank, by name. Collective: all ranks."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         first = pipeline.ranks_of[name][0]

@@ -1,4 +1,4 @@
-"""Timeline of a window: what each rank of a pipeline did, for how long, and where it waited."""
+"""Timeline of a window: what each rank of a pipeline did, how long it took, and where it waited."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StageSpan(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """A span as its own rank sees it: on its clock, and without knowing what it waited for."""
+    """A span as its own rank sees it: on its own clock, and without knowing when what it waited for was sent."""
 
     kind: str
     """That of an `Action`, or ``WAIT_F`` or ``WAIT_B`` where a forward or a backward waited for what it needs."""
@@ -55,14 +55,14 @@ class WindowTimeline:
     schedule: Schedule
     num_micro_batches: int
     is_simple: bool
-    """Whether all forwards came before all backwards, as where batches have shapes that were not seen before."""
+    """Whether all forwards came before all backwards, as for batches of shapes not seen before."""
     seconds: float
-    """From the first action of any rank to the last one's end."""
+    """From the start of the first action on any rank to the end of the last one."""
     spans: Sequence[StageSpan]
-    """What was done; ranks are idle in between."""
+    """What the ranks did; they are idle in between."""
 
     def seconds_of(self, rank: int) -> dict[Doing, float]:
-        """Return how long a rank did what."""
+        """Return how long a rank did each kind of thing."""
         totals = dict.fromkeys((*_DOING.values(), "transfer"), 0.0)
         for span in self.spans:
             if span.rank == rank:
@@ -71,19 +71,19 @@ class WindowTimeline:
 
     @property
     def idle_share(self) -> float:
-        """Which share of the time the ranks neither computed nor received, on the mean."""
+        """The share of the time in which ranks neither computed nor transferred, on average."""
         busy = sum(span.end - span.begin for span in self.spans)
         return 1 - busy / (self.seconds * self.schedule.num_ranks)
 
     @property
     def transfer_share(self) -> float:
-        """Which share of the time the ranks waited for what was on its way, or sent, on the mean."""
+        """The share of the time in which ranks sent, or waited for data on its way, on average."""
         transfers = sum(span.end - span.begin for span in self.spans if span.doing == "transfer")
         return transfers / (self.seconds * self.schedule.num_ranks)
 
     @property
     def expected_idle_share(self) -> float:
-        """The share if every stage took as long, a backward twice as long as a forward, and transfers nothing."""
+        """The share if all stages took equally long, a backward twice a forward, and transfers no time."""
         return self.schedule.idle_share(self.num_micro_batches, is_simple=self.is_simple)
 
 
@@ -91,23 +91,23 @@ class WindowRecorder:
     """Notes what one rank does in a window; on a GPU it waits for the device after each action.
 
     Args:
-        schedule: the order.
-        collectives: those of the ranks of the pipeline.
-        device: that of this rank.
+        schedule: the order of the actions.
+        collectives: of the ranks of the pipeline.
+        device: this rank's device.
     """
 
     def __init__(self, schedule: Schedule, collectives: Collectives, device: torch.device) -> None:
         self._schedule, self._collectives, self._device = schedule, collectives, device
         self._notes: list[_Note] = []
         self._begun = 0.0
-        """When the action that runs has begun, or what it waited for was there: it computes only then."""
+        """When the current action began, or when what it waited for had come: it computes only then."""
         self._clock_ahead = 0.0
         self.num_micro_batches = 0
-        """Of the recorded window; 0 as long as there was none."""
+        """Of the recorded window; 0 until one is recorded."""
         self._is_simple = False
 
     def begin(self, num_micro_batches: int, *, is_simple: bool) -> None:
-        """Compare clocks, and let the ranks begin together. Collective: every rank of the pipeline calls it."""
+        """Compare clocks, and synchronize the ranks. Collective: every rank of the pipeline calls it."""
         self.num_micro_batches, self._is_simple = num_micro_batches, is_simple
         self._clock_ahead = _clock_ahead(self._collectives)
         self._collectives.barrier()
@@ -128,7 +128,7 @@ class WindowRecorder:
 
     @contextmanager
     def waiting(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """Record the wait inside for what a forward (``F``) or a backward (``B``) of a stage needs."""
+        """Record the time inside as a wait for what a forward (``F``) or a backward (``B``) of a stage needs."""
         begin = time.perf_counter()
         yield
         self._finish_device()
@@ -151,7 +151,7 @@ class WindowRecorder:
 
 
 def _spans(notes: Sequence[Sequence[_Note]], rank: int, began: float) -> Iterator[StageSpan]:
-    """Yield the spans of a rank: of a wait for something only what came after it was sent."""
+    """Yield the spans of a rank; a wait counts only from when what it waits for was sent."""
     sent = {note[:3]: note.begin for of_rank in notes for note in of_rank if note.kind.startswith("SEND")}
     for note in notes[rank]:
         begin = note.begin
@@ -165,9 +165,9 @@ def _spans(notes: Sequence[Sequence[_Note]], rank: int, began: float) -> Iterato
 
 
 def _clock_ahead(collectives: Collectives) -> float:
-    """Return by how many seconds this rank's clock is ahead of rank 0's; 0 if that cannot be told. Collective.
+    """Return by how many seconds this rank's clock is ahead of rank 0's; 0 if too little to measure. Collective.
 
-    Of several exchanges the fastest one counts: the other rank has read its clock halfway through (Cristian,
+    The fastest of several exchanges counts: the other rank is taken to read its clock halfway through (Cristian,
     "Probabilistic clock synchronization", 1989).
     """
     ahead = [0.0] * collectives.world_size
@@ -190,5 +190,5 @@ def _compared(collectives: Collectives, rank: int) -> float:
         end = time.perf_counter()
         if end - begin < fastest:
             fastest, difference = end - begin, theirs - (begin + end) / 2
-    # processes of one machine have one clock, which is nearer than any measurement of it
+    # processes of one machine share one clock, which is more exact than any measurement of it
     return difference if abs(difference) > fastest / 2 else 0.0

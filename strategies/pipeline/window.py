@@ -27,12 +27,12 @@ Place = tuple[int, int]
 class WindowRunner:
     """Runs windows of micro-batches under a schedule, and single batches without gradients.
 
-    The shapes of what passes between stages travel with the first batch of each signature. Collective: every rank of
-    the pipeline makes one.
+    The shapes of what passes between stages are sent with the first batch of each signature. Collective: every rank of
+    the pipeline creates one.
 
     Args:
         staged: the module, on the stages of this rank.
-        schedule: the order.
+        schedule: the order of the actions.
         rank: the place of this rank in the pipeline.
         wire: to the other ranks of the pipeline.
         around: what surrounds the steps.
@@ -46,7 +46,7 @@ class WindowRunner:
         self._num_stages = schedule.num_stages
         self.known = KnownShapes()
         self.recorder: WindowRecorder | None = None
-        """What records the next window."""
+        """The recorder of the next window."""
         self._forget()
 
     def _forget(self) -> None:
@@ -105,7 +105,7 @@ class WindowRunner:
         self._staged.draws.begin(position)
 
     def _imagine(self, work: WindowWork) -> None:
-        """Work out what earlier stages, which are not there, would send: run them here, without gradients."""
+        """Work out what earlier stages, on ranks that do not exist, would send: run them here, without gradients."""
         for index, signature in enumerate(work.signatures):
             known = self.known.of(signature)
             if known:
@@ -149,7 +149,7 @@ class WindowRunner:
         self._inputs[stage, index] = [leaf for leaf in received if leaf.requires_grad]
 
     def _pass(self, stage: int, index: int, step: Callable[[], Any]) -> tuple[list[Tensor], Pass, Any]:
-        """Run a stage on a micro-batch, and hand what it sends to the next one, if that is here."""
+        """Run a stage on a micro-batch, and hand what it sends to the next one, if that is on this rank."""
         leaves, value, shapes = self._take(stage, index)
         self._staged.is_first_look = self._is_new[index]
         with self._staged.passing(stage, index, value, shapes) as current:
@@ -164,10 +164,10 @@ class WindowRunner:
         return leaves, current, output
 
     def _trace(self, failed: Pass, value: Any, shapes: Shapes | None, step: Callable[[], Any]) -> None:
-        """Find the parts of earlier stages whose values, which are not here, make what the step returns NaN.
+        """Find the parts of earlier stages whose outputs, which are missing here, turn the step's result into NaN.
 
         Raises:
-            ModuleError: naming them; not if there are none.
+            ModuleError: naming them, if there are any.
         """
 
         def makes_nan(fills: Mapping[str, float]) -> bool:
@@ -239,7 +239,7 @@ class WindowRunner:
         self._wire.send(self._outputs[stage, index], rank, tag_of(index, stage, is_backward=False))
 
     def _receive(self, action: Action, work: WindowWork | None) -> None:
-        if not self._is_new[action.micro_batch]:  # else its shapes come first, and it is waited for where it is used
+        if not self._is_new[action.micro_batch]:  # else the shapes come first, and it is received where it is used
             self._post(action.stage, action.micro_batch)
 
     def _post(self, stage: int, index: int) -> None:
@@ -318,7 +318,7 @@ class WindowRunner:
         if inputs and outputs:
             with self._around.recomputing():
                 self._rests[stage, index] = backward_for_inputs(outputs, gradients, inputs, self._weights())
-        else:  # nothing to send on: all is done with the weights
+        else:  # nothing to send on: everything is computed with the weights
             self._rests[stage, index] = None, outputs, gradients
 
     def _backward_weights(self, action: Action, work: WindowWork) -> None:
@@ -336,7 +336,7 @@ class WindowRunner:
     # --- without gradients -------------------------------------------------------------------------------------------
 
     def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
-        """Run a step once through all stages; return what it returned where its end is, elsewhere None.
+        """Run a step once through all stages; return its result on the rank that ends it, elsewhere None.
 
         Collective: every rank of the pipeline calls it.
         """

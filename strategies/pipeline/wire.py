@@ -1,4 +1,4 @@
-"""StageWire: activations and gradients on their way between the ranks of a pipeline."""
+"""StageWire: transfers of activations and gradients between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MICRO_BATCHES: Final = 1 << 14
 
 
 class StageWire:
-    """Sends without waiting, and receives tensors of known shapes; what else there is to say goes by `Collectives`.
+    """Sends without waiting, and receives tensors of known shapes; everything else is sent by `Collectives`.
 
     Args:
-        collectives: those of the ranks of one pipeline.
+        collectives: of the ranks of one pipeline.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -27,21 +27,21 @@ class StageWire:
 
     @property
     def is_rehearsed(self) -> bool:
-        """Whether the other ranks are not there."""
+        """Whether the other ranks do not exist."""
         return self._collectives.is_rehearsed
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        """Begin to send tensors to a rank."""
+        """Start to send tensors to a rank."""
         import torch.distributed as dist
 
         group = self._collectives.device_group
         for tensor in tensors:
             flat = tensor.detach().contiguous()
-            # torch does not keep what it sends
+            # torch holds no reference to what it sends
             self._sending.append((dist.isend(as_bytes(flat.reshape(-1)), group=group, group_dst=rank, tag=tag), flat))
 
     def receive(self, tensors: list[Tensor], rank: int, tag: int) -> list[Any]:
-        """Begin to receive into tensors; return what to wait for."""
+        """Start to receive into tensors; return the works to wait for."""
         import torch.distributed as dist
 
         group = self._collectives.device_group
@@ -63,5 +63,5 @@ class StageWire:
 
 
 def tag_of(micro_batch: int, stage: int, *, is_backward: bool) -> int:
-    """Return a tag of its own for each transfer between two stages in a window."""
+    """Return a tag that is unique to a transfer between two stages in a window."""
     return _FIRST_TAG + (2 * stage + is_backward) * _MICRO_BATCHES + micro_batch % _MICRO_BATCHES
