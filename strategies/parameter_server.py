@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: trainers compute gradients; servers beside them hold parameters and make the updates."""
+"""ParameterServerStrategy: trainers compute gradients; servers beside them hold the parameters and update them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from .state.optimizer_state import Sharded, needs_closure
 from .strategy import ClipAlgorithm
 from .torch_internals import overflows_of
 
-_PUSH_TIMEOUT: Final = timedelta(minutes=30)  # torch's for gloo
+_PUSH_TIMEOUT: Final = timedelta(minutes=30)  # torch's default for gloo
 
 
 class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     """Train replicas whose parameters and optimizer state are held, and updated, by servers.
 
-    Servers are no ranks: they are processes beside the trainers, started by the first trainer of the first node, and
-    ended with it whatever happens. In sync mode the gradients of all trainers meet at the servers, and a step is that
-    of one process. In async mode each trainer's push is an update of its own, as soon as it comes. Hooks and callbacks
-    see the gradients of their rank. Each server gets whole tensors, dealt by their bytes. Checkpoints are those of
-    every other strategy.
+    Servers are not ranks: they are processes beside the trainers, started by the first trainer of the first node, and
+    ended with it in any case. In sync mode the servers average the gradients of all trainers, and a step equals that of
+    one process. In async mode each trainer's push is an update of its own, applied as soon as it comes. Hooks and
+    callbacks see the gradients of their rank. Each server gets whole tensors, balanced by their bytes. Checkpoints are
+    the same as with every other strategy.
 
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014; for async mode Ho et al.,
     "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
@@ -55,9 +55,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     Args:
         servers: how many there are; ``"nodes"`` for one on each node.
         mode: ``"sync"`` or ``"async"``.
-        max_staleness: in async mode by how many steps a trainer may be ahead of the slowest; 0 is sync mode.
-        dense: who updates what is no `RemoteEmbedding`: the ``"servers"``, or with ``"ddp"`` the trainers themselves,
-            with gradients that are averaged as by `DDPStrategy`. Only then tables stay on the servers.
+        max_staleness: in async mode, how many steps a trainer may be ahead of the slowest; 0 is sync mode.
+        dense: who updates all but `RemoteEmbedding` tables: the ``"servers"``, or with ``"ddp"`` the trainers, each
+            with gradients averaged as in `DDPStrategy`. Only with ``"ddp"`` do tables stay on the servers.
         answer_timeout: how long a server or trainer may give no sign of life before the run ends.
         ddp: how gradients are synchronized with ``dense="ddp"``.
         settings: see `ProcessSettings`.
@@ -146,7 +146,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         return replace(trainer, host=max(servers) if self.choices.servers == "nodes" else sum(servers))
 
     def estimate_servers(self, profile: Profile, hardware: Hardware) -> list[Estimate]:
-        """Return what each server would hold, and send and get in a step; see `estimate`, which adds it to ``host``."""
+        """Return what each server would hold, send and receive in a step; see `estimate`, which adds it to ``host``."""
         self.estimate(profile, hardware)
         return self._served_step(profile).of_servers()
 
@@ -264,7 +264,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
         served = self._served.get(optimizer)
-        if served is None or self.choices.bound is not None:  # an update has the gradients of one trainer
+        if served is None or self.choices.bound is not None:  # an update uses the gradients of one trainer
             super().clip(optimizer, limit, algorithm)
             return
         squared_norm = served.gather()
@@ -285,7 +285,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         multiply_all(gradients, factor)
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Return, in async mode, how stale pushes were until now: the mean and the largest lead, and the wait."""
+        """Return, in async mode, the staleness of pushes so far (the mean and the largest lead) and the time waited."""
         if self.choices.bound is None or self._connection is None:
             return {}
         staleness = [served.staleness for served in self._served.values() if served.staleness]
@@ -298,7 +298,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
 
     @property
     def traffic(self) -> int:
-        """The bytes of tensors that this trainer has sent to the servers and got from them, in this fit.
+        """The bytes of tensors that this trainer has sent to the servers and received from them, in this fit.
 
         Raises:
             RunError: outside of a fit.
@@ -308,9 +308,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         return self._connection.sent + self._connection.received
 
     def ledger(self, optimizer: Optimizer | None = None) -> Tensor:
-        """Return what async mode has recorded of every push of an optimizer, by default the first, during a fit.
+        """Return the record of every push of an optimizer (by default the first) in a fit in async mode.
 
-        Each row has the trainer, how many pushes it had made before, by how many steps it is ahead of the slowest
+        Each row has the trainer, how many pushes it had made before, how many steps it is ahead of the slowest
         trainer with this one, and how many pushes of others came between its pull and this push.
 
         Raises:
@@ -323,13 +323,13 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def sync_replicas(self) -> None:
-        """Give replicas rank 0's buffers, and in async mode the servers' parameters. Collective."""
+        """Set replicas' buffers to rank 0's, and in async mode their parameters to the servers'. Collective."""
         super().sync_replicas()
         if self._tables is None:
             if self.options.broadcast_buffers:
                 copy_from_first(self.module.buffers(), self.collectives)
             if self.choices.bound is not None and self._served:
-                self.collectives.barrier()  # all have pushed
+                self.collectives.barrier()  # now all trainers have pushed
                 for served in self._served.values():
                     served.pull()
 
@@ -364,7 +364,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         super().load_model_state(self._tables.without_memory(state), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the groups, and of the state what this trainer saves: each trainer has another share, by name."""
+        """Return the groups and this trainer's share of the state, by name; each trainer saves a different share."""
         state = super().optimizer_state(optimizer)
         served = self._served.get(optimizer)
         if served is None and isinstance(optimizer.state, ServedState):

@@ -1,4 +1,4 @@
-"""ServerChoices: what a user has chosen of a parameter server, and which choices go together."""
+"""ServerChoices: the user's choices for parameter servers, and which of them go together."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class ServerChoices:
 
     @property
     def serves_all(self) -> bool:
-        """Whether servers hold all parameters, and not only tables."""
+        """Whether servers hold all parameters, not only tables."""
         return self.dense == "servers"
 
     @property
     def bound(self) -> int | None:
-        """By how many steps a trainer may be ahead; None where trainers step together."""
+        """How many steps a trainer may be ahead of the slowest; None if trainers step together."""
         return self.max_staleness if self.mode == "async" and self.max_staleness else None
 
     def validate(self, environment: Environment, *, uses_scaler: bool) -> None:
-        """Check the choices in the caller's process.
+        """Check the choices, in the caller's process.
 
         Raises:
-            ConfigError: for those that are not possible.
+            ConfigError: for choices that are not possible.
         """
         is_number = isinstance(self.servers, int) and not isinstance(self.servers, bool)
         if self.servers != "nodes" and not (is_number and int(self.servers) >= 1):
@@ -54,7 +54,7 @@ class ServerChoices:
             )
         self._check_staleness(uses_scaler=uses_scaler)
         if environment.num_nodes > 1:
-            with suppress(OSError):  # that of a run which is only planned; its ranks would say so
+            with suppress(OSError):  # it may be unknown where a run is only planned; its ranks would report it
                 private_address(environment.main_address)
 
     def check_number(self, num_servers: int, num_tensors: int) -> None:

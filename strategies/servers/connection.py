@@ -1,4 +1,4 @@
-"""Connection of a trainer to the servers: it starts them, waits for their answers, and says who does not answer."""
+"""Connection of a trainer to the servers: it starts them, waits for their answers, and reports who does not answer."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .transport import Arguments, Peers, RequestError, Transport, server, traine
 
 T = TypeVar("T")
 
-_PATIENCE: Final = 1.0  # seconds after which it is asked whether those that are waited for are there
+_PATIENCE: Final = 1.0  # seconds after which to check whether those that are waited for are alive
 _LOOK: Final = 0.1
 _FAILED: Final = "failed"
-_EXIT: Final = 0.3  # seconds in which the kernel reports the end of a process whose connections have ended
+_EXIT: Final = 0.3  # seconds that the kernel takes to report the end of a process whose connections have closed
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,33 @@ class Timeouts:
     """How long a trainer waits."""
 
     start: timedelta
-    """For all peers to come."""
+    """For all peers to join."""
     answer: timedelta
-    """For any sign of a peer that is alive."""
+    """For any sign of life from a peer."""
     push: timedelta
-    """For a trainer that is alive, and whose gradients do not come."""
+    """For a trainer that is alive but does not push its gradients."""
 
 
 class _Presence:
-    """What a trainer answers: that it is there."""
+    """Answers the pings of other peers, on a trainer."""
 
     def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
         return []
 
 
 class Connection:
-    """This trainer's calls to the servers of a run. Collective: every trainer makes one.
+    """This trainer's calls to the servers of a run. Collective: every trainer creates one.
 
     Args:
-        environment: rank and node of this process.
-        collectives: those of the trainers.
-        store: one that all trainers reach; None for one trainer.
+        environment: the rank and node of this process.
+        collectives: of the trainers.
+        store: a store that all trainers reach; None for one trainer.
         num_servers: the number of servers; None for one on each node.
         max_staleness: see `StalenessBound`; None for sync mode.
         timeouts: how long to wait.
 
     Raises:
-        ProcessError: for a server that ends at the start, and for peers that do not come.
+        ProcessError: for a server that ends during start-up, and for peers that do not join.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Connection:
         self.sent = self.received = 0
         """Bytes of tensors that went to the servers and came from them."""
         self.waited = 0.0
-        """Seconds in which this trainer waited for answers."""
+        """Seconds that this trainer has waited for answers."""
 
         def call() -> tuple[str, Meeting]:
             assert self._folder is not None
@@ -125,7 +125,7 @@ class Connection:
         return list(range(self.num_servers)) if environment.rank == 0 else []
 
     def _joined(self, meeting: Meeting) -> Transport:
-        """Join the peers, in a thread: torch would wait for one that has died, and signals with it."""
+        """Join the peers, in a thread: torch would wait for a peer that has died, and block signals meanwhile."""
         joined = self._joining
         is_given_up = threading.Event()
 
@@ -185,15 +185,15 @@ class Connection:
         )
 
     def _tell(self, error: BaseException) -> None:
-        """Tell the trainers that still wait for the servers that these will not come."""
+        """Tell the trainers that still wait for the servers that they will not come."""
         if self._notices is not None and isinstance(error, ProcessError) and error.is_of_server:
-            with suppress(RuntimeError):  # nobody is there to read it
+            with suppress(RuntimeError):  # nobody is left to read it
                 self._notices.post(_FAILED, str(error))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def ask(self, request: str, messages: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Send a message to each of these servers, and return their answers.
+        """Send each of these servers its message, and return their answers.
 
         Raises:
             ProcessError: naming the server that failed, or is gone, or the trainer for which it waits.
@@ -221,7 +221,7 @@ class Connection:
                 raise failure from error
 
     def _look(self, index: int, *, is_over: bool) -> None:
-        """Raise an error if a server does not answer, or the trainers for which it waits do not."""
+        """Raise an error if a server does not answer, or a trainer for which it waits does not."""
         limit = self._timeouts.answer.total_seconds()
         ping = self._transport.call(server(index), "ping", timeout=limit)
         missing = self._pong(ping, partial(self._lost, index))
@@ -249,7 +249,7 @@ class Connection:
         """Return the error for a server that is gone, or does not answer."""
         self._look_at_processes(error)
         if self._processes is None:
-            time.sleep(_EXIT)  # the trainer that has started it knows how it ended, and tells first
+            time.sleep(_EXIT)  # the trainer that started it knows how it ended, and shall report it first
         return ProcessError.of_server(
             f"Server {index} of {self.num_servers} does not answer rank {self.rank} ({_short(error)}); it was killed, "
             "or stopped, or cannot be reached. Resume with ckpt_path='last'."
@@ -262,7 +262,7 @@ class Connection:
         )
 
     def _look_at_processes(self, error: BaseException | None) -> None:
-        """Raise an error that says how a server of this process has ended, if one has."""
+        """If a server started by this process has ended, raise an error that says how."""
         processes = self._processes
         for index in processes.pids if processes is not None else ():
             assert processes is not None
@@ -280,7 +280,7 @@ class Connection:
                 ) from error
 
     def try_ask(self, request: str, index: int, *message: Any) -> Any:
-        """Return the answer of a server that may be gone; None if it is, or gives no sign of life for a second."""
+        """Return the answer of a server that may be gone; None if it is, or shows no sign of life for a second."""
         call = self._transport.call(server(index), request, *message)
         with suppress(ConnectionError, RequestError):
             while True:
@@ -295,10 +295,10 @@ class Connection:
         self._collectives.barrier()
 
     def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
-        """Call a function of the user's in a peer.
+        """Call a user's function in a peer.
 
         Raises:
-            ConfigError: for a peer that is not there.
+            ConfigError: for a peer that does not exist.
         """
         if peer not in self.peers.names:
             raise ConfigError(f"to={peer!r} is not a peer of this run; use one of {', '.join(self.peers.names)}.")
@@ -307,14 +307,14 @@ class Connection:
     # --- end ---------------------------------------------------------------------------------------------------------
 
     def close(self, *, has_failed: bool) -> None:
-        """Leave the servers, which end then: in good order, unless the run has failed."""
+        """Leave the servers, which then end; in an orderly way, unless the run has failed."""
         try:
             if not has_failed:
-                self._collectives.barrier()  # nobody asks for anything more
+                self._collectives.barrier()  # nobody asks for anything from here on
                 if self.rank == 0:
                     self.ask("end", dict.fromkeys(range(self.num_servers), ()))
                 self._collectives.barrier()
-            else:  # so that servers do not warn of it; those that are there answer at once
+            else:  # so that servers do not warn of it; those that are alive answer at once
                 calls = [self._transport.call(server(i), "end", timeout=_PATIENCE) for i in range(self.num_servers)]
                 wait(calls, timeout=_PATIENCE)
             self._transport.close()
@@ -326,26 +326,26 @@ class Connection:
     def _clean_up(self) -> None:
         if self._processes is not None:
             self._processes.end()
-        wait([self._joining], timeout=_PATIENCE)  # torch would look for the store, in the thread, once it is gone
+        wait([self._joining], timeout=_PATIENCE)  # in the thread, torch would still look for the store after it is gone
         if self._folder is not None:
             self._folder.remove()
 
 
 def _close(joined: Future[Transport]) -> None:
-    """Leave peers that have come too late."""
+    """Leave peers that were joined too late."""
     if joined.exception() is None:
         joined.result().close()
 
 
 class _Folder:
-    """A folder for the store, which goes when this process is killed as well."""
+    """A folder for the store, which is removed even if this process is killed."""
 
     def __init__(self, path: Path, own: NodeFolder | None) -> None:
         self.path, self._own = path, own
 
     @classmethod
     def create(cls) -> _Folder:
-        """Make one in that of the launch, if there is one: it goes with this."""
+        """Create one, inside the folder of the launch if there is one, as that is removed in any case."""
         calls = calls_file()
         if calls is not None:
             return cls(Path(tempfile.mkdtemp(prefix="echelon-servers-", dir=calls.parent)), None)
@@ -353,7 +353,7 @@ class _Folder:
         return cls(own.path, own)
 
     def remove(self) -> None:
-        """Remove it, if it is there."""
+        """Remove it, if it exists."""
         if self._own is not None:
             self._own.remove()
         else:
@@ -361,7 +361,7 @@ class _Folder:
 
 
 def _within(look: Callable[[], T | None], seconds: float) -> T | None:
-    """Return what there is within some seconds: a connection breaks before the process is gone."""
+    """Return what is found within some seconds: a connection breaks before the process is gone."""
     end = time.monotonic() + seconds
     while (found := look()) is None and time.monotonic() < end:
         time.sleep(_LOOK / 10)

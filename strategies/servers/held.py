@@ -19,12 +19,12 @@ from .messages import Assignment, Push, Rows, Update, Updated
 class HeldOptimizer:
     """Parameters with their optimizer, whose gradients come from trainers.
 
-    Parameters that are pushed whole are views of flat tensors, and so are their gradients. A table gets the gradients
-    of some rows; its optimizer sees a dense gradient, as that of ``nn.Embedding``, or a sparse one.
+    Parameters that are pushed whole are views of flat tensors, and so are their gradients. A table gets gradients
+    for some rows; its optimizer sees a dense gradient, as with ``nn.Embedding``, or a sparse one.
 
     Args:
-        assignment: what it holds.
-        num_trainers: how many trainers there are.
+        assignment: the parameters and the optimizer.
+        num_trainers: the number of trainers.
     """
 
     def __init__(self, assignment: Assignment, num_trainers: int) -> None:
@@ -54,9 +54,9 @@ class HeldOptimizer:
     # --- sync: the gradients of all trainers meet --------------------------------------------------------------------
 
     def gather(self, push: Push) -> Future[Any]:
-        """Take the gradients of a trainer; the answer comes when those of all are here.
+        """Take the gradients of a trainer; the answer comes when those of all trainers have arrived.
 
-        It is `Updated`, or the sum of the squared gradients for a push that is not final.
+        The answer is `Updated`, or the sum of the squared gradients for a push that is not final.
         """
         answer: Future[Any] = Future()
         self._pushes[push.trainer] = push, answer
@@ -76,11 +76,11 @@ class HeldOptimizer:
 
     @property
     def missing(self) -> list[int]:
-        """The trainers for whose gradients others wait."""
+        """The trainers whose gradients others wait for."""
         return [trainer for trainer in range(self._num_trainers) if trainer not in self._pushes] if self._pushes else []
 
     def update(self, request: Update) -> Updated:
-        """Update with the gradients that have met: once, whichever trainer asks first."""
+        """Update with the gathered gradients: once, for the trainer that asks first."""
         if self._updated is not None and self._updated[0] == request.step:
             return self._updated[1]
         with torch.no_grad():
@@ -93,7 +93,7 @@ class HeldOptimizer:
 
     @torch.no_grad()
     def _meet(self, pushes: Sequence[Push]) -> None:
-        """Make gradients the means over the trainers, added in the order of their ranks."""
+        """Set the gradients to the means over the trainers, added in the order of their ranks."""
         for index, gradient in enumerate(self._gradients):
             gradient.copy_(pushes[0].flats[index])
             for push in pushes[1:]:
@@ -178,7 +178,7 @@ class HeldOptimizer:
 
     @torch.no_grad()
     def set_values(self, flats: Sequence[Tensor]) -> None:
-        """Give the parameters that are pushed whole other values."""
+        """Set the values of the parameters that are pushed whole."""
         for flat, new in zip(self.flats, flats, strict=True):
             flat.copy_(new)
 

@@ -1,4 +1,4 @@
-"""Layout of tensors in flat ones, one for each dtype: few messages and few operations serve many parameters."""
+"""Layout of tensors in flat ones, one per dtype: few messages and few operations serve many parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatLayout:
-    """Where tensors of these shapes and dtypes lie in flat tensors."""
+    """The places of tensors of these shapes and dtypes in flat tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.shapes = [tensor.shape for tensor in tensors]
@@ -20,7 +20,7 @@ class FlatLayout:
         self._members = {dtype: [i for i, d in enumerate(self.dtypes) if d is dtype] for dtype in self.dtypes}
 
     def join(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new flat tensors on the CPU; what is None becomes 0."""
+        """Return new flat tensors on the CPU; a None is filled with zeros."""
         flats = []
         for dtype, members in self._members.items():
             parts = [tensors[i] for i in members]
@@ -35,7 +35,7 @@ class FlatLayout:
         return flats
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that lie in flat ones, as views."""
+        """Return the tensors in flat ones, as views."""
         views: dict[int, Tensor] = {}
         for members, flat in zip(self._members.values(), flats, strict=True):
             for i, part in zip(members, flat.split([self.shapes[i].numel() for i in members]), strict=True):
@@ -48,7 +48,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def deal(sizes: Mapping[str, int], number: int) -> list[list[str]]:
-    """Deal names with their sizes to so many holders: the largest first, always to the one that has least."""
+    """Distribute names over `number` holders: the largest first, each to the holder with the least so far."""
     dealt: list[list[str]] = [[] for _ in range(number)]
     loads = [0] * number
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
@@ -59,12 +59,12 @@ def deal(sizes: Mapping[str, int], number: int) -> list[list[str]]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes tensors have."""
+    """Return the size of tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def have_same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors of one shape and dtype are the same to the bit, so that NaN is NaN and 0.0 not -0.0."""
+    """Return whether tensors of one shape and dtype are bitwise equal, so NaN equals NaN, and 0.0 differs from -0.0."""
     if tensor.is_complex():
         tensor, other = torch.view_as_real(tensor), torch.view_as_real(other)
     size = tensor.element_size()

@@ -1,4 +1,4 @@
-"""Meeting of the peers of a run: their store, and the network on which they listen, which nobody else shall reach."""
+"""Meeting of the peers of a run: their store, and the network on which they listen, which nobody else must reach."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .transport import Peers, Service, Transport
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where peers meet: at a file on one machine, at a port of the first node on several."""
+    """Where peers meet: at a file on one machine, or at a port of the first node on several."""
 
     file: Path | None
     address: str = LOOPBACK
     port: int = 0
     main_address: str = LOOPBACK
-    """That of the first node, towards which the others listen."""
+    """The first node's address; the others listen on the network towards it."""
     hosted: list[Any] = field(default_factory=list)
     """The store itself, in the process that hosts it; it ends with this object."""
 
     @classmethod
     def call(cls, environment: Environment, folder: Path, limit: timedelta) -> Meeting:
-        """Return a new meeting, which trainer 0 calls for a run."""
+        """Return a new meeting; trainer 0 calls it, once for a run."""
         if environment.num_nodes == 1:
             return cls(folder / "peers")
         address = private_address(environment.main_address)
@@ -44,10 +44,10 @@ class Meeting:
     def join(
         self, name: str, peers: Peers, service: Service, limit: timedelta, is_given_up: threading.Event | None = None
     ) -> Transport:
-        """Meet the other peers under a name, unless the run is given up. Collective: every peer calls it.
+        """Join the other peers under a name, unless the run is given up. Collective: every peer calls it.
 
         Raises:
-            ConnectionError: if they do not come within `limit`, or are lost.
+            ConnectionError: if they do not join within `limit`, or are lost.
         """
         from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 
@@ -76,10 +76,10 @@ class Meeting:
 
 
 def private_address(host: str) -> str:
-    """Return the address of this machine towards the first node, on which its peers may listen.
+    """Return the address of this machine towards the first node, on which its processes may listen.
 
     Raises:
-        ConfigError: if it is a public one: whoever reaches a peer can run anything in it.
+        ConfigError: if it is public: whoever reaches a peer can run anything in it.
     """
     address = address_towards(host)
     if not ipaddress.ip_address(address).is_private:

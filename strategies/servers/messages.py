@@ -19,12 +19,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a server holds of an optimizer: some of its parameters, and their state."""
+    """A server's share of an optimizer: some of its parameters, and their state."""
 
     optimizer: bytes
     """Its class and attributes, pickled: see `held.make_optimizer`."""
     groups: Sequence[dict[str, Any]]
-    """Its groups, with those parameters by name that are this server's."""
+    """Its groups, each with the names of this server's parameters."""
     trained: Sequence[str]
     """The parameters that are pushed and pulled whole, in the order of the flat tensors."""
     sparse: frozenset[str]
@@ -39,27 +39,27 @@ class Push:
 
     trainer: int
     step: int
-    """How many pushes this trainer has made before."""
+    """The number of earlier pushes of this trainer."""
     used: Sequence[bool]
     """Which of `Assignment.trained` have a gradient."""
     flats: Sequence[Tensor]
     rows: Mapping[str, Rows] = field(default_factory=dict)
     settings: Sequence[Mapping[str, Any]] | None = None
-    """Those of the groups, as schedulers have left them; None if another trainer sends them."""
+    """The groups' settings, as schedulers have left them; None if another trainer sends them."""
     is_final: bool = True
-    """Whether the update follows at once, and not an `Update`."""
+    """Whether to update at once, without waiting for an `Update`."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The request to update the parameters with the gradients that have met."""
+    """The request to update the parameters with the gathered gradients."""
 
     trainer: int
     step: int
     factor: float
-    """By which gradients are multiplied first."""
+    """Gradients are multiplied by it first."""
     limit: float | None = None
-    """To which each element is clipped."""
+    """Each element is clipped to it."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,6 @@ class Updated:
 
     flats: Sequence[Tensor]
     settings: Sequence[Mapping[str, Any]]
-    """What the optimizer has changed in its groups."""
+    """The settings of its groups that the optimizer has changed."""
     staleness: Sequence[float] = ()
     """In async mode, over all pushes of all trainers: their number, the sum and the largest lead over the slowest."""

@@ -1,4 +1,4 @@
-"""Processes of servers: a nursery forks them, clean of the threads and locks of the trainer that asks for them."""
+"""Processes of servers: a nursery forks them, free of the threads and locks of the trainer that asks for them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..launch.proc_status import look_at
 from ..launch.worker import end_with_the_caller, makes_cuda_unusable
 from ..torch_internals import kill_with_parent
 
-_PATIENCE: Final = 10.0  # seconds for an answer of the nursery
+_PATIENCE: Final = 10.0  # seconds for an answer from the nursery
 _FIRST: Final = 60.0  # for its first one, if it has to import torch before it
 
 _NURSERIES: Final[list[Nursery]] = []
-"""That of this process, which serves one run after another."""
+"""The nursery of this process, which serves one run after another."""
 
 
 class Nursery:
-    """A process without threads that forks servers at once, where a new interpreter would import torch first.
+    """A process without threads that forks servers at once; a new interpreter would have to import torch first.
 
     It is a fork of this process if this has one thread only, as a worker of a launch at its start; no lock is held
     then by a thread that the copy lacks. Otherwise, and if this process has asked for GPUs, after which optimizers
@@ -63,7 +63,7 @@ class Nursery:
                 if self._pipe.poll(self._patience):
                     self._patience = _PATIENCE
                     return self._pipe.recv()
-                self.process.kill()  # an answer that came later would be taken for that of the next request
+                self.process.kill()  # a late answer would be taken for the answer to the next request
                 raise ProcessError(
                     f"The process that starts the servers (process {self.process.pid}) does not answer within "
                     f"{self._patience:g} s; it was stopped by a signal, or the machine swaps. Start the run again."
@@ -75,7 +75,7 @@ class Nursery:
                 ) from error
 
     def stop(self) -> None:
-        """End the process, and what is left of its servers."""
+        """End the process, and any servers that are left."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
@@ -87,7 +87,7 @@ class ServerProcesses:
 
     nursery: Nursery
     pids: dict[int, int]
-    """Their processes by their numbers."""
+    """The process ids, by the servers' numbers."""
     _num_stopped: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -101,13 +101,13 @@ class ServerProcesses:
         return cls(nursery, {index: nursery.ask("start", function, argument) for index, argument in servers.items()})
 
     def exit_code(self, index: int) -> int | None:
-        """Return how a server of this process has ended; None for one that runs, or is another process's."""
+        """Return how a server of this process has ended; None if it is running, or another process started it."""
         return self.nursery.ask("exit_code", self.pids[index]) if index in self.pids else None
 
     def stopped_for(self, num_looks: float) -> int | None:
-        """Return a server that a signal has stopped, and that this call has found so as many times in a row.
+        """Return a server that this call has found stopped by a signal more than `num_looks` times in a row.
 
-        Not the time counts: whoever stops the whole run, and goes on later, stops this process as well.
+        Calls count rather than time: whoever suspends the whole run and resumes it later stops this process as well.
         """
         for index, pid in self.pids.items():
             is_stopped = look_at(pid).state == "stopped"
@@ -115,16 +115,16 @@ class ServerProcesses:
         return next((index for index, number in self._num_stopped.items() if number > num_looks), None)
 
     def end(self) -> None:
-        """End all of them."""
+        """End all servers."""
         is_kept = self.nursery.is_forked
         try:
             for pid in self.pids.values():
                 self.nursery.ask("kill", pid)
-        except ProcessError:  # it is gone, or stopped
+        except ProcessError:  # the nursery is gone, or stopped
             is_kept = False
         if not is_kept:
             _NURSERIES.clear()
-            self.nursery.stop()  # and the kernel its servers
+            self.nursery.stop()  # and the kernel ends its servers
 
 
 def prepare_nursery() -> None:
@@ -134,7 +134,7 @@ def prepare_nursery() -> None:
 
 
 def nursery_of_this_process() -> Nursery:
-    """Return the nursery of this process; make it if there is none."""
+    """Return the nursery of this process; create it if there is none."""
     if _NURSERIES and not _NURSERIES[0].process.is_alive():
         _NURSERIES.clear()
     if not _NURSERIES:
@@ -147,7 +147,7 @@ def _can_fork() -> bool:
 
 
 def _num_threads() -> int:
-    """Return the number of threads of this process, those of libraries included; 2 where it cannot be known."""
+    """Return the number of threads of this process, those of libraries included; 2 if it cannot be known."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 2
 
@@ -156,9 +156,9 @@ def _num_threads() -> int:
 
 
 def _tend(pipe: Connection) -> None:
-    """Fork servers and tell how they end, until this process's parent is gone."""
+    """Fork servers and report how they end, until the parent of this process is gone."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)  # a handler of the trainer's would ask for a checkpoint
+        signal.signal(number, signal.SIG_DFL)  # the trainer's handler would ask for a checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_the_caller()
     hide_gpus()  # servers compute on the CPU, but optimizers would look at a GPU in each step, and take memory there
@@ -193,7 +193,7 @@ def _fork(function: Callable[..., None], argument: Any) -> int:
         if os.getppid() == nursery:
             function(argument)
             code = 0
-    except BaseException:  # noqa: BLE001 - a process that leaves otherwise would go on as the nursery
+    except BaseException:  # noqa: BLE001 - if the error left this function, the process would go on as the nursery
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""RemoteCalls: functions of the user's that a trainer runs in other processes of the run."""
+"""RemoteCalls: the user's functions, run by a trainer in other processes of the run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .transport import Arguments
 
 
 class RemoteCalls:
-    """The remote calls of a strategy with servers, for as long as it is connected with them."""
+    """The remote calls of a strategy with servers, for as long as it is connected to them."""
 
     _connection: Connection | None = None
-    """While a fit goes on."""
+    """While a fit is running."""
 
     def rpc_sync(
         self,

@@ -1,4 +1,4 @@
-"""RemoteEmbedding: an embedding whose table may live on servers, of which a step moves the rows that it uses."""
+"""RemoteEmbedding: an embedding whose table may live on servers; a step moves only the rows that it uses."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.nn.functional import embedding
 from ..errors import ModuleError
 
 PullRows = Callable[[Tensor], Tensor]
-"""Returns the rows of some ids, each id once."""
+"""Returns the rows of some distinct ids."""
 
 
 class RemoteEmbedding(nn.Embedding):
     """An ``nn.Embedding`` that lives on the servers of ``ParameterServerStrategy(dense="ddp")`` while it is trained.
 
-    Each trainer pulls the rows of the ids in its batch and pushes their gradients: what travels grows with the batch,
-    not with the table. A fit under another strategy, and all that is not a fit, has a plain ``nn.Embedding``.
+    Each trainer pulls the rows of the ids in its batch and pushes their gradients: the traffic grows with the batch,
+    not with the table. Under another strategy, and outside of a fit, it is a plain ``nn.Embedding``.
 
     Args:
         num_embeddings: the number of rows.
         embedding_dim: the size of a row.
-        padding_idx: the id whose row is 0 at first and gets no gradient.
+        padding_idx: the id whose row starts as 0 and gets no gradient.
         sparse: whether the optimizer gets sparse gradients, and updates only the rows that a step has used
             (``SparseAdam``, ``SGD`` without momentum, ``Adagrad``); otherwise every update goes over the whole table,
-            as that of ``nn.Embedding``.
+            as with ``nn.Embedding``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RemoteEmbedding(nn.Embedding):
         self.weight.data = self.weight.data.new_full((), torch.nan).expand(self.weight.shape)
 
     def come_home(self, weight: Tensor | None) -> None:
-        """Take the table back; None if its server is gone, and the table with it."""
+        """Take the table back; None if it is lost together with its server."""
         self._pull, self._is_lost = None, weight is None
         if weight is None:
             weight = self.weight.new_full(self.weight.shape, torch.nan)
@@ -61,7 +61,7 @@ class RemoteEmbedding(nn.Embedding):
         self.weight.grad = None
 
     def found(self) -> None:
-        """Take note that the table has values again."""
+        """Note that the table has values again."""
         self._is_lost = False
 
     def look(self) -> None:
@@ -72,7 +72,7 @@ class RemoteEmbedding(nn.Embedding):
         """Return the rows of ids of any shape, in one more dimension.
 
         Raises:
-            ModuleError: for an id that is no row, and for a table that was lost in a run that failed.
+            ModuleError: for an id without a row, and for a table that was lost in a failed run.
         """
         if self._is_lost:
             self._check_lost()
@@ -92,7 +92,7 @@ class RemoteEmbedding(nn.Embedding):
                 f"{self._name} must have its table, got none: it was lost with its server, when a fit failed. Load a "
                 "checkpoint, or go on with fit(..., ckpt_path='last')."
             )
-        self._is_lost = False  # loaded, or made anew
+        self._is_lost = False  # it was loaded, or initialized again
 
     def _check(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int64, torch.int32):

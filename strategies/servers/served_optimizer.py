@@ -25,11 +25,11 @@ _REPLACED: Final = ("step", "_step_supports_amp_scaling")
 
 
 class ServedOptimizer:
-    """A user's optimizer of which servers hold parameters and state, and make the updates.
+    """A user's optimizer whose parameters and state are held, and updated, by servers.
 
-    Schedulers, callbacks and the gradient scaler go on holding the user's object, with all its groups and no state of
-    what is served. Its ``step`` is replaced: it pushes the gradients of this trainer, and takes what the servers make
-    of the parameters. Parameters that are not served it updates as before.
+    Schedulers, callbacks and the gradient scaler keep the user's object, with all its groups and no state of served
+    parameters. Its ``step`` is replaced: it pushes this trainer's gradients, and takes the parameters that the servers
+    have updated. Parameters that are not served are updated as before.
 
     What changes between two steps is sent before the next push: groups that were added, parameters that were frozen,
     state and weights that were loaded or edited.
@@ -39,9 +39,9 @@ class ServedOptimizer:
         key: its number.
         module: whose parameters it has.
         connection: to the servers.
-        collectives: those of the trainers.
+        collectives: of the trainers.
         holders: the server of each parameter that is served, by name.
-        tables: the names of those parameters of which rows are pushed, and whether their gradients are sparse.
+        tables: the names of the parameters whose rows are pushed, and whether their gradients are sparse.
         is_async: whether each push is an update of its own.
     """
 
@@ -113,13 +113,13 @@ class ServedOptimizer:
         return bool(state) and any(parameter in state for parameter in self._named.values())
 
     def _has_edited_weights(self) -> bool:
-        # by their values: no version counts what is done to the ``data`` of a parameter
+        # compare values: no version counter sees changes to the ``data`` of a parameter
         pairs = zip(self._pushed, self._agreed, strict=True) if self._agreed else ()
         return not all(have_same_bits(parameter.detach(), value) for parameter, value in pairs)
 
     @property
     def _can_be_edited(self) -> bool:
-        # in async mode the servers go by the pushes of others as well
+        # in async mode the servers also apply the pushes of others
         return not self._tables and not self._is_async and self._connection.rank == 0
 
     @property
@@ -130,7 +130,7 @@ class ServedOptimizer:
         return [self._named[name] for name in self._trained[index]]
 
     def _views(self, flats: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """Return the values that lie in flat tensors for the parameters that are pushed, where these are."""
+        """Return the values in flat tensors of the parameters that are pushed, on the devices of these."""
         values = [value for index, layout in self._layouts.items() for value in layout.views(flats[index])]
         return [value.to(parameter.device) for parameter, value in zip(self._pushed, values, strict=True)]
 
@@ -229,7 +229,7 @@ class ServedOptimizer:
             self._num_pushes_pulled = self._num_pushes
 
     def take_weights(self) -> None:
-        """Take note that trainer 0 has loaded other weights, which servers get before the next push."""
+        """Note that trainer 0 has loaded other weights, which the servers get before the next push."""
         self._has_loaded_weights = True
 
     # --- the step ----------------------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ class ServedOptimizer:
         return float(sum(answers.values()))
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that have met."""
+        """Multiply the gathered gradients in the next update."""
         self._factor = factor
 
     def limit(self, limit: float) -> None:
-        """Clip each element of the gradients that have met."""
+        """Clip each element of the gathered gradients in the next update."""
         self._limit = limit
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -265,7 +265,7 @@ class ServedOptimizer:
         return result
 
     def _step_some(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step where servers hold tables only, and this trainer the rest."""
+        """Step where servers hold only tables, and this trainer holds the rest."""
         self._step(optimizer)
         tables = [self._named[name] for name in self._named]
         gradients = [table.grad for table in tables]
@@ -279,7 +279,7 @@ class ServedOptimizer:
 
     def _push(self, *, is_final: bool) -> dict[int, Any]:
         self.follow()
-        self._has_gathered = False  # of a step that was left out, as its scaled gradients overflowed
+        self._has_gathered = False  # left from a step that was skipped because its scaled gradients overflowed
         answers = self._connection.ask(
             "push", {index: (self.key, self._message(index, is_final)) for index in self._layouts}
         )
@@ -321,7 +321,7 @@ class ServedOptimizer:
 
     @torch.no_grad()
     def _take(self, answers: Mapping[int, Updated]) -> None:
-        """Take the parameters and settings that the servers have made."""
+        """Take over the parameters and settings that the servers have updated."""
         values = self._copy({index: answer.flats for index, answer in answers.items()})
         self._agreed = values if self._can_be_edited else []
         for answer in answers.values() if not self._tables else ():

@@ -27,7 +27,7 @@ LOST_PEERS: Final = 75
 
 @dataclass(frozen=True)
 class ServerTask:
-    """What a server is told when it starts."""
+    """The data that a server gets when it starts."""
 
     index: int
     peers: Peers
@@ -53,10 +53,10 @@ def run_server(task: ServerTask) -> None:
 
 
 class Server:
-    """The parameters and optimizers of this server. Requests come in threads of the transport, one at a time is done.
+    """The parameters and optimizers of this server. Requests come in the transport's threads, and are handled in turn.
 
     Args:
-        num_trainers: how many trainers there are.
+        num_trainers: the number of trainers.
         max_staleness: see `StalenessBound`; None for sync mode.
     """
 
@@ -68,20 +68,20 @@ class Server:
         self._lock = threading.Lock()
 
     def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
-        """Answer a request: the name of one of the methods below, without its underscore."""
+        """Answer a request, which is the name of one of the methods below without its underscore."""
         if request == "ping":
             return self._missing()
         with self._lock:
             return getattr(self, f"_{request}")(*arguments)
 
     def _end(self) -> None:
-        """Take note that trainers leave, of which the transport would warn."""
+        """Silence the warnings that the transport prints when trainers leave."""
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 2)
         os.close(silence)
 
     def _missing(self) -> list[int]:
-        """Return the trainers for which others wait."""
+        """Return the trainers that others wait for."""
         missing = [held.missing for held in list(self._optimizers.values())]
         missing += [bound.missing for bound in list(self._bounds.values())]
         return sorted({rank for ranks in missing for rank in ranks})
@@ -94,7 +94,7 @@ class Server:
             self._bounds[key] = StalenessBound(self._num_trainers, self._max_staleness)
 
     def _hold(self, tables: Mapping[str, Tensor]) -> None:
-        """Hold tables, or give those that are held other values: optimizers have them, too."""
+        """Hold tables, or overwrite those that are held in place, as optimizers hold the same tensors."""
         for name, values in tables.items():
             if name in self._tables:
                 self._tables[name].copy_(values)

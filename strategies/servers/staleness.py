@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 COLUMNS: Final = ("trainer", "step", "lead", "updates_between")
-"""Of the ledger: which trainer pushed, how many times it had before, by how many steps it was ahead of the slowest
+"""Of the ledger: which trainer pushed, how many times it had pushed before, how many steps it was ahead of the slowest
 trainer with this push, and how many pushes of others were applied between its pull and this push."""
 
 
@@ -22,9 +22,9 @@ class _Waiting:
 
 
 class StalenessBound:
-    """Holds the answers to trainers that would get more than `max_staleness` steps ahead of the slowest.
+    """Delays the answers to trainers that would get more than `max_staleness` steps ahead of the slowest.
 
-    A trainer goes on once its next push is within the bound. So no push is ever applied beyond it.
+    A trainer goes on once its next push is within the bound, so no push beyond the bound is ever applied.
 
     Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
     """
@@ -37,7 +37,7 @@ class StalenessBound:
         self._waiting: list[_Waiting] = []
         self._rows: array[int] = array("q")
         self.totals = (0, 0, 0)
-        """Over all pushes: their number, the sum and the largest of their leads."""
+        """Over all pushes: their number, and the sum and the largest of their leads."""
 
     def note(self, trainer: int) -> None:
         """Enter a push in the ledger, as it is applied."""
@@ -51,13 +51,13 @@ class StalenessBound:
         self.totals = number + 1, total + lead, max(largest, lead)
 
     def wait(self, trainer: int) -> Future[Any]:
-        """Return what is done once this trainer may go on."""
+        """Return a future that is done once this trainer may go on."""
         waiting = _Waiting(trainer, Future())
         self._waiting.append(waiting)
         return waiting.answer
 
     def released(self) -> list[Future[Any]]:
-        """Return the answers of those that may go on now, who pull what there is."""
+        """Return the answers of the trainers that may go on now, and that pull the parameters as they are."""
         slowest = min(self._clocks)
         free = [w for w in self._waiting if self._clocks[w.trainer] + 1 - slowest <= self._max_staleness]
         self._waiting = [waiting for waiting in self._waiting if waiting not in free]
@@ -67,7 +67,7 @@ class StalenessBound:
 
     @property
     def missing(self) -> list[int]:
-        """The trainers for whom others wait."""
+        """The trainers that others wait for."""
         slowest = min(self._clocks)
         return [trainer for trainer, clock in enumerate(self._clocks) if clock == slowest] if self._waiting else []
 

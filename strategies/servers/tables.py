@@ -20,7 +20,7 @@ class RemoteTables:
     """The tables of a module's `RemoteEmbedding` layers.
 
     Raises:
-        ConfigError: for a table that another layer uses, too, or that is renormalized as it is read.
+        ConfigError: for a table that another layer also uses, or that is renormalized as it is read.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,7 +48,7 @@ class RemoteTables:
 
     @property
     def memory_share(self) -> MemoryShare:
-        """The share of a trainer: nothing of the tables."""
+        """The share of a trainer: everything but the tables."""
         tables = set(self._weights.values())
 
         def share(parameter: Tensor) -> float:
@@ -107,7 +107,7 @@ class RemoteTables:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def own_share(self, state: Mapping[str, Any], connection: Connection, collectives: Collectives) -> dict[str, Any]:
-        """Return of the module's state what this trainer saves: the first all but tables, and each some of these."""
+        """Return the share of the module's state that this trainer saves: some tables; on the first, also all else."""
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
         own = self.fetch(connection, deal(sizes, collectives.world_size)[connection.rank])
         aliases = self._aliases()
@@ -115,7 +115,7 @@ class RemoteTables:
         return share | {name: own[key] for name, key in aliases.items() if key in own}
 
     def load(self, state: Mapping[str, Any], connection: Connection, collectives: Collectives) -> None:
-        """Give the servers the tables of a state. Collective: every trainer calls it."""
+        """Send the tables of a state to the servers. Collective: every trainer calls it."""
         aliases = self._aliases()
         found = {aliases[name]: table for name, table in state.items() if name in aliases}
         self._send({name: table.to(self._weights[name].dtype) for name, table in found.items()}, connection)
@@ -130,7 +130,7 @@ class RemoteTables:
         return {name: weights[aliases[name]].detach() if name in aliases else value for name, value in state.items()}
 
     def _aliases(self) -> dict[str, str]:
-        """Return, for each name of a table in a state, that by which it is held."""
+        """Return, for each name of a table in a state, the name under which it is held."""
         return {
             f"{name}.weight" if name else "weight": key for key, layers in self._layers.items() for name, _ in layers
         }

@@ -1,6 +1,6 @@
-"""TensorPipe, torch's transport of remote calls: all of it that Echelon uses. torch no longer develops it.
+"""TensorPipe, torch's transport for remote calls: everything of it that Echelon uses. torch no longer develops it.
 
-Every peer may call any function in every other: who can connect can run anything. `meeting` says who can.
+Every peer can call any function in every other, so whoever can connect can run anything; see `meeting` for who can.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from ..errors import ConfigError, RunError
 from ..torch_internals import join_rpc
 from .transport import Arguments, Peers, RequestError, Service
 
-_LOOK: Final = 0.01  # seconds between two looks at the store
+_LOOK: Final = 0.01  # seconds between two checks of the store
 
 _SERVICES: Final[list[Service]] = []
-"""That of this process, while it is a peer: torch has one agent a process."""
+"""The service of this process, while it is a peer: torch has one agent per process."""
 
 
 class TensorPipe:
-    """This process as a peer of a run. Collective: all peers make one, at the same time.
+    """This process as a peer of a run. Collective: all peers create one, at the same time.
 
     Args:
         name: its name.
-        peers: all of them.
-        store: a store of torch's that all peers share.
-        service: what it answers with.
-        interface: variables that say on which network it listens.
-        start_timeout: seconds for which the others are waited for.
-        is_given_up: once it is set, by another thread, the others are not waited for any longer.
+        peers: all peers of the run.
+        store: a torch store that all peers share.
+        service: answers the requests of the others.
+        interface: environment variables that say on which network it listens.
+        start_timeout: how long to wait for the others.
+        is_given_up: once another thread sets it, the others are no longer waited for.
 
     Raises:
         RunError: if this process has called ``torch.distributed.rpc.init_rpc`` itself.
-        ConnectionError: if peers do not come, or are lost.
+        ConnectionError: if peers do not join, or are lost.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TensorPipe:
     ) -> None:
         self._peers = peers
         rank = peers.names.index(name)
-        # by shared memory a thread of each process would look for messages all the time, on a core of its own
+        # with shared memory, a thread of each process would poll for messages all the time, on a core of its own
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=start_timeout.total_seconds(), _transports=["uv"])
         if _SERVICES or rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
             raise RunError(
@@ -82,11 +82,11 @@ class TensorPipe:
             self.close()
             if not isinstance(error, Exception):
                 raise
-            # torch has several kinds, and one error hides another where it logs it
+            # torch raises errors of several types, and one error hides another while torch logs it
             raise ConnectionError(str(error.__context__ or error)) from error
 
     def _internal(self, name: str) -> str:
-        # torch counts its barriers by the names of the peers: those of an earlier run in this process had others
+        # torch counts its barriers by the names of the peers, so each run in a process needs names of its own
         return f"{name}-{self._peers.token}"
 
     def call(self, peer: str, request: str, *arguments: Any, timeout: float = 0) -> Future[Any]:
@@ -117,14 +117,14 @@ class TensorPipe:
     def close(self) -> None:
         """Leave the others; see `Transport`.
 
-        torch's graceful end would wait for a peer that is gone, and counts the ends of each process: a server that has
+        torch's graceful shutdown would wait for a peer that is gone, and counts shutdowns by process: a server that has
         just been started has seen fewer than its trainers.
         """
         try:
             with (
                 _without_warnings(),
                 suppress(RuntimeError),
-            ):  # no agent yet, or a reference of the user's to what a peer holds
+            ):  # no agent yet, or the user still holds a reference to an object in a peer
                 rpc.shutdown(graceful=False)
         finally:
             _SERVICES.clear()
@@ -133,7 +133,7 @@ class TensorPipe:
 class _PatientStore(Store):
     """A store whose waits let other threads run.
 
-    torch's agent asks for the names of its peers with the interpreter's lock held: a peer that died just before would
+    torch's agent asks for the names of its peers while holding the GIL: a peer that died just before would
     stop all threads of this process for as long as the store waits.
     """
 
@@ -172,11 +172,11 @@ class _PatientStore(Store):
 
 @functions.async_execution  # type: ignore[untyped-decorator]  # torch has no types for it
 def _answer(request: str, arguments: tuple[Any, ...]) -> torch.futures.Future[Any]:
-    """Answer a request, in the process that got it."""
+    """Answer a request, in the process that received it."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     try:
         value = _SERVICES[0].answer(request, arguments)
-    except BaseException as error:  # noqa: BLE001 - for the peer
+    except BaseException as error:  # noqa: BLE001 - passed on to the peer
         future.set_result(_Failure(error))
         return future
     if isinstance(value, Future):
@@ -187,7 +187,7 @@ def _answer(request: str, arguments: tuple[Any, ...]) -> torch.futures.Future[An
 
 
 class _Failure:
-    """An error, in place of an answer."""
+    """An error that takes the place of an answer."""
 
     def __init__(self, error: BaseException) -> None:
         self.text = "".join(traceback.format_exception_only(error)).strip()
@@ -200,7 +200,7 @@ def _outcome(done: Future[Any]) -> Any:
 
 
 def _take(done: torch.futures.Future[Any], answer: Future[Any]) -> None:
-    """Pass the outcome of torch's future on, which cannot be waited for so that signals are seen."""
+    """Pass on the outcome of torch's future, on which one cannot wait and still handle signals."""
     try:
         value = done.value()
     except RuntimeError as error:
@@ -229,13 +229,13 @@ def _unpacked(packed: bytes) -> Any:
 
 
 def _flush() -> None:
-    if sys.stderr is not None:  # as it is of a program that was started without
+    if sys.stderr is not None:  # it is None in a program that was started without one
         sys.stderr.flush()
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out what torch's agent prints of each peer when it ends; all else that is printed meanwhile comes after."""
+    """Drop what torch's agent prints about each peer as it ends; any other output of that time comes afterwards."""
     _flush()
     try:
         stream = os.dup(2)

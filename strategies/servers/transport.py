@@ -1,4 +1,4 @@
-"""Transport: how trainers and servers call each other, as a Protocol; `tensorpipe` is the one that is there."""
+"""Transport: the Protocol by which trainers and servers call each other; `tensorpipe` implements it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 
 class Service(Protocol):
-    """What a process answers the requests of its peers with, from any thread."""
+    """Answers the requests of a process's peers, from any thread."""
 
     def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the answer, or a `Future` of it for one that has to wait for other peers."""
+        """Return the answer, or a `Future` of it if it has to wait for other peers."""
 
 
 class Transport(Protocol):
@@ -25,32 +25,32 @@ class Transport(Protocol):
         """
 
     def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
-        """Call a function of the user's in a peer; `how` is ``"sync"``, ``"async"`` or ``"remote"``."""
+        """Call a user's function in a peer; `how` is ``"sync"``, ``"async"`` or ``"remote"``."""
 
     def close(self) -> None:
-        """Leave the others, without waiting for any."""
+        """Leave the other peers, without waiting for any."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a call of the user's."""
+    """Arguments of a user's call."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 class RequestError(Exception):
-    """A peer failed with a request; the message is its own."""
+    """A peer failed to answer a request; the message is that of its error."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes of a run that call each other, by their names: trainers first."""
+    """The processes of a run that call each other, by name: trainers first."""
 
     num_trainers: int
     num_servers: int
     token: str
-    """Tells one run of a process from the next."""
+    """Tells apart successive runs in one process."""
 
     @property
     def names(self) -> list[str]:
