@@ -14,18 +14,18 @@ from .estimate import all_reduced, exchanged
 
 
 class CountedTraffic(TorchDispatchMode):
-    """Sees every collective of torch inside; each counts as a ring, and what goes to one rank as what it is."""
+    """Intercepts every torch collective inside; each counts as a ring, and a send to one rank as its own bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent: Counter[Sequence[int]] = Counter()
-        """Bytes by the ranks that take part, this one among them."""
+        """Bytes, by the ranks that take part, including this one."""
         self.num_calls: Counter[Sequence[int]] = Counter()
-        """Collectives by these ranks."""
+        """Number of collectives, by the same ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it comes again with what is sent of it
+            return NotImplemented  # DTensor calls it again with the tensors that are sent
         if func.namespace == "c10d":
             self._count(func.name().removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Estimate of cut layers and sequences: the fraction of the activations that a rank has, and what it exchanges."""
+"""Estimate of cut layers and sequences: the fraction of the activations that a rank holds, and what it exchanges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .profile import CASTS, LayerUse, Profile, Sources
 class CutActivations:
     """The activations and exchanges of a rank of tensor parallelism, from a profile of whole layers.
 
-    A tensor is cut if all that it comes from are layers that return cuts; between the layers of a block, for instance.
+    A tensor is cut if all layers that it comes from return cut tensors; between the layers of a block, for instance.
 
     Args:
         profile: of one micro-batch.
@@ -34,7 +34,7 @@ class CutActivations:
         self._cut = self._find_cut(profile.layers)
 
     def activations(self) -> Activations:
-        """Return the activations of a rank, without the copies that autocast makes of parameters."""
+        """Return the activations of a rank, without autocast's copies of parameters."""
         memory = self._profile.memory
         kept, peak = (
             sum(size * self._fraction(sources) for sources, size in part.items() if CASTS not in sources)
@@ -45,7 +45,7 @@ class CutActivations:
     def by_stage(self, stage_of: Callable[[str], int], num_stages: int) -> list[Activations]:
         """Return the activations by the stage of a pipeline that makes them.
 
-        What comes from no layer is on each, such as the batch; but what of it comes in backward, on the last.
+        Tensors that come from no layer, such as the batch, count on each stage; those of backward, on the last.
         """
         memory, nothing = self._profile.memory, frozenset[str]()
         kept, peak = [0.0] * num_stages, [0.0] * num_stages
@@ -63,7 +63,7 @@ class CutActivations:
         between = 0.0
         for block in filter(
             is_here, self._sharded_blocks
-        ):  # a row of them gathers its last output, and the gradient of its first input
+        ):  # consecutive blocks gather the last output, and the gradient of the first input
             inside = [use for name, use in self._profile.layers.items() if name.startswith(f"{block}.")]
             row = set(filter(is_here, self._sharded_blocks & {_neighbour(block, -1), _neighbour(block, 1)}))
             between += (2 - len(row)) * exchanged(inside[0].input_bytes, self._tp) if inside else 0.0
@@ -71,7 +71,7 @@ class CutActivations:
         return between + sum(self._exchanged(name, use) for name, use in uses if is_here(name))
 
     def _find_cut(self, uses: Mapping[str, LayerUse]) -> set[str]:
-        """Return the layers whose outputs are cut; a whole layer returns what it gets."""
+        """Return the layers whose outputs are cut; an uncut layer returns what it gets."""
         cut: set[str] = set()
         for name, use in uses.items():  # in the order of their calls
             layer = self._layers.get(name)
@@ -88,13 +88,13 @@ class CutActivations:
     def _fraction(self, sources: Sources) -> float:
         if sources and sources <= self._cut:
             return 1 / self._tp
-        # amid shards of the sequence, sums of rows are scattered; what columns get is gathered, and kept whole
+        # if sequences are sharded, the sums of rows are scattered; the inputs of columns are gathered, and kept whole
         if any(isinstance(layer := self._layers.get(name), RowCut) and layer.shard_dim is not None for name in sources):
             return 1 / self._tp
         return 1.0
 
     def _exchanged(self, name: str, use: LayerUse) -> float:
-        """Return what is sent for the calls of a layer: in forward, in recomputation, and once in backward."""
+        """Return the bytes sent for the calls of a layer: in forward, in recomputation, and once in backward."""
         layer = self._layers.get(name)
         if isinstance(layer, RowCut):
             one = exchanged(use.output_bytes, self._tp)
@@ -114,14 +114,14 @@ class CutActivations:
         one = exchanged(use.input_bytes, self._tp)
         is_sharded = layer.shard_dim is not None or isinstance(self._holders.get(parent), JoinedInput)
         if parent in self._holders and name != self._first_column(parent, use):
-            # the first one with this input exchanges it for all; but not where a block itself is computed again
+            # the first layer with this input exchanges it for all, except where the block itself is recomputed
             is_again = is_sharded and parent in self._sharded_blocks
             return sent + (one * (use.num_calls - 1) if is_again else 0.0)
         backward = 1 if use.has_input_gradient else 0
         return sent + (one * (use.num_calls + backward) if is_sharded else 2 * one * backward)
 
     def _first_column(self, parent: str, use: LayerUse) -> str:
-        """Return the first column of a module whose input is the same."""
+        """Return the first column-wise layer of a module that has the same input."""
         return next(
             name
             for name, other in self._profile.layers.items()
@@ -138,14 +138,14 @@ def _neighbour(block: str, step: int) -> str:
 
 
 def summed_parameters(module: nn.Module, plan: TensorPlan) -> int:
-    """Return the bytes of the whole parameters whose gradients are summed over tp, amid shards of the sequence."""
+    """Return the bytes of the uncut parameters whose gradients are summed over tp, as sequences are sharded."""
     layers = plan.layers(module)
     total = 0
     for block in plan.sharded_blocks(module):
         for name, layer in module.get_submodule(block).named_modules(prefix=block):
             cut = layers.get(name)
             own = dict(layer.named_parameters(recurse=False))
-            if cut is None or isinstance(cut, RowCut):  # whose bias is added to what is scattered
+            if cut is None or isinstance(cut, RowCut):  # a row adds its bias to scattered outputs
                 total += sum(p.nbytes for key, p in own.items() if cut is None or key not in cut.slices)
     return total
 
@@ -153,7 +153,7 @@ def summed_parameters(module: nn.Module, plan: TensorPlan) -> int:
 def sequence_exchange(profile: Profile, cp: int, kind: str) -> float:
     """Return what a rank sends along cp in one micro-batch for the attention over whole sequences."""
     once, again = (exchanged(pairs, cp) for pairs in (profile.attention_bytes, profile.attention_bytes_again))
-    if kind == "ulysses":  # queries, keys, values and results are traded, and then their gradients
+    if kind == "ulysses":  # queries, keys, values and results are exchanged, and then their gradients
         return (2 * (once + again) + 2 * once) / cp
     # keys and values are gathered in forward and again for backward, where their gradients are scattered
     return once + again + 2 * once

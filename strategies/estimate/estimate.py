@@ -16,45 +16,45 @@ KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "gathered
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What the rank with the most of it holds and sends in an optimizer step, in bytes."""
+    """What the rank that needs the most memory holds and sends in an optimizer step, in bytes."""
 
     parameters: float
     gradients: float
     optimizer: float
     """The optimizer's state."""
     activations: float
-    """What forward keeps for backward in one micro-batch, with the batch itself."""
+    """What forward keeps for backward in one micro-batch, including the batch itself."""
     gathered: float = 0.0
-    """Parameters that are whole while their unit computes, where ranks hold shards."""
+    """Parameters gathered while their unit computes, where ranks hold shards."""
     communication: float = 0.0
-    """Buffers of what is sent and received, beside the gradients."""
+    """Buffers for what is sent and received, besides the gradients."""
     workspace: float = 0.0
-    """Buffers of the module, and what operations of forward, backward and update need beyond what is kept."""
+    """Buffers of the module, and what forward, backward and update need temporarily beyond what is kept."""
     host: float = 0.0
     """What is kept in the memory of the node instead, with ``cpu_offload`` or by servers; not in `total`."""
     overlap: float = 0.0
-    """Of the sum of all these, what is never there at once: activations are freed as gradients come."""
+    """The part of the sum that is never allocated at the same time: activations are freed as gradients come."""
     idle: float = 0.0
-    """The share of a step in which ranks wait for each other, if all stages of a pipeline are ideal."""
+    """The share of a step that ranks spend waiting for each other, if all stages of a pipeline are ideal."""
     traffic: Mapping[str, float] = field(default_factory=dict)
-    """What the rank sends, by axis of the mesh; collectives count as rings, which send the least possible.
+    """Bytes that the rank sends, by axis of the mesh; collectives count as rings, which send the least possible.
 
-    With "servers" what it gets counts, too: they send it.
+    For "servers", what the rank receives counts as well: they send it.
     """
 
     @property
     def total(self) -> float:
-        """The most that is there at once."""
+        """The peak memory."""
         return sum(self.by_kind.values()) - self.overlap
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """The memory of each kind, at its most."""
+        """The largest memory of each kind."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
     @property
     def sent(self) -> float:
-        """What the rank sends, over all axes."""
+        """The bytes that the rank sends, over all axes."""
         return sum(self.traffic.values())
 
 
@@ -67,7 +67,7 @@ class Activations:
     most_with_gradients: float
 
     def times(self, factor: float) -> Activations:
-        """Return those of a rank that has this fraction of each."""
+        """Return the activations of a rank that has this fraction of each."""
         return Activations(self.kept * factor, self.peak * factor, self.most_with_gradients * factor)
 
 
@@ -93,25 +93,25 @@ def estimate_held(
 
     Args:
         profile: of one micro-batch.
-        share: of each parameter, its gradient and its state.
+        share: the rank's fraction of each parameter, its gradient and its state.
         activations: of the rank.
         gathered: see `Estimate`.
         communication: see `Estimate`.
-        whole_gradients: gradients of other ranks' shards that are there until they are reduced.
-        between_steps: buffers that are there while no activations are.
+        whole_gradients: gradients of other ranks' shards that are held until they are reduced.
+        between_steps: buffers that are allocated only while no activations are.
         traffic: see `Estimate`.
     """
     parameters, gradients = profile.parameter_bytes(share.parameters), profile.gradient_bytes(share.gradients)
     optimizer, held_fraction = profile.state_bytes(share.optimizer), _fraction(profile, share)
     in_backward = max(0.0, activations.peak - activations.kept)
     update = profile.update_bytes * held_fraction
-    # the update comes when the activations have gone
+    # at the update, the activations have been freed
     without_activations = max(update, between_steps)
     workspace = profile.buffer_bytes + max(in_backward, without_activations - activations.kept)
     at_most = activations.kept + in_backward
     overlap = 0.0
     if profile.num_micro_batches == 1 and not (gathered or whole_gradients):
-        # what the first micro-batch needs is partly gone when gradients are complete
+        # part of what the first micro-batch needs has been freed when gradients are complete
         most = max(activations.most_with_gradients, gradients)
         together = max(most, gradients + without_activations)
         overlap = max(0.0, gradients + max(at_most, without_activations) - together)
@@ -129,10 +129,10 @@ def estimate_held(
 
 
 def estimate_alone(profile: Profile, name: str, world_size: int) -> Estimate:
-    """Return the estimate of one process by itself, which sends nothing.
+    """Return the estimate of a single process, which sends nothing.
 
     Raises:
-        ConfigError: for several, of which only a strategy knows what each holds.
+        ConfigError: for several; only a strategy knows what each of them holds.
     """
     if world_size > 1:
         raise ConfigError(
@@ -151,10 +151,10 @@ def _fraction(profile: Profile, share: MemoryShare) -> float:
 
 
 def all_reduced(num_bytes: float, num_ranks: int) -> float:
-    """Return what a rank sends for the sum of a tensor of every rank."""
+    """Return what a rank sends to sum a tensor over all ranks."""
     return 2 * exchanged(num_bytes, num_ranks)
 
 
 def exchanged(num_bytes: float, num_ranks: int) -> float:
-    """Return what a rank sends to gather a tensor, to scatter a sum, to broadcast or to trade its parts."""
+    """Return what a rank sends to gather a tensor, to scatter a sum, to broadcast or to exchange its parts."""
     return num_bytes * (num_ranks - 1) / num_ranks

@@ -1,4 +1,4 @@
-"""CutLayout: a run whose layers and sequences are cut over ranks, and the estimate of one whose blocks are not."""
+"""CutLayout: a run that cuts layers and sequences over ranks, and the estimate of one without pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sharded import estimate_sharded
 
 @dataclass(frozen=True)
 class CutLayout:
-    """What is known of a run whose layers and sequences are cut over ranks, and whose parameters are sharded."""
+    """A run whose layers and sequences are cut over ranks, and whose parameters are sharded."""
 
     profile: Profile
     """Of one micro-batch."""
@@ -37,7 +37,7 @@ class CutLayout:
 
     @cached_property
     def activations(self) -> CutActivations:
-        """The activations of whole sequences, as the cut layers leave them."""
+        """The activations of whole sequences that the cut layers leave on a rank."""
         return CutActivations(self.profile, self.plan, self.degrees.tp)
 
     @property
@@ -47,7 +47,7 @@ class CutLayout:
 
     @property
     def gathered_pairs(self) -> float:
-        """The bytes of the keys and values of one attention, where they are gathered."""
+        """The bytes of the keys and values of one attention, if they are gathered."""
         is_gathered = self.degrees.cp > 1 and self.cp_exchange == "allgather"
         return self.profile.largest_attention_bytes / self.degrees.tp if is_gathered else 0.0
 
@@ -58,7 +58,7 @@ class CutLayout:
 
 
 def estimate_layout(layout: CutLayout, *, is_on_host: bool) -> Estimate:
-    """Return the estimate of a rank that has all blocks; `is_on_host`: with its shards in the memory of the node."""
+    """Return the estimate of a rank that has all blocks; `is_on_host`: its shards are in the node's memory."""
     profile, degrees, plan = layout.profile, layout.degrees, layout.plan
     estimate = estimate_sharded(
         profile,

@@ -24,10 +24,10 @@ _CAST: Final = "aten::_to_copy"
 
 
 class LiveMemory(TorchDispatchMode):
-    """Sees every operation inside, and so every storage that is made; a weak reference tells when one has gone.
+    """Intercepts every operation inside, and so sees every new storage; a weak reference tells when one is freed.
 
-    The module's own tensors do not count. A tensor that a layer with parameters makes comes from this layer, any other
-    one in forward from the layers of its inputs; in backward it comes from none. The idea is that of torch's
+    The module's own tensors do not count. A tensor made inside a layer with parameters comes from this layer; any other
+    one comes, in forward, from the layers of its inputs, and in backward from none. The idea is that of torch's
     (private) MemTracker.
     """
 
@@ -35,7 +35,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry
 
-        # FlopCounterMode itself keeps the graph alive, and with it what has been computed again
+        # FlopCounterMode itself keeps the graph alive, and with it recomputed tensors
         self._flops_of: dict[Any, Any] = flop_registry
         self.flops = 0
         self._module = module
@@ -48,7 +48,7 @@ class LiveMemory(TorchDispatchMode):
         self._by_source: Counter[Sources] = Counter()
         self._now = self._most = self._now_gradients = self._most_with_gradients = 0
         self._is_unseen = False
-        """Whether `_peak` is still to be taken from what is alive now."""
+        """Whether `_peak` must still be taken from what is alive now."""
         self._peak: Mapping[Sources, int] = {}
         self._kept: Mapping[Sources, int] = {}
         self._kept_blocks: Mapping[str, int] = {}
@@ -63,16 +63,16 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """What is alive now, without gradients."""
+        """The bytes alive now, without gradients."""
         return self._now
 
     @property
     def most(self) -> int:
-        """The most that was alive at once, without gradients, in this part of the step."""
+        """The most bytes alive at once, without gradients, in this part of the step."""
         return self._most
 
     def result(self) -> StepMemory:
-        """Return what the micro-batch needed."""
+        """Return the memory that the micro-batch needed."""
         self._take_peak()
         return StepMemory(
             kept=dict(self._kept),
@@ -82,7 +82,7 @@ class LiveMemory(TorchDispatchMode):
         )
 
     def begin_update(self) -> None:
-        """Take note that the gradients are complete; from here on `most` is that of the update."""
+        """Note that the gradients are complete; from here on `most` is that of the update."""
         self._take_peak()
         self._is_update, self._most = True, self._now
 
@@ -107,9 +107,9 @@ class LiveMemory(TorchDispatchMode):
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
-        """Take note of storages that are emptied and filled again, as those of parameters that ``fully_shard`` gathers.
+        """Note storages that are freed and allocated again, such as those of parameters that ``fully_shard`` gathers.
 
-        No operation of torch tells of that.
+        No torch operation shows this.
         """
         plain = torch.UntypedStorage.resize_
 
@@ -131,12 +131,12 @@ class LiveMemory(TorchDispatchMode):
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
     def take(self, tensors: Any) -> None:
-        """Count tensors that were made outside, such as a batch."""
+        """Count tensors that were created outside, such as a batch."""
         for tensor in iterate_tensors(tensors):
             self._note(tensor, _NOTHING)
 
     def begin_backward(self) -> None:
-        """Take note that forward has ended: what is alive now is what is kept."""
+        """Note that forward has ended: what is alive now is kept for backward."""
         if sum(self._kept.values()) < self._now:
             self._kept = dict(self._by_source)
             blocks: Counter[str] = Counter()
@@ -146,14 +146,14 @@ class LiveMemory(TorchDispatchMode):
         self._is_backward = True
 
     def end_backward(self) -> None:
-        """Take note that backward has ended."""
+        """Note that backward has ended."""
         self._is_backward = False
 
     # --- what the dispatcher tells -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # a question, such as for a device; more than half of what is seen here
+        if func.namespace == "prim":  # a query, for a device for instance; more than half of all calls here
             return output
         count = self._flops_of.get(getattr(func, "overloadpacket", None))
         if count is not None:
@@ -171,7 +171,7 @@ class LiveMemory(TorchDispatchMode):
         from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
         is_backward, is_cpu = "backward" in name, "_for_cpu" in name
-        if is_cpu:  # torch (2.14) counts those of GPUs
+        if is_cpu:  # torch (2.14) itself counts only those of GPUs
             shapes = [tensor.shape for tensor in args if isinstance(tensor, Tensor)]
             self.flops += sdpa_backward_flop_count(*shapes[:4]) if is_backward else sdpa_flop_count(*shapes[:3])
         if is_backward:
@@ -200,7 +200,7 @@ class LiveMemory(TorchDispatchMode):
             self._note_storage(part.untyped_storage(), sources)
 
     def _note_storage(self, storage: Any, sources: Sources) -> None:
-        memory = int(storage._cdata)  # noqa: SLF001 - the address of the data is unknown without memory
+        memory = int(storage._cdata)  # noqa: SLF001 - without memory, the data has no address
         if memory in self._alive or memory in self._own or memory in self._gradients:
             return
         size = storage.nbytes()
@@ -253,7 +253,7 @@ class LiveMemory(TorchDispatchMode):
     def _leave(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._inside.pop()
         outputs = list(iterate_tensors(output))
-        if not outputs:  # recomputation ends in the middle of the last layer, when all is there
+        if not outputs:  # recomputation stops inside the last layer, as soon as it has all that it needs
             return
         tensors = list(iterate_tensors(inputs))
         before = self.layers.get(name)
@@ -273,7 +273,7 @@ def storages_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Return what has the memory of a tensor: its shard, or the two tensors that a sparse one is made of."""
+    """Return the tensors that hold a tensor's memory: its shard, or the two components of a sparse one."""
     shard = local_shard(tensor)
     return (shard._indices(), shard._values()) if shard.is_sparse else (shard,)  # noqa: SLF001 - also if not coalesced
 

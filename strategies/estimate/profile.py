@@ -1,4 +1,4 @@
-"""Profile: what one micro-batch of a module needs on one device, from which strategies estimate their ranks."""
+"""Profile: what one micro-batch of a module needs on one device; strategies estimate their ranks from it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..module.memory_estimate import Share, shared_bytes
 from ..module.precision import Precision
 
 CASTS: Final = "(casts of parameters)"
-"""The source of the copies that autocast makes of parameters."""
+"""The source of autocast's copies of parameters."""
 
 Sources = frozenset[str]
-"""The layers with parameters from which a tensor comes, without another such layer in between."""
+"""The layers with parameters that a tensor comes from directly, with no such layer in between."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class StateBytes:
     """The bytes of optimizer state that belong to one parameter."""
 
     tensors: int
-    """With one value for each of its elements or rows, such as moments; sharded with the parameter."""
+    """Tensors with a value for each of its elements or rows, such as moments; sharded like the parameter."""
     scalars: int
-    """Of its own, such as a count of steps; on every rank that has any of the parameter's state."""
+    """Other values, such as a count of steps; on every rank that has any of the parameter's state."""
 
 
 @dataclass(frozen=True)
 class LayerUse:
-    """What a layer with parameters of its own was called with in one micro-batch."""
+    """The calls of a layer with parameters of its own in one micro-batch."""
 
     input_bytes: int
     """Of its first input, in one call."""
     output_bytes: int
-    """Of what it returned, in one call."""
+    """Of its output, in one call."""
     num_calls: int
     """In forward and, where activations are recomputed, again in backward."""
     has_input_gradient: bool
@@ -45,19 +45,19 @@ class LayerUse:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The bytes that a micro-batch needs beside parameters, buffers, gradients and optimizer state."""
+    """The bytes that a micro-batch needs besides parameters, buffers, gradients and optimizer state."""
 
     kept: Mapping[Sources, float]
-    """What is there at the end of forward, for backward, by the layers that it comes from."""
+    """What forward leaves for backward, by the layers that it comes from."""
     peak: Mapping[Sources, float]
-    """What is there at the moment of forward or backward when it is most."""
+    """What is alive at the peak of forward or backward."""
     most_with_gradients: float
     """The most that such tensors and gradients take together, in a step of one micro-batch."""
     blocks: Mapping[str, float]
-    """Of what is kept, by the repeated block that made it; "" for the rest of the module."""
+    """What is kept, by the repeated block that made it; "" for the rest of the module."""
 
     def towards(self, other: StepMemory, way: float) -> StepMemory:
-        """Return the memory on the line through this one and another: 0 is this one, 1 the other."""
+        """Return the linear interpolation, or extrapolation, of this memory (`way` 0) and another (1)."""
 
         def between(here: Mapping[Sources, float], there: Mapping[Sources, float]) -> dict[Sources, float]:
             keys = dict.fromkeys([*here, *there])
@@ -91,19 +91,19 @@ class Profile:
     state: Mapping[nn.Parameter, StateBytes]
     """The optimizer's, after one step."""
     update_bytes: int
-    """What the optimizer's step needs for a moment."""
+    """What the optimizer's step needs temporarily."""
     buffer_bytes: int
     memory: StepMemory
     layers: Mapping[str, LayerUse]
     """By the name of each layer with parameters of its own, in the order of their first calls."""
     attention_bytes: int
-    """Of the keys and values of all attentions of torch in forward."""
+    """Of the keys and values of all of torch's attentions in forward."""
     attention_bytes_again: int
-    """The same of those that backward computes again."""
+    """The same for those that backward recomputes."""
     largest_attention_bytes: int
     """Of the keys and values of one attention."""
     flops: int
-    """Of forward and backward of the micro-batch, with what is recomputed."""
+    """Of the micro-batch's forward and backward, including recomputation."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -124,7 +124,7 @@ class Profile:
         return sum(bytes_.tensors * shares[p] + bytes_.scalars * (shares[p] > 0) for p, bytes_ in self.state.items())
 
     def with_size(self, other: Profile, num_samples: int) -> Profile:
-        """Return the profile of a micro-batch of another size, on the line through this one and another one."""
+        """Return the profile of a micro-batch of another size, from this one and `other` by linear interpolation."""
         way = (num_samples - self.num_samples) / (other.num_samples - self.num_samples)
         layers = {
             name: replace(

@@ -15,15 +15,15 @@ from .estimate import Estimate, estimate_held, whole_activations
 from .profile import Profile
 
 _ID: Final = 4
-"""The bytes of the number of a row in a message."""
+"""The bytes of a row's index in a message."""
 _GRADIENT_ID: Final = 8
-"""The same in a sparse gradient."""
+"""The bytes of a row's index in a sparse gradient."""
 
 
 class ServedStep:
     """A step in which servers hold all parameters, or only the tables of `RemoteEmbedding` layers.
 
-    Each id of a micro-batch counts as another row of its table: less is moved where ids come more than once.
+    Each id of a micro-batch counts as a different row of its table; repeated ids make the real traffic smaller.
 
     Args:
         profile: of one micro-batch.
@@ -54,7 +54,7 @@ class ServedStep:
         """Return the estimate of a trainer.
 
         Args:
-            dense: returns that of a trainer without servers, for the profile of a step without tables.
+            dense: returns the estimate of a trainer without servers, from the profile of a step without tables.
             is_on_cpu: whether the trainer computes where its messages are made.
         """
         profile, tables = self._profile, self._pushed_rows
@@ -66,7 +66,7 @@ class ServedStep:
                 whole_activations(profile),
                 # trainer 0 compares its parameters with those that the servers have
                 communication=0.0 if self._is_async else pulled,
-                between_steps=pushed + pulled if is_on_cpu else 0.0,  # a message, and the answer
+                between_steps=pushed + pulled if is_on_cpu else 0.0,  # a message and its answer
                 traffic={"servers": pushed + pulled},
             )
         state = {parameter: size for parameter, size in profile.state.items() if parameter not in tables}
@@ -80,7 +80,7 @@ class ServedStep:
         )
 
     def _moved(self, held: Sequence[nn.Parameter]) -> tuple[float, float]:
-        """Return what a trainer pushes and pulls in a step, of these parameters."""
+        """Return the bytes of these parameters that a trainer pushes and pulls in a step."""
         if self._serves_all:
             trained = float(sum(parameter.nbytes for parameter in held if parameter.requires_grad))
             return trained, trained
@@ -92,7 +92,7 @@ class ServedStep:
     # --- servers -----------------------------------------------------------------------------------------------------
 
     def of_servers(self) -> list[Estimate]:
-        """Return the estimate of each server, which is on the CPU; its traffic is that with all trainers."""
+        """Return the estimate of each server, which is on the CPU; its traffic is with all trainers together."""
         named = self.served
         sizes = {name: parameter.nbytes for name, parameter in named.items()}
         return [self._of_server([named[name] for name in names]) for names in deal(sizes, self._num_servers)]
@@ -106,9 +106,9 @@ class ServedStep:
     def _of_server(self, held: Sequence[nn.Parameter]) -> Estimate:
         own, profile = set(held), self._profile
         pushed, pulled = self._moved(held)
-        rows_only = set() if self._serves_all else self._sparse  # the gradient of a table is whole for other optimizers
+        rows_only = set() if self._serves_all else self._sparse  # other optimizers get a table's whole gradient
         gradients = float(sum(p.nbytes for p in held if p.requires_grad and p not in rows_only))
-        # gradients wait for those of the last trainer; in async mode each answer is a copy of its own
+        # gradients wait for those of the last trainer; in async mode each answer is a separate copy
         waiting = pushed + pulled if self._is_async else pushed
         return Estimate(
             parameters=float(sum(parameter.nbytes for parameter in held)),

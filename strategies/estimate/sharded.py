@@ -31,11 +31,11 @@ def estimate_sharded(
     Args:
         profile: of one micro-batch.
         plan: the units.
-        options: how long they stay gathered, and in which dtypes.
+        options: how long units stay gathered, and in which dtypes.
         degrees: the layout of the ranks.
         activations: of the rank.
-        shapes: of the parameters that tensor parallelism has cut.
-        is_on_host: whether the shards are in the memory of the node, and not on the device.
+        shapes: of the parameters that tensor parallelism cuts.
+        is_on_host: whether the shards are in the node's memory instead of on the device.
     """
     num_shards, cut_shapes = degrees.dp_shard * degrees.cp, shapes or {}
 
@@ -49,7 +49,7 @@ def estimate_sharded(
     gathered = root.computing + sum(sorted(size.computing for size in units)[-2:])
     gathered += sum(_kept_gathered(size, unit) for size, unit in zip(units, plan.units, strict=False))
     largest = max(sizes, key=lambda size: size.reducing)
-    # what arrives of the next unit, the gradients of one unit, and those of two in the dtype in which they are sent
+    # parameters of the next unit, gradients of one unit, and those of two units in the dtype in which they are sent
     communication = max((size.computing for size in units), default=0.0) + largest.computing + 2 * largest.reducing
     is_trained = profile.gradient_bytes(whole) / max(1.0, profile.parameter_bytes(whole))
     accumulates = profile.num_micro_batches > 1 and not options.sync_each_micro_batch
@@ -74,14 +74,14 @@ def estimate_sharded(
 
 
 class _UnitSizes:
-    """The bytes of a unit when it is whole: in the dtype in which it computes, and in that of its gradients' sum."""
+    """The bytes of a whole unit, in the dtype in which it computes and in that in which its gradients are reduced."""
 
     def __init__(self, computing: float, reducing: float) -> None:
         self.computing, self.reducing = computing, reducing
 
     @classmethod
     def of(cls, unit: Unit, num_shards: int, computing: int | None, reducing: int | None) -> _UnitSizes:
-        """Return those of a unit; the sizes are those of an element, None for as it is."""
+        """Return the sizes of a unit; `computing` and `reducing` are bytes per element, None for unchanged."""
         padded = unit.bytes_a_rank * num_shards
         if "BatchNorm" in unit.kind or not padded:
             return cls(padded, padded)
@@ -91,7 +91,7 @@ class _UnitSizes:
 
 
 def dtypes_of(profile: Profile, options: ShardingOptions) -> tuple[int | None, int | None]:
-    """Return the bytes of an element that computes, and of one that is summed; None for those of the parameters."""
+    """Return the bytes per element in computation and in reduction; None for those of the parameters."""
     given, autocast = options.mixed_precision, profile.precision.autocast_dtype
     if given is not None:
         computing, reducing = given.param_dtype, given.reduce_dtype
@@ -101,7 +101,7 @@ def dtypes_of(profile: Profile, options: ShardingOptions) -> tuple[int | None, i
 
 
 def _kept_gathered(size: _UnitSizes, unit: Unit) -> float:
-    """Return what stays of a unit between forward and backward, beyond its shard."""
+    """Return the bytes of a unit that stay gathered between forward and backward."""
     if unit.reshard is True:
         return 0.0
     return size.computing if unit.reshard is False else size.computing / unit.reshard
@@ -119,7 +119,7 @@ def _traffic(
     num_sums = num_micro_batches if options.sync_each_micro_batch else 1
     sharded = replicated = 0.0
     for unit, size in zip(plan.units, sizes, strict=True):
-        # a number of ranks among which it is kept gathers among these only
+        # a unit that stays gathered across some ranks is gathered again among these only
         again = 0.0 if unit.reshard is False else exchanged(size.computing, num_shards)
         if unit.reshard is not True and unit.reshard:
             again = exchanged(size.computing, unit.reshard)

@@ -1,4 +1,4 @@
-"""Estimates of pipelines: each rank gathers its stages for a whole step, and keeps all micro-batches on their way."""
+"""Estimates of pipelines: each rank gathers its stages for a whole step, and keeps all micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .sharded import dtypes_of
 
 
 class StageEstimates:
-    """The estimates of the ranks of one pipeline, the first stage's rank first.
+    """The estimates of the ranks of one pipeline, starting with the first stage's rank.
 
     Args:
         layout: how the ranks cut layers and sequences, and shard parameters.
-        schedule: which ranks have which stages, and in which order they work.
+        schedule: which rank has which stages, and in which order they run.
     """
 
     def __init__(self, layout: CutLayout, schedule: Schedule) -> None:
@@ -66,7 +66,7 @@ class StageEstimates:
             MemoryShare(fraction, fraction, fraction),
             activations,
             gathered=float(computing),
-            # of all micro-batches, until they are reduced; a stage begins when those of the step before have gone
+            # of all micro-batches, until they are reduced; a stage starts once those of the step before are freed
             whole_gradients=float(reducing),
             communication=2.0 * max(self._received[stage] for stage in stages) + self._layout.gathered_pairs,
             traffic={
@@ -94,14 +94,14 @@ class StageEstimates:
     # --- activations -------------------------------------------------------------------------------------------------
 
     def _stage_of(self, layer: str) -> int:
-        """Return the last stage that has a layer; the first for what is outside of all parts."""
+        """Return the last stage that has a layer; the first stage for a layer outside of all parts."""
         name = layer
         while name and name not in self._owners:
             name = name.rpartition(".")[0]
         return self._owners.get(name, 0)
 
     def _activations(self, rank: int) -> Activations:
-        """Return what is kept of all micro-batches that are on their way, when that is most."""
+        """Return the largest activations that are kept for all micro-batches in flight."""
         kept = {
             stage: self._by_stage[stage].kept + 2 * self._received[stage] for stage in self._schedule.stages_of(rank)
         }
@@ -116,7 +116,7 @@ class StageEstimates:
         return Activations(most, most + beyond, most + beyond)
 
     def _input_bytes(self, stage: int) -> float:
-        """Return the size of what a stage receives of a micro-batch: the input of its first block."""
+        """Return the bytes that a stage receives for a micro-batch: the input of its first block."""
         if stage == 0:
             return 0.0
         first = next(name for name in self._partition.stages[stage] if self._partition.parts[name].is_block)
@@ -124,7 +124,7 @@ class StageEstimates:
         return uses[0].input_bytes / self._degrees.cp if uses else 0.0
 
     def _sent(self, stages: Sequence[int]) -> float:
-        """Return what a rank sends to the next stages and, of gradients, to those before."""
+        """Return the bytes that a rank sends: activations to the next stages, and gradients to the previous ones."""
         rank_of, last = self._schedule.rank_of, self._schedule.num_stages - 1
         one = 0.0
         for stage in stages:
@@ -135,7 +135,7 @@ class StageEstimates:
         return self._profile.num_micro_batches * one + self._sent_of_shared(stages)
 
     def _sent_of_shared(self, stages: Sequence[int]) -> float:
-        """Return what is sent for the sums of gradients of parameters that several ranks hold."""
+        """Return the bytes sent to sum the gradients of parameters that several ranks hold."""
         total = 0.0
         for parameter, holders in self._holders.items():
             ranks = sorted({self._schedule.rank_of(stage) for stage in holders})
