@@ -14,15 +14,15 @@ from .machine import NestedTimeouts
 
 @dataclass(frozen=True)
 class Patient:
-    """What is examined, and for which run."""
+    """The machine to examine, and the run that it is examined for."""
 
     run_folder: Path
     num_processes: int = 1
-    """Of this node."""
+    """On this node."""
     host: str | None = None
-    """The node where all meet, if the user names one; no other is ever asked."""
+    """The node where all nodes meet, if the user names one; no other is ever contacted."""
     port: int | None = None
-    """Where the store is to listen; None if any port does, or if it listens already."""
+    """The port on which the store will listen; None if any port will do, or if it already listens."""
     timeouts: NestedTimeouts = field(default_factory=NestedTimeouts)
 
 

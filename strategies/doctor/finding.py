@@ -10,13 +10,13 @@ class Finding:
     """Something that is wrong."""
 
     check: str
-    """What was looked at."""
+    """The subject of the check."""
     text: str
     """What was found, with the value."""
     remedy: str
     """What to do, as a command where there is one."""
     stops: bool = True
-    """Whether it would stop a run; else it makes one slow, or is likely to stop it later."""
+    """Whether it would stop a run; otherwise it slows one down, or is likely to stop it later."""
 
     def describe(self) -> str:
         """Return it as two lines."""

@@ -1,4 +1,4 @@
-"""Checks of the folder of a run: what checkpoints need of a file system, and whether its clock is this machine's."""
+"""Checks of the folder of a run: what checkpoints need from a file system, and whether its clock agrees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .finding import Finding
 _LEAST_SPACE: Final = 1 << 30
 _SKEW: Final = 2.0
 _FIRST_YEAR: Final = 2024
-"""Before it no clock is right."""
+"""A clock that shows an earlier year is wrong."""
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def check_folder(folder: Path) -> Iterator[Finding]:
 
 
 def _try(folder: Path, inside: Path) -> Iterator[Finding]:
-    """Do in a folder what a checkpoint does."""
+    """Try in a folder what saving a checkpoint does."""
     step = "fsync"
     try:
         old, new = inside / "old", inside / "new"
@@ -78,7 +78,7 @@ def _try(folder: Path, inside: Path) -> Iterator[Finding]:
 
 
 def check_clock() -> Iterator[Finding]:
-    """Check that the clock can be right."""
+    """Check that the clock is plausible."""
     year = time.gmtime().tm_year
     if year < _FIRST_YEAR:
         yield Finding("clock", f"this machine's clock is in the year {year}", "timedatectl set-ntp true")

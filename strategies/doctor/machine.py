@@ -22,9 +22,9 @@ _SMALLEST_FILE: Final = 1 << 30
 _LEAST_SHARED: Final = 64 << 20
 _LITTLE_SHARED: Final = 512 << 20
 _LONGEST_SOCKET: Final = 107
-"""Bytes of the path of a Unix socket."""
+"""The most bytes that the path of a Unix socket may have."""
 _OWN_PART: Final = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
-"""What multiprocessing appends to the folder for temporary files."""
+"""The length of what multiprocessing appends to the folder for temporary files."""
 _SHARED: Final = Path("/dev/shm")
 
 
@@ -33,15 +33,15 @@ class NestedTimeouts:
     """How long parts of a run wait, in seconds; they must nest."""
 
     start: float = 300.0
-    """For the other processes at the start."""
+    """For the other processes, at start-up."""
     collective: float = 1800.0
     """For a collective."""
     hang: float | None = None
-    """For a step, where hangs are detected."""
+    """For a step, if hangs are detected."""
 
 
 def check_torch() -> Iterator[Finding]:
-    """Check that torch has what a run of several processes needs."""
+    """Check that torch has what a run with several processes needs."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -63,7 +63,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
-    """Check the limits that this process, and all that it starts, live under."""
+    """Check the resource limits of this process, which the processes it starts inherit."""
     if sys.platform == "win32":
         return
     import resource
@@ -102,7 +102,7 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
 
 
 def check_shared_memory(path: Path = _SHARED) -> Iterator[Finding]:
-    """Check the memory that workers of loaders, and snapshots, share."""
+    """Check the shared memory, which data loader workers and snapshots use."""
     if not path.is_dir():
         if sys.platform == "linux":
             yield Finding("shared memory", f"there is no {path}", f"mount -t tmpfs tmpfs {path}")
@@ -141,7 +141,7 @@ def check_temporary(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
 
 
 def check_threads(num_processes: int, environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
-    """Check that the threads of all processes of this node have cores."""
+    """Check that there are enough cores for the threads of all processes of this node."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = environ.get("OMP_NUM_THREADS", "")
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -156,7 +156,7 @@ def check_threads(num_processes: int, environ: Mapping[str, str] = ENVIRON) -> I
 
 
 def check_timeouts(timeouts: NestedTimeouts) -> Iterator[Finding]:
-    """Check that what waits longest is what should end a run."""
+    """Check that timeouts nest, so that the one that expires first is the one that should end a run."""
     if timeouts.start > timeouts.collective:
         yield Finding(
             "timeouts",

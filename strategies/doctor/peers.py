@@ -1,4 +1,4 @@
-"""Peers: the nodes of a launch measure the way to each other, and compare their clocks, versions and folders."""
+"""Peers: the nodes of a launch measure the network between them, and compare their clocks, versions and folders."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PATIENCE: Final = 60.0
 
 _NUM_PINGS: Final = 20
 _BLOCK: Final = 8 << 20
-"""Bytes that are sent to measure the bandwidth."""
+"""Bytes sent to measure the bandwidth."""
 _LIMIT: Final = 10.0
 """Seconds for one measurement."""
 _SLOW: Final = 5e-3
-"""Seconds of a round trip in which nodes of one network should be there and back."""
+"""Seconds that a round trip between nodes of one network should not exceed."""
 _SKEW: Final = 1.0
 _PREFIX: Final = "echelon/doctor"
 _CLOCK: Final = struct.Struct("!d")
@@ -44,20 +44,20 @@ _SIZE: Final = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Way:
-    """The way from one node to another."""
+    """The network path from one node to another."""
 
     latency: float | None
-    """Seconds there and back; None if the other cannot be reached."""
+    """Seconds for a round trip; None if the other node cannot be reached."""
     bandwidth: float | None = None
-    """Bytes a second; None if a large message does not arrive."""
+    """Bytes per second; None if a large message does not arrive."""
     clock: float = 0.0
-    """Seconds by which the other's clock is ahead."""
+    """Seconds by which the other node's clock is ahead."""
     error: str = ""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node has found."""
+    """The findings of one node."""
 
     node: int
     name: str
@@ -65,21 +65,21 @@ class NodeReport:
     versions: Mapping[str, str]
     findings: Sequence[Finding]
     ways: Sequence[Way]
-    """To each node, by rank; that to itself stands for nothing."""
+    """To each node, by rank; the entry for the node itself is unused."""
 
 
 def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> list[NodeReport]:
-    """Measure the way to all other nodes of a launch; return the reports of all. Collective: each node calls it once.
+    """Measure the path to all other nodes of a launch; return the reports of all. Collective: each node calls it once.
 
-    Only addresses that the nodes themselves have published in the store of the launch are asked.
+    Only addresses that the nodes themselves have published in the store of the launch are contacted.
 
     Args:
-        environment: the place of this process, the first of its node.
+        environment: of this process, the first of its node.
         own: what this machine's own checks have found.
-        run_folder: where the run is to write.
+        run_folder: where the run will write.
 
     Raises:
-        ProcessError: for a node that did not come, or that cannot reach the store.
+        ProcessError: for a node that did not answer, or that cannot reach the store.
     """
     store = _store(environment)
     node, number = environment.node_rank, environment.num_nodes
@@ -93,13 +93,13 @@ def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> 
         others = [json.loads(_wait(store, f"node/{peer}", peer)) for peer in range(number)]
         is_shared = (run_folder / token).exists()
         ways = [Way(0.0)] * number
-        for step in range(1, number):  # in each round every node measures another one
+        for step in range(1, number):  # in each round, every node measures a different peer
             peer = (node + step) % number
             ways[peer] = measure(others[peer]["address"], others[peer]["port"])
         found = [*own, *_compare(node, others, ways, is_shared=is_shared, run_folder=run_folder)]
         report = NodeReport(node, me["name"], address, me["versions"], found, ways)
         store.set(f"report/{node}", json.dumps(asdict(report)))
-        # the reports are there once nobody measures any more
+        # the reports are complete once nobody measures any longer
         reports = [_read(_wait(store, f"report/{peer}", peer)) for peer in range(number)]
         store.add("done", 1)
         end = time.monotonic() + _LIMIT  # the node that hosts the store leaves last
@@ -122,7 +122,7 @@ def versions() -> dict[str, str]:
 
 
 def measure(address: str, port: int) -> Way:
-    """Return the way to a node that answers at an address."""
+    """Measure and return the path to a node that answers at an address."""
     try:
         connection = socket.create_connection((address, port), 3.0)
     except OSError as error:
@@ -147,11 +147,11 @@ def measure(address: str, port: int) -> Way:
 
 @contextlib.contextmanager
 def _answering(address: str) -> Iterator[int]:
-    """Answer the measurements of other nodes inside the block, at the port that it gets."""
+    """Answer the measurements of other nodes inside the block, at the port that is yielded."""
     with socket.create_server((address, 0), backlog=128) as server:
 
         def serve() -> None:
-            with contextlib.suppress(OSError):  # closed
+            with contextlib.suppress(OSError):  # the server was closed
                 while True:
                     connection, _ = server.accept()
                     threading.Thread(target=_answer, args=(connection,), daemon=True).start()
@@ -199,7 +199,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def _compare(
     node: int, others: Sequence[Mapping[str, Any]], ways: Sequence[Way], *, is_shared: bool, run_folder: Path
 ) -> Iterator[Finding]:
-    """Return what is wrong between this node and the others."""
+    """Yield what is wrong between this node and the others."""
     for peer, way in enumerate(ways):
         if peer == node:
             continue
@@ -241,7 +241,7 @@ def _compare(
 
 
 def compare_versions(node: int, own: Mapping[str, str], first: Mapping[str, str]) -> Iterator[Finding]:
-    """Return the versions in which a node differs from node 0."""
+    """Yield a finding for each version in which a node differs from node 0."""
     for name, version in first.items():
         if own.get(name) != version:
             yield Finding(
@@ -255,7 +255,7 @@ def compare_versions(node: int, own: Mapping[str, str], first: Mapping[str, str]
 
 
 def _store(environment: Environment) -> Any:
-    """Return the store of the launch, or one that the first node hosts.
+    """Return the store of the launch, or one that the first node starts.
 
     Raises:
         ProcessError: if it cannot be reached.
@@ -276,10 +276,10 @@ def _store(environment: Environment) -> Any:
 
 
 def _wait(store: Any, key: str, node: int) -> bytes:
-    """Return what a node has written.
+    """Return what a node has written under a key of the store.
 
     Raises:
-        ProcessError: if it has not come.
+        ProcessError: if it does not come in time.
     """
     try:
         value: bytes = store.get(key)

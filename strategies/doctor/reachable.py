@@ -1,4 +1,4 @@
-"""Checks of this machine's network: loopback, interfaces, names, ports, and the way to the node that the user names."""
+"""Checks of this machine's network: loopback, interfaces, names, ports, and the path to a node that the user names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_loopback() -> Iterator[Finding]:
 
 
 def check_interfaces(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
-    """Check that the networks that variables name exist."""
+    """Check that the network interfaces named in environment variables exist."""
     names = {name for _, name in socket.if_nameindex()}
     for variable in _INTERFACES:
         given = environ.get(variable, "")
@@ -52,12 +52,12 @@ def check_interfaces(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
 
 
 def check_port(port: int, address: str = LOOPBACK) -> Iterator[Finding]:
-    """Check that the store could listen at a port."""
+    """Check that the store could listen on a port."""
     try:
         listen(address, port).close()
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            return  # another check says so
+            return  # another check reports it
         with contextlib.closing(listen(address, 0)) as free:
             other = free.getsockname()[1]
         yield Finding(
@@ -68,7 +68,7 @@ def check_port(port: int, address: str = LOOPBACK) -> Iterator[Finding]:
 
 
 def check_name(host: str | None) -> Iterator[Finding]:
-    """Check where this machine's own name leads, as seen from a run with the node `host`."""
+    """Check which address this machine's name resolves to, for a run whose nodes meet at `host`."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -118,7 +118,7 @@ def check_way(host: str, port: int) -> Iterator[Finding]:
     try:
         socket.create_connection((host, port), _PATIENCE).close()
     except ConnectionRefusedError:
-        pass  # it is there, and nobody listens yet
+        pass  # the node is up, but nobody listens yet
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         yield Finding(
