@@ -20,16 +20,16 @@ from .profiles import FitOnce, take_profiles
 from .profiling import ProfilingStrategy
 
 _SECONDS: Final = 600.0
-"""After which a profile is given up."""
+"""The time limit of a profile."""
 _LITTLE: Final = 0.02
 """The fraction of a device's memory below which it does not matter who holds the training state."""
 _STATE_BYTES: Final = 16
-"""Of a parameter in float32 with its gradient and the two moments of Adam."""
+"""Per element of a float32 parameter, with its gradient and Adam's two moments."""
 _FAILURES: Final = (
     *(EchelonError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError),
     *(NotImplementedError, ArithmeticError, ImportError, OSError),
 )
-"""What a step may raise; the run itself raises it again, with all that it says."""
+"""What a step may raise; the run itself will raise it again, with its full message."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Choice:
     layout: RunLayout
     recomputes: bool
     num_micro_batches: int
-    """Of a step, on each rank that reads samples, for each that the settings ask for."""
+    """Of a step, on each rank that reads samples, for each micro-batch that the settings ask for."""
     reason: str
-    """One line for the start of the run."""
+    """One line to print at the start of the run."""
 
     def applied_to(self, settings: Settings) -> Settings:
-        """Return the settings with what the choice changes beside the strategy; the global batch stays."""
+        """Return the settings with all that the choice changes except the strategy; the global batch stays the same."""
         changed: dict[str, Any] = {}
         if self.recomputes and settings.activation_checkpointing is None:
             changed["activation_checkpointing"] = "full"
@@ -61,9 +61,9 @@ def choose(
     loaders: Any,
     datamodule: Any,
 ) -> Choice | None:
-    """Return the first layout that fits; None where a profile is not possible, or would change nothing.
+    """Return the first layout that fits; None if a profile is not possible, or would not change the choice.
 
-    The profile is taken in a process of its own, so that neither the module nor its data is touched in this one.
+    The profile is taken in a separate process, so that neither the module nor its data is touched in this one.
 
     Raises:
         ConfigError: if nothing fits, with the nearest layout and the smallest change that fits.
@@ -97,7 +97,7 @@ def _climb(
     loaders: Any,
     datamodule: Any,
 ) -> Choice | str | None:
-    """Return the choice, or a text that says why there is none; None if the module cannot be profiled."""
+    """Return the choice, or a text that explains why there is none; None if the module cannot be profiled."""
     given = ActivationCheckpointing.of(kept["activation_checkpointing"])
     others = {name: value for name, value in kept.items() if name != "activation_checkpointing"}
 
@@ -117,7 +117,7 @@ def _climb(
 def climb(
     fit: FitOnce, module: TrainModule, machine: Machine, *, given: ActivationCheckpointing | None = None
 ) -> Choice | str:
-    """Return the first rung that fits, or a text that says what is nearest and what would fit."""
+    """Return the first rung that fits, or a text that says which layout is nearest and what would fit."""
     profiles = take_profiles(fit, module, given=given)
     batch = profiles.sizes[0]
     tried: list[PlannedLayout] = []
@@ -131,7 +131,7 @@ def climb(
             continue  # a module that cannot be cut so
         tried.append(planned)
         if at is not None:
-            break  # the rung behind the choice, of which the reason tells
+            break  # the rung after the choice, which the reason mentions
         at = len(tried) - 1 if planned.fits else None
     if at is None:
         return _nothing_fits(tried, profiles, machine)
@@ -140,7 +140,7 @@ def climb(
 
 
 def _ladder(machine: Machine, *, can_recompute: bool, must: bool) -> list[tuple[RunLayout, bool]]:
-    """Return the rungs, from the one that is simplest to the one that needs the least memory."""
+    """Return the rungs, from the simplest to the one that needs the least memory."""
     number = machine.num_devices
     plain: list[tuple[str, Callable[[], Strategy]]] = [
         ("ddp", DDPStrategy),

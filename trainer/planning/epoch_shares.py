@@ -1,4 +1,4 @@
-"""Shares of an epoch: how many of its samples each data rank reads, as the index stream of training deals them."""
+"""Shares of an epoch: how many of its samples each data rank reads, as the index stream of training deals them out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..data.train_data import stream_of
 
 @dataclass(frozen=True)
 class EpochShares:
-    """The samples of an epoch, by data rank; where batches come ready-made, batches."""
+    """The samples of an epoch by data rank, or its batches if they come ready-made."""
 
     num_entries: int
-    """Of the whole epoch, without those that ``drop_last`` leaves out."""
+    """Of the whole epoch, without those that ``drop_last`` drops."""
     by_rank: list[int]
     global_batch_size: int
     least: int
-    """What the rank with the fewest reads of a whole global batch."""
+    """The smallest share of a whole global batch that any rank reads."""
     last_batch: int
-    """The size of the last global batch, if it is smaller than the others; 0 if it is not."""
+    """The size of the last global batch, if it is smaller than the others; otherwise 0."""
     first: list[int]
     """The indices of this rank's first micro-batch, as far as they are known."""
 
@@ -32,7 +32,7 @@ class EpochShares:
 
 
 def shares_of_epoch(loader: Any, cut: Cut, seed: int) -> EpochShares | None:
-    """Return who reads how much of the first epoch; None where only reading tells, or ranks read data of their own."""
+    """Return the ranks' shares of the first epoch; None if only reading can tell, or each rank reads its own data."""
     stream = stream_of(loader, seed, cut)
     if not isinstance(stream, MapStream) or stream.num_streams > 1 or stream.indices.end is None:
         return None

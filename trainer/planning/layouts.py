@@ -1,4 +1,4 @@
-"""Layouts: the ways to spread a run over devices, each with the strategy that trains so and what a config says."""
+"""Layouts: the ways to spread a run over devices, each with its strategy and the value for a config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunLayout:
 
     @property
     def as_python(self) -> str:
-        """The argument of a Trainer."""
+        """The argument for a Trainer, as Python code."""
         if isinstance(self.config, str):
             return f'strategy="{self.config}"'
         given = {key: value for key, value in self.config.items() if key != "_target_"}
@@ -43,7 +43,7 @@ class RunLayout:
 
 
 def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
-    """Yield the layouts that are possible for the devices, simple ones first; whether the module can is asked later."""
+    """Yield the layouts that are possible for the devices, simple ones first; the module itself is checked later."""
     number, nodes = machine.num_devices, machine.num_nodes
     if number == 1:
         yield RunLayout("single", SingleDeviceStrategy, "single", 1)
@@ -64,7 +64,7 @@ def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
 
 
 def _products(machine: Machine, *, has_sequences: bool) -> Iterator[RunLayout]:
-    """Yield layouts that cut layers, inside a node, or sequences, or that deal blocks to stages."""
+    """Yield layouts that cut layers (within a node) or sequences, or that split blocks into stages."""
     number, degree = machine.num_devices, 2
     while machine.devices_of_node % degree == 0:
         yield _parallel(number, tp=degree)

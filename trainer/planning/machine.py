@@ -1,4 +1,4 @@
-"""Machine: the devices that a run is planned for, which need not be there, and what they have."""
+"""Machine: the devices that a run is planned for, which need not exist, and their memory and speed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _OF_A_NODE: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a run is planned for."""
+    """The hardware that a run is planned for."""
 
     num_devices: int
-    """In all."""
+    """On all nodes together."""
     num_nodes: int = 1
     memory: float
     """Bytes of each device."""
@@ -43,17 +43,17 @@ class Machine:
     beside_collectives: float = 0.0
     """Bytes of `memory` that a process does not have for tensors where forward communicates."""
     peak_flops: float | None = None
-    """FLOP/s of each device in the dtype that computes; None where they are not known."""
+    """FLOP/s of each device in the dtype of computation; None if unknown."""
     bandwidth: float | None = None
-    """Bytes per second that a device sends to others of its node."""
+    """Bytes per second from a device to others on its node."""
     node_bandwidth: float | None = None
-    """Bytes per second that a device sends to those of other nodes; None for `bandwidth`."""
+    """Bytes per second from a device to those on other nodes; None for `bandwidth`."""
 
     @property
     def margin(self) -> float:
-        """The fraction of `memory` that a plan leaves free, for the allocator's gaps and what it does not know.
+        """The fraction of `memory` that a plan leaves free, for fragmentation and what it does not know.
 
-        On a CPU what a process takes beside tensors is no part of `memory`, and the gaps are smaller.
+        On a CPU, `memory` excludes what a process takes besides tensors, and there is less fragmentation.
         """
         return 0.05 if self.is_cpu else 0.1
 
@@ -63,8 +63,8 @@ class Machine:
         return self.num_devices // self.num_nodes
 
     def hardware(self, *, uses_processes: bool) -> Hardware:
-        """Return the hardware of a strategy that runs one process for each device, or one for all."""
-        # without NCCL in this build of torch, what can be checked of GPUs is what can be checked of CPUs
+        """Return the hardware for a strategy that runs one process per device, or one for all devices."""
+        # if this build of torch lacks NCCL, GPUs are checked only as far as CPUs are
         kind = "cuda" if not self.is_cpu and dist.is_nccl_available() else "cpu"
         devices = tuple(range(self.devices_of_node))
         environment = detect_environment({})
@@ -95,7 +95,7 @@ def parse_bytes(text: str, argument: str) -> float:
 
 
 def in_units(num_bytes: float) -> str:
-    """Return bytes as people write them, with three digits."""
+    """Return bytes in human-readable form, with three digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.9995 * size:
             number = num_bytes / size
@@ -122,9 +122,9 @@ def nodes_for(num_devices: int, num_nodes: int | None) -> int:
 
 
 def this_machine(hardware: Hardware, module: nn.Module | None = None) -> Machine:
-    """Return the machine that this process runs on, as far as a run would use it.
+    """Return the machine that this process runs on, limited to what a run would use.
 
-    What a limit leaves to processes that train `module` includes what it takes here: the plan counts it.
+    Memory limits of the process count as if `module` took nothing here yet, as the plan counts it itself.
     """
     if hardware.device_type == "cuda":
         properties = torch.cuda.get_device_properties(hardware.devices[0])
@@ -136,7 +136,7 @@ def this_machine(hardware: Hardware, module: nn.Module | None = None) -> Machine
 
 
 def memory_of_process() -> float:
-    """Return the bytes that a process like this one may still take, by its limits; infinity without any."""
+    """Return the bytes that a process like this one may still take, within its limits; infinity if it has none."""
     taken = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     room = math.inf
     for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
@@ -147,7 +147,7 @@ def memory_of_process() -> float:
 
 
 def memory_of_host() -> float:
-    """Return the bytes that processes of this machine can have: those of the machine, or of this container."""
+    """Return the bytes that processes can use here: what the machine has, or this container."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     limits = [float(fields["MemAvailable"].split()[0]) * 1024]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -1,4 +1,4 @@
-"""Comment on a step that ran out of memory: what the rank held, and what fits with the same optimizer steps."""
+"""Notes on a step that ran out of memory: what the rank held, and what needs less with the same optimizer steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .machine import in_units
 
 
 def comment_on_memory(session: Session, error: BaseException) -> None:
-    """Add to an error of a step that found no memory what this rank held by kind, and the cuts that are left."""
+    """Note on an out-of-memory error of a step what this rank held, by kind, and how to need less."""
     progress = session.progress
     if not is_out_of_memory(error) or progress.stage != "train" or progress.micro_batch is None:
         return

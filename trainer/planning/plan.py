@@ -1,4 +1,4 @@
-"""Plan: the layouts of a run in the order in which they should be tried, with what each of them holds and sends."""
+"""Plan: the layouts of a run in the order in which to try them, with what each of them holds and sends."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .layouts import RunLayout, possible_layouts
 from .machine import Machine
 
 _OF_A_NODE: Final = frozenset(("tp", "cp", "devices"))
-"""The axes along which neighbouring ranks lie, which are on one node."""
+"""The axes of neighboring ranks, which are on one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiles:
-    """The profiles of a step, without and with activation checkpointing, each of two sizes of the micro-batch.
+    """The profiles of a step, without and with activation checkpointing, each for two micro-batch sizes.
 
-    Where a batch has one sample, or the module has no blocks to compute again, some are missing. A profile may be
-    taken only when it is asked for (`LazyProfiles`), so ask for no more than is needed.
+    If a batch has one sample, or the module has no blocks to recompute, some are missing. A profile may be
+    taken only when it is asked for (`LazyProfiles`), so do not ask for more than you need.
     """
 
     whole: Mapping[bool, Profile]
@@ -31,7 +31,7 @@ class Profiles:
     """Of half of it."""
 
     def of(self, num_samples: int, *, recomputes: bool) -> Profile:
-        """Return the profile of a micro-batch of a size."""
+        """Return the profile for a micro-batch of this size."""
         whole = self.whole[recomputes]
         if num_samples == whole.num_samples or recomputes not in self.halved:
             return whole
@@ -60,7 +60,7 @@ class PlannedLayout:
     flops: float
     """Of a step, on each device."""
     limit: float
-    """The bytes that a device has for it."""
+    """The bytes that a device may use for it."""
     seconds: float | None
     """Of a step, if every device computes at its peak and nothing is sent meanwhile; None where that is not known."""
 
@@ -87,13 +87,13 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts that are possible, the best ones first; and why others are not."""
+    """All possible layouts, the best ones first, and why the others are not possible."""
 
     machine: Machine
     global_batch_size: int
     layouts: Sequence[PlannedLayout]
     refused: Mapping[str, str]
-    """The reasons by the names of layouts."""
+    """The reasons, by the names of layouts."""
 
     @property
     def best(self) -> PlannedLayout | None:
@@ -104,16 +104,16 @@ class Plan:
 def make_plan(
     profiles: Profiles, machine: Machine, *, global_batch_size: int, only: Sequence[RunLayout] | None = None
 ) -> Plan:
-    """Return the layouts with one global batch: those that fit by least traffic, then by least recomputation.
+    """Return the layouts with one global batch: those that fit, by least traffic and then by least recomputation.
 
-    Pipelines, whose ranks wait for each other, come behind the others.
+    Pipelines, whose ranks wait for each other, come after the others.
 
-    Of each layout and setting of activation checkpointing the largest micro-batch that fits counts, or the smallest.
+    Each layout and setting of activation checkpointing has the largest micro-batch that fits, or the smallest one.
 
     Args:
         profiles: of the module's step.
-        machine: what it shall run on.
-        global_batch_size: samples of a step over all ranks.
+        machine: what it will run on.
+        global_batch_size: samples of a step, over all ranks.
         only: the layouts to plan; by default all that are possible.
 
     Raises:
@@ -194,7 +194,7 @@ def _planned(
 
 
 def _seconds(machine: Machine, estimate: Estimate, flops: float) -> float | None:
-    """Return the time of a step in which nothing overlaps, at the peak of every device and link."""
+    """Return the time of a step if nothing overlaps and every device and link runs at its peak."""
     if machine.peak_flops is None:
         return None
     seconds = flops / machine.peak_flops / (1 - estimate.idle)
@@ -210,5 +210,5 @@ def _seconds(machine: Machine, estimate: Estimate, flops: float) -> float | None
 def _order(planned: PlannedLayout) -> tuple[object, ...]:
     if not planned.fits:
         return True, False, planned.missing, 0.0, 0
-    # who waits for other stages computes less, whatever is sent
+    # ranks that wait for other stages compute less, however little is sent
     return False, planned.estimate.idle > 0, round(planned.estimate.sent), planned.flops, planned.num_micro_batches

@@ -20,11 +20,11 @@ FitOnce = Callable[[ProfilingStrategy, Callback, ActivationCheckpointing | None]
 
 
 class LazyProfiles(Mapping[bool, Profile]):
-    """Profiles by whether activations are computed again, each taken when it is first asked for.
+    """Profiles by whether activations are recomputed, each taken when it is first asked for.
 
     Args:
-        take: takes a profile, by the key.
-        keys: those that there are.
+        take: takes the profile for a key.
+        keys: the keys that exist.
     """
 
     def __init__(self, take: Callable[[bool], Profile], *keys: bool) -> None:
@@ -61,7 +61,7 @@ def take_profiles(
     Args:
         fit: trains the module.
         module: see `take_profile`.
-        given: the user's setting of activation checkpointing, used where activations are computed again.
+        given: the user's setting of activation checkpointing, used where activations are recomputed.
         measures: see `ProfilingStrategy`.
         mode: see `ProfilingStrategy`.
     """

@@ -33,18 +33,18 @@ _WITHOUT_MEMORY: Final = ("fake", "meta", "data_ptr", "data is not allocated", "
 """Words of the errors that torch raises of tensors without memory."""
 
 Fit = Callable[["ProfilingStrategy", Callback], None]
-"""Trains the module with this strategy and this callback, whose step is the first and the last one."""
+"""Trains the module for a single step, with this strategy and this callback."""
 
 
 class ProfilingStrategy(Strategy):
-    """Train one step in this process, and watch what it needs; by default on tensors that have no memory.
+    """Train one step in this process and measure what it needs; by default on tensors without memory.
 
     Such tensors (torch's FakeTensors) have a shape, a dtype and no values. The parameters of the module are replaced by
-    such tensors, and stay so.
+    such tensors, for good.
 
     Args:
-        num_samples: the size of the micro-batch, cut from that of the loader; None for the whole one.
-        measures: whether to run the step on real tensors, for a module that asks for values.
+        num_samples: the size of the micro-batch, cut from the loader's; None for the loader's whole batch.
+        measures: whether to run the step on real tensors, for a module that needs values.
         mode: the mode in which the module was built without memory, if it was.
         updates: whether to step the optimizers, whose state depends on neither the micro-batch nor what is recomputed.
     """
@@ -57,18 +57,18 @@ class ProfilingStrategy(Strategy):
         super().__init__()
         self._num_samples, self._updates = num_samples, updates
         self.mode: Any = None if measures else mode or fake_mode()
-        """The mode in which tensors have no memory; None if they have."""
+        """The mode in which tensors have no memory; None if tensors are real."""
         self._memory: LiveMemory | None = None
         self._update_bytes = 0
         self._size = 0
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
-        # by itself, also in a process of a launcher's
+        # on its own, even in a process that a launcher started
         super().validate(replace(hardware, num_nodes=1, environment=detect_environment({})), precision)
 
     @property
     def values(self) -> AbstractContextManager[object]:
-        """The context in which tensors have no memory, where they have none."""
+        """The context in which tensors have no memory; empty if they are real."""
         return nullcontext() if self.mode is None else self.mode
 
     def init_context(self) -> AbstractContextManager[object]:
@@ -104,7 +104,7 @@ class ProfilingStrategy(Strategy):
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Leave the gradients as they are: whether they overflow is a question of values."""
+        """Leave the gradients as they are: whether they overflow depends on values."""
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> Tensor | None:
         return super().clip(optimizer, limit, algorithm) if self._updates else None
@@ -138,7 +138,7 @@ class ProfilingStrategy(Strategy):
         return batch
 
     def profile(self, optimizers: Sequence[Optimizer]) -> Profile:
-        """Return the profile of the step that has run."""
+        """Return the profile of the step that was run."""
         assert self._memory is not None
         module, memory = self.module, self._memory
         state: dict[Any, StateBytes] = {
@@ -162,7 +162,7 @@ class ProfilingStrategy(Strategy):
 
 
 class _FirstStep(Callback):
-    """Takes the profile after the first step, and ends training."""
+    """Takes the profile after the first step and ends training."""
 
     def __init__(self, strategy: ProfilingStrategy) -> None:
         self._strategy = strategy
@@ -176,11 +176,11 @@ class _FirstStep(Callback):
 def take_profile(fit: Fit, module: TrainModule, strategy: ProfilingStrategy) -> Profile:
     """Return the profile of one step of a module, through the trainer's own loop.
 
-    Random generators are afterwards as they were.
+    The states of random generators are restored afterwards.
 
     Args:
         fit: trains the module.
-        module: loses its parameters to such without memory, unless the strategy measures.
+        module: gets parameters without memory for good, unless the strategy measures.
         strategy: runs the step.
 
     Raises:
@@ -188,7 +188,7 @@ def take_profile(fit: Fit, module: TrainModule, strategy: ProfilingStrategy) -> 
     """
     first = _FirstStep(strategy)
     rng = capture_rng()
-    vars(module)["configure_callbacks"] = list  # those that a module brings would report on a step that is none
+    vars(module)["configure_callbacks"] = list  # the module's own callbacks would report on a mock step
     try:
         fit(strategy, first)
     except unknown_values() as error:

@@ -24,14 +24,14 @@ from .profiling import without_memory
 
 
 class RehearsedStrategy(ForwardingStrategy):
-    """Do what another strategy does on one rank, with tensors that have a shape and no memory.
+    """Do what another strategy does on one rank, with tensors that have a shape but no memory.
 
-    Its collectives are those of torch's fake process group. What values decide is left out: the scale of losses, and
+    Its collectives are those of torch's fake process group. What values decide is skipped: the scale of losses, and
     comparisons of ranks with each other.
 
     Args:
         inner: the strategy.
-        mode: that in which the module was built without memory.
+        mode: the mode in which the module was built without memory.
     """
 
     name: ClassVar[str] = "rehearsal"
@@ -42,11 +42,11 @@ class RehearsedStrategy(ForwardingStrategy):
         self.doing = "validate"
         """The method of the strategy that was called last."""
         self.seconds: dict[str, float] = {}
-        """The time that this process spent in each method."""
+        """The seconds that this process spent in each method."""
         self.memory: LiveMemory | None = None
-        """What is alive beside the module; known after `setup_module`."""
+        """What is alive besides the module; known after `setup_module`."""
         self.traffic = CountedTraffic()
-        """What this rank sends, from the moment that it is asked to count."""
+        """What this rank sends, counted while `counts_traffic` is set."""
         self.counts_traffic = self._is_inside = False
 
     @contextmanager
@@ -73,15 +73,15 @@ class RehearsedStrategy(ForwardingStrategy):
         self.inner.connect(hardware, precision)
 
     def blame_peer(self, error: BaseException) -> ProcessError | None:
-        """Return None: there is no other rank that could be at fault."""
+        """Return None: no other rank could be at fault."""
         return None
 
     def init_context(self) -> AbstractContextManager[object]:
-        return self.mode  # type: ignore[no-any-return]  # deferred_init has nothing to defer
+        return self.mode  # type: ignore[no-any-return]  # nothing is left for deferred_init to defer
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         without_memory(module, self.mode, self.precision.param_dtype)
-        # all is where it shall be; torch would exchange tensors without memory for others, and cannot
+        # the module is already in its place; torch would swap tensors without memory for others, and cannot
         vars(module)["to"] = lambda *_, **__: module
         try:
             with self._rehearsing("setup_module"):
@@ -102,7 +102,7 @@ class RehearsedStrategy(ForwardingStrategy):
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Leave the gradients as they are: whether they overflow is a question of values."""
+        """Leave the gradients as they are: whether they overflow depends on values."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         with self._rehearsing("step"):
@@ -134,10 +134,10 @@ for _name in (
 
 @contextmanager
 def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[Any]:
-    """Make this process look like one rank of a run that torchrun has started; yield the mode of its tensors.
+    """Make this process look like a rank of a run started by torchrun; yield the mode of its tensors.
 
     Raises:
-        ConfigError: for a rank that there is not, or in a process that has joined others.
+        ConfigError: for a rank that does not exist, or in a process that has joined a process group.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"--rank must be from 0 to {world_size - 1}, got {rank}; there are {world_size} ranks.")

@@ -26,7 +26,7 @@ from .epoch_shares import EpochShares, shares_of_epoch
 from .rehearsal import RehearsedStrategy
 
 _STEPS: Final = 2
-"""In the second one the optimizer's state is there."""
+"""In the second one the optimizer's state exists."""
 _NODE_AXES: Final = ("tp",)
 """Axes along which ranks exchange activations in every layer."""
 
@@ -38,9 +38,9 @@ class Axis:
     name: str
     degree: int
     place: int
-    """Of this rank along it."""
+    """The position of this rank along the axis."""
     ranks: Sequence[int]
-    """Those along it, this one included."""
+    """The ranks along the axis, including this one."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Group:
     optimizer: str
     num_parameters: int
     num_elements: int
-    """That this rank updates."""
+    """The elements that this rank updates."""
     settings: Mapping[str, float]
 
 
 @dataclass
 class RehearsedRank:
-    """What one rank would be and do; what is not known yet, where it failed, is empty."""
+    """What one rank would be and do; fields that a failed rehearsal did not reach are empty."""
 
     rank: int
     world_size: int
@@ -72,14 +72,14 @@ class RehearsedRank:
     """Of the whole module's parameters."""
     num_elements_here: int = 0
     empty: list[str] = field(default_factory=list)
-    """The parameters of which this rank holds no element, though ranks share them."""
+    """The sharded parameters of which this rank holds no element."""
     groups: list[Group] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes of parameters, gradients and optimizer state, and the most that was there at once."""
+    """Bytes of parameters, gradients and optimizer state, and the peak."""
     sent: list[tuple[Sequence[int], int, int]] = field(default_factory=list)
-    """For each group of ranks how often a step communicates, and how many bytes this rank sends."""
+    """For each group of ranks, how often a step communicates and how many bytes this rank sends."""
     files: dict[str, int] = field(default_factory=dict)
-    """The sizes of its files of a checkpoint."""
+    """The sizes of this rank's files in a checkpoint."""
     seconds: dict[str, float] = field(default_factory=dict)
     process_bytes: int = 0
     """The most memory that the process took in which the rank was rehearsed."""
@@ -195,7 +195,7 @@ class TakeNotes(Callback):
 
 
 def here(parameters: Any) -> Iterator[Tensor]:
-    """Yield the parameters that this rank holds, and not only names: where some are sharded, all of its own are."""
+    """Yield the parameters that this rank really holds: if any are sharded, all that it holds are."""
     own = list(parameters)
     is_sharded = any(is_dtensor(parameter) for parameter in own)
     yield from (parameter for parameter in own if is_dtensor(parameter) or not is_sharded)
@@ -219,7 +219,7 @@ def axes_of(strategy: Strategy) -> Iterator[Axis]:
 
 
 def far_axes(axes: Sequence[Axis], local_world_size: int) -> list[str]:
-    """Return what there is to say of axes that leave a node, and should not."""
+    """Return a warning for each axis that spans nodes but should not."""
     return [
         f"{axis.name}={axis.degree} leaves the node ({local_world_size} ranks each): it exchanges activations in every "
         "layer, over the network between nodes."
