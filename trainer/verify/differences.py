@@ -17,8 +17,8 @@ from ..checkpoint.files import MappedFile
 from ..checkpoint.safetensors_file import read_tensors, write_tensors
 
 _FLOOR: Final = 0.01
-"""Of the largest value of all tensors of a kind: a tensor that is smaller counts as this large, so that AdamW's
-amplification of the noise of gradients that are zero passes for rounding."""
+"""As a share of the largest value of all tensors of a kind: a smaller tensor counts as this large, so that gradients
+that should be zero, whose noise AdamW amplifies, pass as rounding."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Deviation:
     size: float
     """The largest difference of an element, relative to the largest element."""
     ratio: float
-    """The multiple of the other tensor that comes nearest to it."""
+    """The multiple of the other tensor that is closest to it."""
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a detached tensor whole, on the CPU, in float64. Collective for one whose shards lie on several ranks."""
+    """Return a whole, detached copy of a tensor, on the CPU in float64. Collective for a sharded tensor."""
     tensor = whole_tensor(tensor) if is_dtensor(tensor) else tensor
     return tensor.detach().to("cpu", torch.float64, copy=True)
 
@@ -48,7 +48,7 @@ def largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def difference(found: Tensor, expected: Tensor, scale: float) -> Deviation:
-    """Return how far a tensor is from the expected one, where the largest of its kind has the value `scale`."""
+    """Return how far a tensor is from the expected one, where `scale` is the largest value of its kind."""
     if found.shape != expected.shape:
         return Deviation(math.inf, math.nan)
     if not found.numel():
@@ -61,7 +61,7 @@ def difference(found: Tensor, expected: Tensor, scale: float) -> Deviation:
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Deviation]:
-    """Return the difference of every tensor by name; a name that only one side has differs without bound."""
+    """Return the difference of every tensor by name; a name that only one side has differs infinitely."""
     scale = largest(expected)
     missing = Deviation(math.inf, math.nan)
     return {
@@ -76,6 +76,6 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped."""
+    """Return the tensors of a file, memory-mapped."""
     blocks, _ = read_tensors(MappedFile(path))
     return {name: block.tensor for name, block in blocks.items()}

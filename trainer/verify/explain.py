@@ -15,13 +15,13 @@ from .report import Divergence
 from .trace import BATCH, Traced, order_of
 
 _CLOSE: Final = 1e-6
-"""How near to a whole number the ratio of two gradients must be to be called a multiple."""
+"""How close to a whole number the ratio of two gradients must be to be called a multiple."""
 _CAUSE_OF_NOTHING: Final = "something that depends on the rank or on the number of ranks"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """All that is known of the step in which a layout and one process part."""
+    """All that is known about the step in which a layout diverges from one process."""
 
     module: nn.Module
     gradients: dict[str, dict[int, Deviation]]
@@ -50,7 +50,7 @@ def explain(first: First, scene: Scene) -> Divergence:
 
 
 def first_in_backward(scene: Scene) -> str:
-    """Return the parameter with a wrong gradient whose gradient is computed first: its module was called last."""
+    """Return the parameter with a wrong gradient whose gradient is computed first: of the module called last."""
     order = order_of(scene.reference.called)
     names = [name for name, _ in scene.module.named_parameters()]
 
@@ -217,7 +217,7 @@ def _on(ranks: Sequence[int], num_ranks: int = 0) -> str:
 
 
 def _multiple(ratio: float) -> int | None:
-    """Return how often a gradient counts, or the negative of by how much it is divided; None if it is no multiple."""
+    """Return the factor by which a gradient is multiplied, or minus its divisor; None if neither is a whole number."""
     for sign, number in ((1, ratio), (-1, 1 / ratio if ratio else math.inf)):
         if math.isfinite(number) and round(number) >= 2 and abs(number - round(number)) < _CLOSE:
             return sign * round(number)

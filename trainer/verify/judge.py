@@ -1,4 +1,4 @@
-"""Judgement of what the ranks of a layout saw: the largest differences from one process, and the first of them."""
+"""Judgement of what the ranks of a layout saw: the largest differences from one process, and the first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .observe import Observation
 from .recorder import StepNotes
 
 _OF_METRICS: Final = 1e-5
-"""The tolerance of metrics: torch keeps those of callbacks in float32, and modules compute many by ``.float()``."""
+"""The tolerance of metrics: torch keeps callbacks' metrics in float32, and modules compute many with ``.float()``."""
 _SMALLEST: Final = 1e-3
 """A number below this counts as this large."""
 FORWARD_OR_BACKWARD: Final = ("loss", "gradients", "gradient norm")
@@ -30,7 +30,7 @@ class First:
     names: dict[str, dict[int, Deviation]] = field(default_factory=dict)
     """What differs, by name and rank."""
     numbers: tuple[float, float] | None = None
-    """The value found, and that of one process, where it is a number."""
+    """The value found and that of one process, if these are numbers."""
     is_after_checkpoint: bool = False
 
 
@@ -43,7 +43,7 @@ class Judgement:
     first: First | None = None
 
     def see(self, column: str, first: First, bound: float | None = None) -> None:
-        """Take a difference into its column; keep it if it is the first above the bound."""
+        """Enter a difference in its column; keep it if it is the first above the bound."""
         self.largest[column] = max(self.largest.get(column, 0.0), first.size)
         if first.size > (self.tolerance if bound is None else bound) and self.first is None:
             self.first = first
@@ -53,8 +53,8 @@ def judge(ranks: Sequence[Observation], expected: Observation, tolerance: float)
     """Compare what the ranks of a layout saw with what one process did.
 
     Args:
-        ranks: by rank.
-        expected: that of one process.
+        ranks: what each rank saw, by rank.
+        expected: what one process saw.
         tolerance: the relative difference up to which numbers count as the same.
     """
     judgement = Judgement(tolerance)
@@ -76,7 +76,7 @@ def judge(ranks: Sequence[Observation], expected: Observation, tolerance: float)
 
 
 def loss_of_step(notes: Sequence[StepNotes]) -> float:
-    """Return the loss of a step over all ranks: by samples, or by the units of `Loss`."""
+    """Return the loss of a step over all ranks, averaged over samples or over the units of `Loss`."""
     parts = [loss for step in notes for loss in step.losses]
     count = sum(number for _, number in parts)
     return sum(total for total, _ in parts) / count if count else math.nan
@@ -137,7 +137,7 @@ def _compare_rows(
 
 
 def relative(found: float, expected: float) -> float:
-    """Return how far a number is from the expected one, relative to that."""
+    """Return how far a number is from the expected one, relative to the latter."""
     if found == expected or (math.isnan(found) and math.isnan(expected)):
         return 0.0
     size = abs(found - expected) / max(abs(expected), _SMALLEST)

@@ -19,15 +19,15 @@ MOST_RANKS: Final = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy on a number of processes of this machine.
+    """A strategy on some number of processes on this machine.
 
     Args:
-        strategy: the name of a strategy, or one made for this.
-        ranks: its processes; a strategy that uses one process takes so many devices, where it uses several.
-        name: what the report calls it; by default the strategy's name and the number.
+        strategy: the name of a strategy, or one created for this.
+        ranks: its processes; or its devices, for a strategy that uses several devices in one process.
+        name: what the report calls it; by default the strategy's name and the number of ranks.
 
     Raises:
-        ConfigError: for a strategy that is not registered or cannot be compared, and a number that cannot be.
+        ConfigError: for a strategy that is not registered or cannot be compared, and for a number that is not possible.
     """
 
     strategy: str | Strategy
@@ -52,19 +52,19 @@ class Layout:
 
     @property
     def num_processes(self) -> int:
-        """The processes to start; one for a strategy that has its devices in one."""
+        """The processes to start; one for a strategy that uses all its devices in one process."""
         return self.ranks if vars(self)["_uses_processes"] else 1
 
 
 def layouts_of(given: Sequence[str | Strategy | Layout] | str, ranks: int) -> list[Layout]:
-    """Return the layouts that a user names, as ``ddp``, ``fsdp:4``, strategies or layouts.
+    """Return the layouts that a user names: as ``ddp`` or ``fsdp:4``, as strategies or as layouts.
 
     Args:
-        given: them, in order; or a text with commas between them.
-        ranks: the processes of those that give no number.
+        given: the layouts, in order; or a comma-separated string.
+        ranks: the number of processes for those that give none.
 
     Raises:
-        ConfigError: for one that cannot be, and for none.
+        ConfigError: for a layout that is not possible, and if there is none.
     """
     words = [word for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)
     layouts = [_layout(word, ranks) for word in words]
@@ -92,7 +92,7 @@ def check_devices(layouts: Sequence[Layout], accelerator: str) -> str | None:
     """Return a warning if this machine has fewer cores than ranks.
 
     Raises:
-        ConfigError: for an accelerator that is not here, or with fewer devices than ranks.
+        ConfigError: for an accelerator that is missing, or that has fewer devices than ranks.
     """
     most = max(layout.ranks for layout in layouts)
     if accelerator not in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Observation of a layout: what each of its ranks does to take some steps, and one after a checkpoint of another."""
+"""Observation of a layout: what each rank does in some steps, and in one step from another layout's checkpoint."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ class RankTask:
     accelerator: str
     steps: int
     folder: Path
-    """Where the files of one process are."""
+    """Where the files of the single process are."""
     global_batch_size: int | None = None
-    """None in the first task: to find it."""
+    """None in the first task, which finds it."""
     is_reference: bool = False
     starts: bool = True
-    """Whether to train from the beginning, and not only from a checkpoint."""
+    """Whether to train from the beginning, not only from a checkpoint."""
     loads: Path | None = None
     """The checkpoint from which to take one more step."""
     traces: tuple[int, list[Any] | None] | None = None
-    """The step to trace, with nothing but that, and the samples of one process in it."""
+    """The step to trace (the task then does nothing else), and the samples of one process in it."""
     freezes_batchnorm: bool = False
     multiple: int = 1
-    """What the samples of a step must divide by, where the trainer cannot cut them."""
+    """What the number of samples of a step must be divisible by, if the trainer cannot cut them."""
 
 
 @dataclass
 class Observation:
-    """What one rank has seen."""
+    """What one rank saw."""
 
     notes: list[StepNotes] = field(default_factory=list)
     resumed: list[StepNotes] = field(default_factory=list)
@@ -108,7 +108,7 @@ def observe(task: RankTask) -> Observation:
 
 
 def _global_batch_size(task: RankTask) -> int:
-    """Return the samples of a step on one process; one less where ranks would have equal parts.
+    """Return the samples of a step on one process; one less if ranks would have equal parts.
 
     Raises:
         ConfigError: for data whose samples are not read by index.
@@ -122,17 +122,17 @@ def _global_batch_size(task: RankTask) -> int:
             f"verify needs one DataLoader that makes batches of samples with an index, got a {look.kind} "
             "without; give one, such as over the first samples in a TensorDataset."
         )
-    if not task.module.automatic_optimization:  # the trainer cuts no step of these
+    if not task.module.automatic_optimization:  # the trainer does not cut their steps
         return math.ceil(size / task.multiple) * task.multiple
     return size - 1 if size % 2 == 0 else size
 
 
 class _HasLookedError(Exception):
-    """Ends a fit whose data was looked at."""
+    """Ends a fit once its data was examined."""
 
 
 class _LookAtData(Callback):
-    """Looks at the training data of a fit, and ends it."""
+    """Examines the training data of a fit, and ends it."""
 
     def __init__(self) -> None:
         self.global_batch_size: int | None = None
@@ -158,7 +158,7 @@ def _fit(
     logger: RowsLogger | None = None,
     ckpt_path: Path | None = None,
 ) -> tuple[Trainer, TrainModule]:
-    """Train a copy of the module from the same beginning, or from a checkpoint."""
+    """Train a copy of the module from the same initial state, or from a checkpoint."""
     seed_everything(SEED, verbose=False)
     module = copy.deepcopy(task.module)
     switch_off(module, freezes_batchnorm=task.freezes_batchnorm)
@@ -176,7 +176,7 @@ def _fit(
         # as many as any schedule asks for
         changed_size, num_pieces = global_batch_size, 2 * trainer.strategy.mesh_axes["pp"]
     data = SeededData(task.data, module, changed_size, num_pieces)
-    with contextlib.redirect_stdout(io.StringIO()):  # what the run and the module print, once for each layout
+    with contextlib.redirect_stdout(io.StringIO()):  # the run and the module would print the same for each layout
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer, module
 

@@ -1,4 +1,4 @@
-"""Switches for randomness: dropout, augmentation and, if asked for, batch statistics, on every layout alike."""
+"""Switches for randomness: dropout, augmentation and, on request, batch statistics, in the same way on every layout."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _DROPOUTS: Final = (
     *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
 )
 _SIGNATURES: Final = {F.scaled_dot_product_attention: 4}
-"""The position of ``dropout_p`` where the function is written in C."""
+"""The position of ``dropout_p`` in functions written in C."""
 _OF_ATTENTION: Final = inspect.signature(F.multi_head_attention_forward)
 _IN_C: Final = frozenset(_DROPOUTS[-4:])
 
 
 class NoDropout(TorchFunctionMode):
-    """Runs torch's dropout functions, and attention, as in evaluation: also where a module calls them by hand."""
+    """Runs torch's dropout functions, and attention, as in evaluation, even if a module calls them directly."""
 
     def __torch_function__(
         self,
@@ -62,7 +62,7 @@ def _replaced(
 
 
 def switch_off(module: nn.Module, *, freezes_batchnorm: bool) -> None:
-    """Switch the dropout of layers off in place, and with `freezes_batchnorm` the statistics of batches."""
+    """Switch off the dropout of layers in place, and with `freezes_batchnorm` the statistics of batches."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - torch has no other name for all of them
             layer.p = 0.0
@@ -90,7 +90,7 @@ def told(module: nn.Module, *, freezes_batchnorm: bool) -> list[str]:
 
 
 class Seeded:
-    """A data set whose random augmentation is a function of the sample's index alone, whichever rank reads it."""
+    """A data set whose random augmentation depends only on the sample's index, whichever rank reads it."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -133,12 +133,12 @@ class SeededData(DataModule):
     """The loaders of another data module, or given ones, over `Seeded` data sets.
 
     Args:
-        data: a data module, a training loader, or a pair of one for training and one for validation; None where the
+        data: a data module, a training loader, or a pair of one for training and one for validation; None if the
             module brings its own.
         module: the user's.
-        global_batch_size: the samples of a step, for which the batch size of the training loader is changed: in manual
-            optimization, where the trainer cannot cut them, and for stages.
-        num_pieces: into how many micro-batches those of a rank are cut.
+        global_batch_size: the samples of a step; it changes the batch size of the training loader, in manual
+            optimization, where the trainer cannot cut batches, and for stages.
+        num_pieces: how many micro-batches a rank's samples are cut into.
     """
 
     def __init__(self, data: Any, module: Any, global_batch_size: int | None = None, num_pieces: int = 1) -> None:
@@ -150,7 +150,7 @@ class SeededData(DataModule):
         is_given = self._given[0] is not None
         owns = overrides(self._owner, "val_dataloader", DataHooks)
         self.has_validation_data = self._given[1] is not None if is_given else owns
-        """Whether there is any."""
+        """Whether there is validation data."""
         if not self.has_validation_data:
             self.val_dataloader = None  # type: ignore[method-assign, assignment]
         if self._owner is not module:
@@ -178,7 +178,7 @@ class SeededData(DataModule):
         session = self.trainer.session  # type: ignore[attr-defined]  # the trainer has more than `Run`
         ranks = session.strategy.data_size
         if self._num_pieces == 1 and session.state.data_size:
-            # by hand a run that resumes keeps the samples of its step: the loader's times the ranks that it began with
+            # in manual optimization a resumed run keeps its samples per step: the loader's times the ranks at its start
             ranks = session.state.data_size
         return _with_batches_of(loader, math.ceil(self._global_batch_size / (ranks * self._num_pieces)))
 
@@ -201,5 +201,5 @@ def _with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 def _seeded(loader: Any) -> Any:
     if is_indexed(loader) and not isinstance(loader.dataset, Seeded):
-        vars(loader)["dataset"] = Seeded(loader.dataset)  # the loader allows no other way once it is made
+        vars(loader)["dataset"] = Seeded(loader.dataset)  # the loader forbids plain assignment once it is created
     return loader

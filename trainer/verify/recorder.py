@@ -1,4 +1,4 @@
-"""Recorder: the callback that notes each optimizer step of one process, or compares it with those notes on a rank."""
+"""Recorder: the callback that notes each optimizer step of one process, or compares a rank's steps with these notes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class StepNotes:
 
     step: int
     losses: list[tuple[float, float]] = field(default_factory=list)
-    """Of the micro-batches of this rank: the total and the number of what it is over."""
+    """For each micro-batch of this rank: the total, and the number of samples or units that it sums over."""
     sizes: list[int] = field(default_factory=list)
-    """The samples of these micro-batches; on a stage of a pipeline, of each that passes it."""
+    """The samples of these micro-batches; on a pipeline stage, of each micro-batch that passes through it."""
     learning_rates: list[float] = field(default_factory=list)
     norm: float = 0.0
     """Of the gradients, before they are clipped."""
@@ -40,7 +40,7 @@ class StepNotes:
     parameters: dict[str, Deviation] = field(default_factory=dict)
     """After the step."""
     buffers: dict[str, Deviation] = field(default_factory=dict)
-    """After the last step, once replicas have met for a checkpoint."""
+    """After the last step, once replicas have been synchronized for a checkpoint."""
 
 
 class RowsLogger(DummyLogger):
@@ -57,7 +57,7 @@ class RowsLogger(DummyLogger):
 class Recorder(Callback):
     """Notes losses, gradients, learning rates and parameters of every step; saves one checkpoint.
 
-    Gradients and parameters are gathered one by one. In one process they are written into `folder`, a file for each
+    Gradients and parameters are gathered one by one. In one process they are written to `folder`, a file for each
     step; on the ranks of a layout they are compared with these files.
 
     Args:
@@ -115,7 +115,7 @@ class Recorder(Callback):
     def _settle(
         self, step: int, gradients: dict[str, Tensor], parameters: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
-        """Write what this step has left, or compare it."""
+        """Write the results of this step, or compare them."""
         path = self._folder / f"step-{step}.safetensors"
         after = {f"after {name}": value for name, value in parameters.items()}
         kept = {f"buffer {name}": value for name, value in buffers.items()}
@@ -137,9 +137,9 @@ class Recorder(Callback):
     # --- the step of the module --------------------------------------------------------------------------------------
 
     def watch(self, module: TrainModule) -> None:
-        """Let a module's steps run without dropout, and tell this callback of the losses of ``training_step``.
+        """Make a module's steps run without dropout, and report the losses of ``training_step`` to this callback.
 
-        The class is exchanged for one derived from it, which replicas of the module have as well.
+        The module's class is replaced by one derived from it, which replicas of the module get as well.
         """
         kind, recorder = type(module), self
         step = kind.training_step
@@ -162,15 +162,15 @@ class Recorder(Callback):
         module.__class__ = type(kind.__name__, (kind,), named)
 
     def call(self, step: Callable[..., Any], module: TrainModule, *args: Any, **kwargs: Any) -> Any:
-        """Call a training step, and note its loss unless the rank only takes part in the step of others."""
+        """Call a training step, and note its loss unless the rank only takes part in other ranks' steps."""
         if not (self._is_real and torch.is_grad_enabled()):  # a strategy may try the step first
             with NoDropout():
                 return step(*args, **kwargs)
         session: Any = module.trainer.session  # type: ignore[attr-defined]  # likewise
         micro_batch, strategy = session.progress.micro_batch, session.strategy
-        is_whole = len(strategy.devices) == 1 or not strategy.uses_many_devices  # else it gets a slice
+        is_whole = len(strategy.devices) == 1 or not strategy.uses_many_devices  # otherwise each device gets a slice
         follows: Any = nullcontext()
-        is_traced = is_whole and not strategy.has_stages  # whose submodules get no values before those of their stage
+        is_traced = is_whole and not strategy.has_stages  # modules before a rank's own stage get no values
         if self._traces is not None and session.state.global_step + 1 == self._traces[0] and is_traced:
             if self.trace is None:
                 file = self._folder / f"trace-{self._traces[0]}.safetensors"

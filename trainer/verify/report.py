@@ -17,30 +17,30 @@ class Divergence:
     """The first difference between a layout and one process."""
 
     step: int
-    """The optimizer step in which it is first seen, from 1; that after a checkpoint comes last."""
+    """The optimizer step in which it is first seen, from 1; the step after a checkpoint comes last."""
     kind: str
     """The column of the table, or ``learning rate``, ``buffers`` or ``error``."""
     size: float
     """The largest relative difference of that kind in that step."""
     name: str
-    """The parameter, buffer or metric; of gradients the first in the order in which they are computed."""
+    """The parameter, buffer or metric; for gradients, the first in the order in which they are computed."""
     module: str | None
-    """The submodule to look at, "" for the module's own step; None where a difference belongs to none."""
+    """The submodule to look at, "" for the module's own step; None if the difference belongs to no submodule."""
     ranks: tuple[int, ...] = ()
     """The ranks that see it."""
     text: str = ""
     """What was found, in sentences."""
     causes: tuple[str, ...] = ()
-    """What usually makes such a difference, the likeliest first."""
+    """The usual causes of such a difference, the likeliest first."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layout, held against one process."""
+    """One layout, compared with one process."""
 
     layout: str
     largest: dict[str, float]
-    """The largest relative difference of each kind; nothing for what was not compared."""
+    """The largest relative difference of each kind; without those that were not compared."""
     finding: Divergence | None
     seconds: float = 0.0
 
@@ -72,7 +72,7 @@ class Report:
             raise AssertionError(f"layouts must take the steps of one process, but some do not:\n{self}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values; a difference without bound is null."""
+        """Return the report as JSON values; an infinite difference is null."""
         return {"is_same": self.is_same, **_finite(asdict(self))}
 
     def __str__(self) -> str:

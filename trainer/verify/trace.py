@@ -1,4 +1,4 @@
-"""Trace: the outputs of all submodules in a step, in call order, held against those of one process sample by sample."""
+"""Trace: the outputs of all submodules in a step, in call order, compared sample by sample with one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import differences
 from .differences import Deviation
 
 BATCH: Final = "the batch"
-"""The name under which the inputs of a step stand, before all modules."""
+"""The name for the inputs of a step, which come before all modules."""
 
 
 @dataclass
@@ -27,13 +27,13 @@ class Traced:
     """The trace of one step, as it is sent to the caller."""
 
     called: list[str] = field(default_factory=list)
-    """Submodules in the order in which their first calls ended; the innermost of nested ones first."""
+    """Submodules in the order in which their first calls ended; nested ones first."""
     ids: list[Any] = field(default_factory=list)
     """The indices of the samples, in the order of the rows."""
     different: dict[str, Deviation] = field(default_factory=dict)
     """The outputs that differ from those of one process, by module."""
     compared: int = 0
-    """The outputs that could be compared."""
+    """The number of outputs that could be compared."""
     random: str | None = None
     """The first submodule that drew random numbers; "" for the step itself."""
     lowest: str | None = None
@@ -43,12 +43,12 @@ class Traced:
 class Trace:
     """Records or compares the outputs of submodules in the forward passes of one optimizer step.
 
-    A row is a sample: outputs are compared where a dimension is the number of samples of the micro-batch, in whichever
-    micro-batch of whichever rank a sample comes. Where sequences are cut over ranks, so are the rows of one process.
+    A row is a sample: outputs are compared if one of their dimensions is the number of samples of the micro-batch, no
+    matter in which rank's micro-batch a sample comes. If sequences are cut over ranks, so are the rows of one process.
 
     Args:
         module: whose submodules are called.
-        file: where the outputs of one process are, or are to be written.
+        file: where the outputs of one process are, or will be, written.
         ids: the samples of that process, row by row; None in that process itself.
     """
 
@@ -136,7 +136,7 @@ class Trace:
             self.traced.different[name] = found
 
     def _own_part(self, expected: Tensor, rows: Tensor) -> Tensor | None:
-        """Return the part of whole sequences that this rank has."""
+        """Return this rank's part of whole sequences."""
         if self._sharers < 2 or rows.dim() < 2 or expected.shape[1] != rows.shape[1] * self._sharers:
             return None
         own: Tensor = expected[:, self._strategy.positions(rows.shape[1]).cpu()]
@@ -144,7 +144,7 @@ class Trace:
 
 
 def _rows(tensor: Tensor, size: int) -> Tensor | None:
-    """Return a tensor with a row for each of `size` samples; None where none of its first two dimensions has them."""
+    """Return a tensor with a row for each of `size` samples; None if neither of its first two dimensions holds them."""
     if tensor.dim() and tensor.shape[0] == size:
         return tensor
     if tensor.dim() > 1 and tensor.shape[1] == size:
@@ -155,5 +155,5 @@ def _rows(tensor: Tensor, size: int) -> Tensor | None:
 
 
 def order_of(called: Sequence[str]) -> Mapping[str, int]:
-    """Return the place of each module in call order; the batch comes first."""
+    """Return the position of each module in call order; the batch comes first."""
     return {BATCH: -1, **{name: place for place, name in enumerate(called)}}

@@ -1,4 +1,4 @@
-"""`verify`: a user's own module and data on real ranks, each layout held against one process."""
+"""`verify`: a user's own module and data on real ranks, with each layout compared with one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: Final = (
     *("accumulate_grad_batches", "global_batch_size", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
     *("activation_checkpointing", "sync_batchnorm", "use_distributed_sampler", "deterministic", "inference_mode"),
 )
-"""The arguments of `Trainer` that change its numbers, and that `verify` takes; the others are its own."""
+"""The arguments of `Trainer` that change its numbers and that `verify` accepts; it sets the others itself."""
 TOLERANCE: Final = 1e-9
 
 _LEFT_OUT: Final = (ModelCheckpoint, ProgressDisplay, ModelSummary, EarlyStopping)
@@ -56,12 +56,12 @@ def verify(
     timeout: float = 600.0,
     notify: Notify | None = None,
 ) -> Report:
-    """Train a module on each layout and in one process, in float64 on the same samples, and compare all they compute.
+    """Train a module on each layout and in one process, in float64 on the same samples, and compare everything.
 
-    Compared are the loss, the gradients and their norm, learning rates and parameters of every step on every rank;
-    buffers and metrics; and a step after each layout has loaded the checkpoint of the one before. Where a layout
-    differs, the step is taken again to find the first submodule in call order whose output differs. Processes are
-    real, on this machine. Dropout is switched off, and a data set's random augmentation depends on the sample alone.
+    Compares the loss, the gradients and their norm, learning rates and parameters of every step on every rank; buffers
+    and metrics; and a step after each layout has loaded the previous layout's checkpoint. If a layout differs, the step
+    is repeated to find the first submodule, in call order, whose output differs. The processes are real ones, on this
+    machine. Dropout is switched off, and a data set's random augmentation depends only on the sample.
 
     In a test::
 
@@ -69,11 +69,11 @@ def verify(
             echelon.testing.verify(Net(), DataLoader(samples, 16), ["ddp", "fsdp:4", "tp"]).check()
 
     Args:
-        module: stays as it is.
+        module: the module; it is not changed.
         data: a `DataModule`, a training loader, or a pair of a training and a validation loader; by default the
             module's own loaders.
-        strategies: their names, with the number of ranks as in ``"fsdp:4"``; strategies; or `Layout`.
-        ranks: of the strategies that give no number.
+        strategies: names, with the number of ranks as in ``"fsdp:4"``; strategies; or `Layout`.
+        ranks: the number of ranks of strategies that give none.
         steps: the optimizer steps before the checkpoint; one more follows it.
         devices: ``"cpu"``, or ``"cuda"`` with a GPU for each rank.
         settings: arguments of `Trainer` that change the numbers, such as ``gradient_clip_val``. Without
@@ -82,10 +82,10 @@ def verify(
         freeze_batchnorm: keep the statistics of BatchNorm layers fixed, to see what else differs.
         tolerance: the largest difference of a value, relative to the largest value, that counts as rounding.
         timeout: seconds for the processes of a layout.
-        notify: is told which layout runs.
+        notify: called with the name of each layout as it starts.
 
     Raises:
-        ConfigError: for what cannot be, before any process starts.
+        ConfigError: for what is not possible, before any process starts.
         EchelonError: if one process cannot train the module.
     """
     given = _checked(module, data, settings, steps, tolerance)
@@ -135,15 +135,15 @@ def _checked(
 
 
 def _nothing(text: str) -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
 @dataclass
 class _Bench:
-    """Runs layouts, one after another, and compares them with one process."""
+    """Runs layouts one after another, and compares them with one process."""
 
     task: RankTask
-    """That of one process."""
+    """The task of the single process."""
     tolerance: float
     timeout: float
     notify: Notify
@@ -151,7 +151,7 @@ class _Bench:
     _traced: dict[int, Traced] = field(default_factory=dict)
 
     def run_reference(self) -> None:
-        """Let one process take the steps, and take over the size of its steps."""
+        """Take the steps in one process, and adopt its global batch size."""
         self.notify("one process")
         own = self.task.settings.get("global_batch_size")
         task = replace(self.task, is_reference=True, global_batch_size=own)
@@ -160,15 +160,15 @@ class _Bench:
         self.task = replace(self.task, settings=settings, global_batch_size=self.expected.global_batch_size)
 
     def compare_all(self, layouts: Sequence[Layout]) -> list[Comparison]:
-        """Return the comparison of each layout, each of which loads the checkpoint of the one before."""
+        """Return the comparison of each layout; each layout loads the checkpoint of the previous one."""
         comparisons: list[Comparison] = []
         before = self._checkpoint_of(self.task.layout)
         for layout in layouts:
             self.notify(layout.name)
             comparison, has_saved = self._compare(replace(self.task, layout=layout, loads=before))
             comparisons.append(comparison)
-            # what a layout that differs has saved would make the next one differ, too
-            # and by hand one process would make several steps of a step that several ranks have shared
+            # the checkpoint of a layout that differs would make the next one differ, too
+            # and in manual optimization, one process would take several steps for one that several ranks have shared
             is_passed_on = has_saved and comparison.is_same and self.task.module.automatic_optimization
             before = self._checkpoint_of(layout) if is_passed_on else before
         if before != self._checkpoint_of(self.task.layout):
@@ -198,7 +198,7 @@ class _Bench:
         return Comparison(name, judgement.largest, finding, seconds), self._checkpoint_of(task.layout).exists()
 
     def _without_checkpoint(self, task: RankTask) -> list[Observation]:
-        """Return what a layout does that has failed, up to where it would load a checkpoint; nothing if it fails."""
+        """Return what a layout that failed does before it would load a checkpoint; nothing if it fails again."""
         shutil.rmtree(self._checkpoint_of(task.layout), ignore_errors=True)
         try:
             return self._launch(replace(task, loads=None))
@@ -238,7 +238,7 @@ class _Bench:
         return explain(first, scene)
 
     def _trace(self, task: RankTask, first: First) -> tuple[Traced, list[Traced]]:
-        """Take the step of the first difference again, in one process and on the layout, and follow its modules."""
+        """Repeat the step of the first difference, in one process and on the layout, and trace its modules."""
         step = first.step
         if first.is_after_checkpoint or first.kind not in FORWARD_OR_BACKWARD:
             return Traced(), []
@@ -250,7 +250,7 @@ class _Bench:
             return reference, []
         try:
             ranks = self._launch(replace(task, traces=(step, reference.ids)))
-        except EchelonError:  # what it found stands without
+        except EchelonError:  # the finding holds without a trace
             return reference, []
         traced = [seen.traced for seen in ranks if seen.traced is not None]
         return reference, traced if any(one.compared for one in traced) else []
