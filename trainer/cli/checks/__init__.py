@@ -1,1 +1,1 @@
-"""Commands that look before a run is paid for. Imports everything."""
+"""Commands that check a machine or a module before a run is paid for. Imports everything."""

@@ -1,4 +1,4 @@
-"""The command ``echelon doctor``: what would break a run on this machine, or between the nodes of a launch."""
+"""The command ``echelon doctor``: finds what would break a run on this machine, or between the nodes of a launch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the run is to be like."""
+    """Add the description of the run."""
     parser.epilog = _EPILOG
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes will meet, as for echelon launch")
     parser.add_argument("--port", type=_port, metavar="N", help="a port of this machine that the run will take")
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     host, port = _endpoint(options)
     is_launched = environment.is_external and environment.num_nodes > 1
     if environment.is_external and environment.local_rank:
-        return 0  # the first process of each node speaks for it
+        return 0  # the first process of each node reports for it
     patient = Patient(
         options.folder.absolute(),
         environment.local_world_size if environment.is_external else options.nproc,
@@ -89,7 +89,7 @@ def _tell_all(environment: Environment, reports: Sequence[NodeReport], *, as_jso
 
 
 def describe(reports: Sequence[NodeReport]) -> str:
-    """Return the findings of each node, and the ways between them as a table."""
+    """Return the findings of each node, and the network between them as a table."""
     lines = []
     for report in reports:
         if report.findings:
@@ -127,7 +127,7 @@ def _endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
     """Return the host and the port that the user names.
 
     Raises:
-        ArgumentError: for what is no endpoint.
+        ArgumentError: for what is not an endpoint.
     """
     if options.rdzv is None:
         return None, options.port

@@ -1,4 +1,4 @@
-"""The command ``echelon verify``: whether the module of a config takes the same steps on every layout."""
+"""The command ``echelon verify``: checks that the module of a config takes the same steps on every layout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 0 if all layouts are the same, else 1."""
+    """Print the report; return 0 if all layouts agree, else 1."""
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
     report = _verify(options)
     say(json.dumps(report.as_json()) if options.json else printable(str(report)))
@@ -91,7 +91,7 @@ def _verify(options: argparse.Namespace) -> Report:
 
 
 def _of_config(given: Mapping[str, Any], ranks: int) -> Layout:
-    """Return the layout that a config itself describes.
+    """Return the layout that the config itself describes.
 
     Raises:
         ConfigError: if it has no strategy.

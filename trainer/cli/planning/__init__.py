@@ -1,1 +1,1 @@
-"""Commands that answer before a run what it would need, and their figures. Imports everything but other commands."""
+"""Commands that tell before a run what it would need, and their figures. Imports everything but other commands."""

@@ -24,7 +24,7 @@ _COLOURS: Final = {
     "workspace": "#bdbdbd",
 }
 _MOST: Final = 24
-"""Bars that are drawn."""
+"""The most bars to draw."""
 
 
 def draw(plan: Plan, path: Path, title: str) -> None:
@@ -41,7 +41,7 @@ def draw(plan: Plan, path: Path, title: str) -> None:
 
 
 def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
-    """Draw layouts from the top to the bottom, with the memory that a device has and what of it a plan uses."""
+    """Draw layouts from top to bottom, with lines at a device's memory and at what a plan uses of it."""
     limit = plan.machine.memory
     largest = max(*(planned.estimate.total for planned in shown), limit)
     unit, name = (1e9, "GB") if limit >= 1e9 else (1e6, "MB")
@@ -78,7 +78,7 @@ def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
 
 
 def _shown_sizes(estimate: Estimate) -> dict[str, float]:
-    """Return the sizes of the kinds, which add up to the total: what is never there at once is taken off."""
+    """Return the sizes of the kinds, which add up to the total: what never coexists is subtracted."""
     sizes, overlap = estimate.by_kind, estimate.overlap
     for kind in ("activations", "workspace", "gradients"):
         taken = min(overlap, sizes[kind])

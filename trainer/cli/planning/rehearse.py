@@ -40,10 +40,10 @@ _KEPT: Final = (
     *("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs"),
     *("accumulate_grad_batches", "global_batch_size", "use_distributed_sampler", "activation_checkpointing"),
 )
-"""The settings of a config's trainer that a rehearsal takes."""
+"""The settings of a config's trainer that a rehearsal uses."""
 
 _SECONDS: Final = 3600.0
-"""After which a rehearsal is given up."""
+"""The time limit of a rehearsal."""
 
 _EPILOG: Final = """\
 The rank sets up, runs two steps on tensors without memory, and works out its files of a checkpoint. torch's fake
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     wrong = [rank for rank in ranks if not 0 <= rank < nodes * nproc]
     if wrong:
         raise ConfigError(f"--rank must be from 0 to {nodes * nproc - 1}, got {wrong[0]}; there are no other ranks.")
-    # torch keeps much of a rank's mesh for as long as a process lives
+    # torch keeps much of a rank's mesh for the life of the process
     noted = [
         launch_all(
             partial(_rehearsed, config.values, trainer, rank, nodes, nproc, shows=options.traceback),
@@ -109,13 +109,13 @@ def _number(argument: str, given: int | None, of_config: Any) -> int:
 def _rehearsed(
     values: Mapping[str, Any], trainer: Mapping[str, Any], rank: int, nodes: int, nproc: int, *, shows: bool
 ) -> RehearsedRank:
-    """Run one rank; what would end it is noted as a problem."""
+    """Rehearse one rank; what would end its run is noted as a problem."""
     noted = RehearsedRank(rank, nodes * nproc)
     began = time.perf_counter()
     strategy: RehearsedStrategy | None = None
     doing = "build"
     try:
-        # what the user's code prints is no part of the answer
+        # what the user's code prints is not part of the answer
         with redirect_stdout(sys.stderr), as_rank(rank, nodes * nproc, nproc) as mode:
             given = build(trainer.get("strategy", "auto"), "trainer.strategy")
             inner = find_strategy("ddp" if is_auto(given) else given, BY_NAME)()
@@ -171,7 +171,7 @@ def _in_words(error: Exception, doing: str, values: Mapping[str, Any]) -> str:
 
 
 def as_json(noted: Sequence[RehearsedRank]) -> dict[str, Any]:
-    """Return what was found as JSON values; sizes are in bytes, times in seconds."""
+    """Return the findings as JSON values; sizes are in bytes, times in seconds."""
     ranks = []
     for one in noted:
         values = asdict(one)
@@ -187,7 +187,7 @@ def as_json(noted: Sequence[RehearsedRank]) -> dict[str, Any]:
 
 
 def render(noted: RehearsedRank, nproc: int) -> str:
-    """Return what was found of a rank as text."""
+    """Return the findings about a rank as text."""
     lines = [f"Rank {noted.rank} of {noted.world_size:,}, strategy {noted.strategy}"]
     lines[0] += f": {noted.rank % nproc} on node {noted.node_rank}" if noted.axes or noted.groups else ""
     rows = [*_of_layout(noted), *_of_samples(noted), *_of_module(noted), *_of_step(noted), *_of_files(noted)]
@@ -246,7 +246,7 @@ def _of_files(noted: RehearsedRank) -> list[list[str]]:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return some ranks as people write them: 8 to 15, or 5, 13, ..., 1021."""
+    """Return ranks in human-readable form: 8 to 15, or 5, 13, ..., 1021."""
     steps = {after - before for before, after in pairwise(ranks)}
     if len(ranks) > 3 and steps == {1}:
         return f"{ranks[0]} to {ranks[-1]}"
