@@ -1,4 +1,4 @@
-"""Fixtures and skips for what a test may need of the machine: signals that work, a GPU, a browser, a fast disk."""
+"""Fixtures and skips for what a test may need from the machine: working signals, a GPU, a browser, a fast disk."""
 
 import functools
 import os

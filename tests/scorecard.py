@@ -1,4 +1,4 @@
-"""The rules of our code that a program can check: each takes sources and returns where it is broken."""
+"""The rules of our code that a program can check; each takes sources and returns where it is broken."""
 
 from __future__ import annotations
 

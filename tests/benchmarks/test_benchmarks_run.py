@@ -1,4 +1,4 @@
-"""The benchmarks run, at a size that measures nothing, and print what they promise."""
+"""The benchmarks run, at a size too small to measure anything, and print what they promise."""
 
 import itertools
 import json

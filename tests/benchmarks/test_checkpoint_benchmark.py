@@ -1,4 +1,4 @@
-"""The checkpoint benchmark runs, at a size that measures nothing, and prints what it promises."""
+"""The checkpoint benchmark runs, at a size too small to measure anything, and prints what it promises."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The benchmark of DDP runs, at a size that measures nothing, and prints what it promises."""
+"""The DDP benchmark runs, at a size too small to measure anything, and prints what it promises."""
 
 import json
 from pathlib import Path

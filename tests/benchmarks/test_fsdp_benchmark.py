@@ -1,4 +1,4 @@
-"""benchmarks/fsdp.py runs, at a size that measures no time, and counts what a rank holds to the byte."""
+"""benchmarks/fsdp.py runs, at a size too small to time, and counts what a rank holds to the byte."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs on the CPU, at a size that measures nothing."""
+"""The GPU benchmark runs on the CPU, at a size too small to measure anything."""
 
 import json
 from pathlib import Path

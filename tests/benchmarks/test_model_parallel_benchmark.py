@@ -1,4 +1,4 @@
-"""benchmarks/model_parallel.py runs, at a size that measures no time, and counts what ranks hold and keep."""
+"""benchmarks/model_parallel.py runs, at a size too small to time, and counts what ranks hold and keep."""
 
 import json
 from pathlib import Path

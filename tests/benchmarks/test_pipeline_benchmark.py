@@ -1,4 +1,4 @@
-"""benchmarks/pipeline.py runs, at a size that measures no time, and counts what stages hold to the byte."""
+"""benchmarks/pipeline.py runs, at a size too small to time, and counts what stages hold to the byte."""
 
 import json
 from pathlib import Path

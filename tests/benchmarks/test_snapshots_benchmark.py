@@ -1,4 +1,4 @@
-"""The benchmark of snapshots runs, at a size that measures nothing, and counts what it promises."""
+"""The snapshot benchmark runs, at a size too small to measure anything, and counts what it promises."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A program that trains 5 steps under a chaos and writes down each as its forward begins.
+"""A program that trains 5 steps under injected faults and writes down each step as its forward begins.
 
 Usage: chaos_drill.py FOLDER CHAOS DEVICES
 """

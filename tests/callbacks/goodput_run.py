@@ -1,4 +1,4 @@
-"""A program that trains in a folder, and at a given step waits to be killed: ``goodput_run.py FOLDER [STEP]``."""
+"""A program that trains in a folder and waits to be killed at a given step: ``goodput_run.py FOLDER [STEP]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: micro-batches of a step, by epoch."""
+"""GradientAccumulationScheduler sets the number of micro-batches of a step, by epoch."""
 
 from pathlib import Path
 from typing import Any

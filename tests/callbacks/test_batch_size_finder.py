@@ -1,4 +1,4 @@
-"""BatchSizeFinder: the largest micro-batch under a real limit of memory, in the same optimizer steps."""
+"""BatchSizeFinder finds the largest micro-batch under a real memory limit, with the same optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks on several ranks: all decide alike, rank 0 writes, and the caller's know afterwards what happened."""
+"""Callbacks on several ranks: all decide the same, rank 0 writes, and the caller's know afterwards what happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks where several ranks hold one replica: what they count is counted once, and all decide alike."""
+"""Callbacks where several ranks hold one replica: what they count counts once, and all ranks decide the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ChaosMonkey: that a fault comes where it was asked for, once, and is real."""
+"""ChaosMonkey injects a real fault where it was asked for, once."""
 
 from __future__ import annotations
 

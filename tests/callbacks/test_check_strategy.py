@@ -1,4 +1,4 @@
-"""Callbacks that cannot be part of a fit on several processes or devices: refused before any process starts."""
+"""Callbacks that cannot run on several processes or devices are refused before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks as Lightning's users write them: without ``dataloader_idx``, with ``pl_module``, with ``self.log``."""
+"""Hooks as Lightning users write them: without ``dataloader_idx``, with ``pl_module``, with ``self.log``."""
 
 import pickle
 

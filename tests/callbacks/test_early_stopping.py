@@ -1,4 +1,4 @@
-"""EarlyStopping: when training ends, why, and that a resumed run counts on."""
+"""EarlyStopping: when and why training ends, and that a resumed run keeps counting."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""BackboneFinetuning and BaseFinetuning: Lightning's rates, a resume after the unfreezing, and what is refused."""
+"""BackboneFinetuning and BaseFinetuning: Lightning's learning rates, resuming after unfreezing, and what is refused."""
 
 from __future__ import annotations
 

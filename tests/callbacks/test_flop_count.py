@@ -1,4 +1,4 @@
-"""Counting FLOPs leaves compiled modules compiled, and a module that was compiled can be copied and sent."""
+"""Counting FLOPs leaves compiled modules compiled, and a compiled module can be copied and sent."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""GoodputMonitor: the ledger of real fits, killed, resumed, failed and undisturbed."""
+"""GoodputMonitor: the ledgers of real fits that are killed, resumed, failed and undisturbed."""
 
 from __future__ import annotations
 

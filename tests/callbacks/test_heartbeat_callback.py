@@ -1,4 +1,4 @@
-"""What the agent learns of a real fit: where it is, how far, and when torch compiles."""
+"""The agent learns from a real fit where it is, how far it has come, and when torch compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LearningRateFinder: a fit after the search equals one from the rate it found, and what cannot be searched is said."""
+"""LearningRateFinder: a fit after the search equals one from the rate it found, and says what cannot be searched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates in the loggers: under Lightning's names, at the steps that they belong to."""
+"""Learning rates in the loggers: under Lightning's names, at the right steps."""
 
 from __future__ import annotations
 

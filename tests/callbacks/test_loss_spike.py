@@ -1,4 +1,4 @@
-"""LossSpikePolicy: an outlier leaves no trace in the weights, and every decision is on record and repeatable."""
+"""LossSpikePolicy: an outlier leaves no trace in the weights, and every decision is recorded and repeatable."""
 
 from pathlib import Path
 from typing import Any

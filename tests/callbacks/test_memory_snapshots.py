@@ -1,4 +1,4 @@
-"""When a snapshot in memory is taken: every so many steps, or as often as costs little; alike on all ranks."""
+"""Snapshots in memory are taken every few steps, or as often as costs little, at the same steps on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: what is saved when, what is kept, which is best, and that a resumed run goes on with it."""
+"""ModelCheckpoint: what is saved when, what is kept, which is best, and that a resumed run continues with it."""
 
 import os
 import shutil

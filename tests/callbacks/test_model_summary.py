@@ -1,4 +1,4 @@
-"""The summary of a module: what it counts, what it shows, and that it leaves no trace."""
+"""The model summary: what it counts, what it shows, and that it leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NaNGuard: the first loss or gradient that is not finite ends the run, by name and place, with the weights intact."""
+"""NaNGuard: the first non-finite loss or gradient ends the run, with its name and place, and the weights intact."""
 
 from pathlib import Path
 from typing import Any

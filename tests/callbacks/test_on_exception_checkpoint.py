@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: there after an error, resumed from, and not there after a run that ends well."""
+"""OnExceptionCheckpoint: written on an error, resumed from, and absent after a run that ends normally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks and loggers travel to the processes of a run: before one, after one, and back to work."""
+"""Callbacks and loggers are sent to the processes of a run, before and after other runs, and still work on return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BasePredictionWriter: every prediction reaches the writer, when it asked for it."""
+"""BasePredictionWriter: every prediction reaches the writer, at the interval it asked for."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The progress bar, on a real pseudo-terminal and piped: what one sees, and how often it is written."""
+"""The progress bar, on a real pseudo-terminal and piped: what it shows, and how often it is written."""
 
 from __future__ import annotations
 

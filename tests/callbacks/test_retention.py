@@ -1,4 +1,4 @@
-"""Retention deletes only what the run and those that it goes on from have written, and the last is the last saved."""
+"""Retention deletes only what this run and those it continues have written, and `last` is the last one saved."""
 
 import dataclasses
 import shutil

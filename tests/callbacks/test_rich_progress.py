@@ -1,4 +1,4 @@
-"""RichProgressBar on a real pseudo-terminal: what one sees, in wide and narrow ones, and where there is none."""
+"""RichProgressBar on real pseudo-terminals, wide and narrow, and without one: what it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank trained on is noted, and the ledger proves that each sample came once, whatever happened."""
+"""The ledger records what every rank trained on, and proves that each sample came once, whatever happened."""
 
 from __future__ import annotations
 

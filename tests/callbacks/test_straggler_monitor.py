@@ -1,4 +1,4 @@
-"""StragglerMonitor: where a step's time goes on each rank, and that the rank is named that is slow, and why."""
+"""StragglerMonitor: where a step's time goes on each rank, which rank is slow, and why."""
 
 from __future__ import annotations
 

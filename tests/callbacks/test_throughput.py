@@ -1,4 +1,4 @@
-"""Throughput: what is counted, what is timed, and that a resumed run goes on."""
+"""Throughput: what is counted, what is timed, and that a resumed run continues."""
 
 from __future__ import annotations
 

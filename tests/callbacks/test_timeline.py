@@ -1,4 +1,4 @@
-"""Timeline: one step of a pipeline as its ranks saw it, as numbers, as a picture, and in TensorBoard."""
+"""Timeline: one pipeline step as its ranks saw it, in numbers, as a picture, and in TensorBoard."""
 
 from __future__ import annotations
 

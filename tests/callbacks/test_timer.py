@@ -1,4 +1,4 @@
-"""The timer: what it measures, when it ends training, and that a resumed run counts on."""
+"""The timer: what it measures, when it ends training, and that a resumed run keeps counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WeightAveraging, EMA and SWA: what is averaged, when the module holds it, and that it is resumed exactly."""
+"""WeightAveraging, EMA and SWA: what is averaged, when the module holds it, and that it resumes exactly."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""The page on the architecture is true: its rooms are those of the layer test, its names those of the code."""
+"""The architecture page is accurate: its rooms are those of the layer test, its names those of the code."""
 
 import re
 

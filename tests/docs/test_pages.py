@@ -1,4 +1,4 @@
-"""Every page of the documentation runs, top to bottom, as a reader would type it; and its links lead somewhere."""
+"""Every page of the documentation runs, top to bottom, as a reader would type it, and its links work."""
 
 import inspect
 import re

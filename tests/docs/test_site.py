@@ -1,4 +1,4 @@
-"""The site of `make docs`: every public name and argument stands in its reference, and a browser shows it."""
+"""The site of `make docs`: its reference has every public name and argument, and a browser shows it."""
 
 import html
 import inspect

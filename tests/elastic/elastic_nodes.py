@@ -1,4 +1,4 @@
-"""The nodes of an elastic run, each a program of its own, and what befalls them; all of it ends with the test."""
+"""The nodes of an elastic run, each a program of its own, and their faults; all of it ends with the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that a node of an elastic run runs: it trains, tells how far it is, and is slow where someone waits for it.
+"""A program for a node of an elastic run: it trains, reports its progress, and is slow when someone waits for it.
 
 Usage: elastic_program.py FOLDER NAME PLAN, where PLAN is a `Plan` as JSON; leaves its weights in FOLDER/NAME.pt.
 """

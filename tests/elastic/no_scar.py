@@ -1,4 +1,4 @@
-"""A run that suffers kills, joins and leaves on two nodes, and is compared with one that suffers nothing.
+"""A run that goes through kills, joins and leaves on two nodes, and is compared with an undisturbed one.
 
 Usage: no_scar.py [--inner fsdp] [--kills 10] [--joins 3] [--leaves 3] [--seed 0]; needs root, for network namespaces.
 The nodes have one and three workers, so that the run has one, three or four.

@@ -1,4 +1,4 @@
-"""Random faults of a run on two nodes: of the cable between them, of their processes and of their clocks."""
+"""Random faults of a run on two nodes: of the cable between them, their processes and their clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A soak: a run on two nodes, each in a network namespace of its own, that suffers random faults and is then compared.
+"""A soak: a run on two nodes, each in its own network namespace, that goes through random faults and is then compared.
 
 Usage: soak_nodes.py [--minutes 30] [--inner ddp] [--seed 0]; needs root, for network namespaces, and a C compiler. Half
 of the time the store is on the node of rank 0, half on the other. Prints each fault, and for how long the run stood

@@ -1,4 +1,4 @@
-"""A node that is lost, whatever the run is doing: the others go on to the same end, or stop and say why."""
+"""A node is lost, whatever the run is doing: the others continue to the same end, or stop and say why."""
 
 import signal
 import socket

@@ -1,4 +1,4 @@
-"""Kills, nodes that come, leave and are lost: the run that results takes the same steps as an undisturbed one."""
+"""Kills, and nodes that join, leave and are lost: the run takes the same steps as an undisturbed one."""
 
 import pytest
 from no_scar import suffer

@@ -1,4 +1,4 @@
-"""Elastic runs whose layers are cut over ranks: workers that die, nodes that leave, and nodes that are not enough."""
+"""Elastic runs with layers cut over ranks: workers that die, nodes that leave, and too few nodes."""
 
 from __future__ import annotations
 

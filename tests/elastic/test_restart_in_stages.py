@@ -1,4 +1,4 @@
-"""Elastic runs of pipelines: stages that die, nodes with stages that are lost, and come again, or leave too few."""
+"""Elastic runs of pipelines: stages that die, and nodes with stages that are lost, return, or leave too few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node whose workers die, hang and fail: what each run comes to, and that nothing is left of it."""
+"""One node whose workers die, hang and fail: how each run ends, and that nothing is left of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on two nodes whose cable, processes and clocks fail goes on after each fault, and has lost nothing."""
+"""A run on two nodes whose cable, processes and clocks fail continues after each fault, and loses nothing."""
 
 import subprocess
 import sys

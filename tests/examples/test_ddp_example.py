@@ -1,4 +1,4 @@
-"""examples/ddp.py gives the same numbers on its rungs; the one over two nodes is like that of tests/launch."""
+"""examples/ddp.py gives the same numbers in each of its layouts; tests/launch covers two nodes."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""examples/elastic.py suffers its drill, tells of it, and ends with the numbers of ddp.py, which suffers nothing."""
+"""examples/elastic.py goes through its drill, reports it, and ends with the numbers of an undisturbed ddp.py."""
 
 import importlib
 import inspect

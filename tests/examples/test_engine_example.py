@@ -1,4 +1,4 @@
-"""examples/engine.py trains in one process and goes on in two, with shards."""
+"""examples/engine.py trains in one process and continues in two, with shards."""
 
 from pathlib import Path
 

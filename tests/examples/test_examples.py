@@ -1,4 +1,4 @@
-"""The examples keep what they promise: as scripts, and as configs of the ``echelon`` command."""
+"""The examples keep their promises, as scripts and as configs of the ``echelon`` command."""
 
 import importlib
 import inspect

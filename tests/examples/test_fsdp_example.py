@@ -1,4 +1,4 @@
-"""examples/fsdp.py trains shards below a limit of memory that one process with all of it exceeds."""
+"""examples/fsdp.py trains shards below a memory limit that one process exceeds with the whole state."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""examples/imagenet.py trains on folders of images and on made-up ones, in one process and in two."""
+"""examples/imagenet.py trains on folders of images and on synthetic ones, in one process and in two."""
 
 import importlib
 import inspect

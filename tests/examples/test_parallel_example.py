@@ -1,4 +1,4 @@
-"""examples/parallel.py comes to the same loss in every layout."""
+"""examples/parallel.py reaches the same loss in every layout."""
 
 import re
 from pathlib import Path

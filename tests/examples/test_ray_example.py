@@ -1,4 +1,4 @@
-"""examples/ray_train.py gives the same numbers without Ray, and in Ray's workers, one of which is killed."""
+"""examples/ray_train.py gives the same numbers without Ray and in Ray's workers, one of which is killed."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""examples/parameter_server.py takes the same steps with a server as without; examples/rpc.py trains both halves."""
+"""examples/parameter_server.py takes the same steps with and without a server; examples/rpc.py trains both halves."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A program that trains in forks, kills each at a chosen moment, resumes it, and compares all with an undisturbed run.
+"""A program that trains in forks, kills each at a chosen moment, resumes it, and compares it with an undisturbed run.
 
 Run by test_kill_anywhere.py in a process of its own: forking wants a process without threads, which has imported torch
 once for all forks. Usage: kill_anywhere.py FOLDER KILLS; prints where each kill landed.

@@ -1,4 +1,4 @@
-"""The program that kill_strategies.py kills: it trains from the last checkpoint on, and tells which processes do.
+"""The program that kill_strategies.py kills: it trains from the last checkpoint, and reports its processes.
 
 Usage: kill_program.py FOLDER LAYOUT; leaves its weights in FOLDER/weights.pt.
 """

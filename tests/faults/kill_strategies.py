@@ -1,4 +1,4 @@
-"""Kills runs of every strategy at any instant, resumes each, and compares all with a run that nobody killed.
+"""Kills runs of every strategy at any moment, resumes each, and compares all with an undisturbed run.
 
 Usage: kill_strategies.py FOLDER [--kills 30] [--layouts ddp fsdp ...] [--seed 0]. What is killed is a rank, the caller
 (of an elastic run: its agent), or all processes at once. Prints where each kill landed.

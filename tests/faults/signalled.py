@@ -1,4 +1,4 @@
-"""A program that trains in forks and sends them signals; prints how each ended, and what it left.
+"""A program that trains in forks and sends them signals; prints how each ended, and what it left behind.
 
 Run by test_exit_codes.py in a process of its own: it imports torch once for all forks.
 Usage: signalled.py FOLDER [CASE ...]

@@ -1,4 +1,4 @@
-"""A soak: an elastic run that suffers a random fault every few seconds, watched from outside, and then compared.
+"""A soak: an elastic run with a random fault every few seconds, watched from outside and then compared.
 
 Usage: soak.py [--minutes 15] [--inner fsdp] [--every 5 10] [--actions kill stop] [--seed 0]. Prints what the
 faults were, how long the run took to go on after each, and what grew; fails if anything hung, grew, or was left over,

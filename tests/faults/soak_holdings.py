@@ -1,4 +1,4 @@
-"""What a run holds of its machine, seen from outside: memory, processes, ports, files."""
+"""The resources that a run holds, seen from outside: memory, processes, ports, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that a soak watches: it trains, and writes down when it has done which step.
+"""The program that a soak watches: it trains, and records when it completes each step.
 
 Usage: soak_program.py FOLDER PLAN, where PLAN is JSON; leaves its weights in FOLDER/weights.pt.
 """

@@ -1,4 +1,4 @@
-"""What a signal makes of a process: the step finished, a checkpoint, and the code that SLURM and Kubernetes go by."""
+"""Signals to a process: the step is finished, a checkpoint saved, and the exit code fits SLURM and Kubernetes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error of any single file call while a run resumes and saves ends it in order on all ranks, or not at all."""
+"""An error in any single file call while a run resumes and saves ends it cleanly on all ranks, or not at all."""
 
 from __future__ import annotations
 

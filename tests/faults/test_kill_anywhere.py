@@ -1,4 +1,4 @@
-"""A run that is killed again and again, in one process or in several, ends as the run that nobody killed."""
+"""A run that is killed again and again, in one process or in several, ends like an undisturbed run."""
 
 from __future__ import annotations
 

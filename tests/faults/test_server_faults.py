@@ -1,4 +1,4 @@
-"""A server or trainer that dies or stops ends the run in seconds, which goes on from its last checkpoint as if not."""
+"""A server or trainer that dies or stops ends the run in seconds; resuming from its last checkpoint loses nothing."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A run that suffers random faults for some seconds goes on after each, leaves nothing behind, and has lost nothing."""
+"""A run with random faults for some seconds continues after each, leaves nothing behind, and loses nothing."""
 
 import subprocess
 import sys

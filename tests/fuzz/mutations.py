@@ -1,4 +1,4 @@
-"""Mutations of files, each a function of a seed: of bytes, of JSON whose hashes are made to fit, of folders."""
+"""Mutations of files, each a function of a seed: of bytes, of JSON with matching hashes, of folders."""
 
 from __future__ import annotations
 

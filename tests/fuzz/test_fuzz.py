@@ -1,4 +1,4 @@
-"""Mutated checkpoints, configs and run folders end in an error of Echelon, and in nothing else."""
+"""Mutated checkpoints, configs and run folders end in an Echelon error, and in nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: a small network, its data, and a quiet trainer.
+"""What the GPU tests share: a small network, its data, and a quiet trainer.
 
 GPU_TESTS_ON=cpu runs them on the CPU, which shows that the tests themselves run; `make test-gpu` runs them on a GPU.
 """

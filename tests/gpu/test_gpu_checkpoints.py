@@ -1,4 +1,4 @@
-"""A checkpoint that is written while the device goes on holds the state of the save, whatever the device's load."""
+"""A checkpoint written while the device continues holds the state at the save, whatever the device's load."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One GPU, one process: seeds, resuming, precisions, compilation, and what is said when memory runs out."""
+"""One GPU, one process: seeds, resuming, precisions, compilation, and out-of-memory messages."""
 
 import os
 import shutil

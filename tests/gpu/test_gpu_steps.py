@@ -1,4 +1,4 @@
-"""From the sixth step on, no step makes the host wait for the GPU, by torch's own watch."""
+"""From the sixth step on, no step makes the host wait for the GPU, as torch itself detects."""
 
 import warnings
 

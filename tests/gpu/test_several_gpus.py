@@ -1,4 +1,4 @@
-"""What two GPUs and more can show: NCCL between ranks, devices that are not the first, and dp."""
+"""What takes two or more GPUs to test: NCCL between ranks, devices other than the first, and dp."""
 
 import pytest
 import torch

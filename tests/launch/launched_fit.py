@@ -1,4 +1,4 @@
-"""A program that trains: the same, whatever strategy it is given, and whatever happens to it meanwhile."""
+"""A program that trains in the same way, whatever strategy it is given and whatever happens to it meanwhile."""
 
 import sys
 

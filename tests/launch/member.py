@@ -1,4 +1,4 @@
-"""A process of a launch: finds its place, meets the others, adds up their ranks and says what it saw, in JSON."""
+"""A process of a launch: finds its place, meets the others, sums their ranks and prints what it saw, in JSON."""
 
 import dataclasses
 import json

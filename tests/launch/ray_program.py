@@ -1,4 +1,4 @@
-"""A program that trains in the workers of Ray Train, while nodes come and a worker dies.
+"""A program that trains in Ray Train's workers, while nodes join and a worker dies.
 
 Usage: ray_program.py FOLDER
 """

@@ -1,4 +1,4 @@
-"""A fit with parameter servers on several nodes; rank 0 says its weights, and where all its processes listen, in JSON.
+"""A fit with parameter servers on several nodes; rank 0 prints its weights and all listening sockets, in JSON.
 
 Usage: server_nodes.py SERVERS, a number or "nodes".
 """

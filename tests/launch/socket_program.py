@@ -1,4 +1,4 @@
-"""A short fit, in whose middle rank 0 says which processes of the run listen where, in JSON.
+"""A short fit, midway through which rank 0 prints which processes of the run listen where, in JSON.
 
 Usage: socket_program.py STRATEGY DEVICES [RDZV]; all its processes have the variable MARK.
 """

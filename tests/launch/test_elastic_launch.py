@@ -1,4 +1,4 @@
-"""`echelon launch --nodes`: programs start again after faults, and when nodes come; how they end is how it ends."""
+"""`echelon launch --nodes`: programs restart after faults and when nodes join; it ends the way that they end."""
 
 import json
 import os

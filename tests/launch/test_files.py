@@ -1,4 +1,4 @@
-"""The list of files in docs/security.md is what stands on the disk, with its modes, for each kind of run."""
+"""The list of files in docs/security.md matches the disk, with modes, for each kind of run."""
 
 import fnmatch
 import os

@@ -1,4 +1,4 @@
-"""Ray Train: its own TorchTrainer starts workers, replaces them, and finds room for more; our Trainer runs in them."""
+"""Ray Train: its own TorchTrainer starts workers, replaces them, and adds more; our Trainer runs in them."""
 
 import importlib.util
 import sys

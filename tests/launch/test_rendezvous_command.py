@@ -1,4 +1,4 @@
-"""`echelon rendezvous` keeps a store for runs that come and go, on one address, until it is told to end."""
+"""`echelon rendezvous` keeps a store for successive runs, on one address, until it is told to end."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""Parameter servers on several nodes: the steps of one process, in a private network, where they alone listen."""
+"""Parameter servers on several nodes take the steps of one process, and listen only in a private network."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The list of sockets in docs/security.md is that of the kernel, for each kind of run."""
+"""The list of sockets in docs/security.md matches the kernel's, for each kind of run."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Trains one library with Lightning or with Echelon in its place, and prints what it has observed, as JSON.
+"""Trains one library with Lightning or with Echelon in its place, and prints what it observed, as JSON.
 
 ``python tests/libraries/run_library.py torchgeo echelon`` in an environment with the libraries (`make test-libraries`).
 """

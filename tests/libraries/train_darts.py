@@ -1,4 +1,4 @@
-"""darts: two models on a sine, with a validation series and checkpoints of its own."""
+"""darts: two models on a sine, with a validation series and its own checkpoints."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""lightly: SimCLR of its examples, and its linear evaluation."""
+"""lightly: SimCLR from its examples, and its linear evaluation."""
 
 import torch
 from torch import nn

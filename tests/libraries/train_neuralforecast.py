@@ -1,4 +1,4 @@
-"""neuralforecast: three models, trained, saved, loaded and asked again."""
+"""neuralforecast: three models, trained, saved, loaded and queried again."""
 
 import numpy as np
 import pandas as pd

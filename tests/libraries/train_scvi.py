@@ -1,4 +1,4 @@
-"""scvi-tools: scVI on counts made here, with early stopping, its own logger and its own progress bar."""
+"""scvi-tools: scVI on synthetic counts, with early stopping, its own logger and its own progress bar."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""segmentation-models-pytorch and timm: the modules of their documentation."""
+"""segmentation-models-pytorch and timm: the modules from their documentation."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,4 +1,4 @@
-"""Programs that run with Lightning and with Echelon, given its module as `pl`: each returns what it has observed."""
+"""Programs that run with Lightning and with Echelon, given its module as `pl`; each returns what it observed."""
 
 from __future__ import annotations
 

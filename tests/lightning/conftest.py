@@ -1,4 +1,4 @@
-"""The frameworks that a program is run with: Echelon, and Lightning where it is installed."""
+"""The frameworks that a program is run with: Echelon, and Lightning if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that behave otherwise with Echelon than with Lightning, one for each row of lightning/departures.py.
+"""Programs that behave differently with Echelon than with Lightning, one per row of lightning/departures.py.
 
 Each is given a framework's module as `pl`, shows in its lines what `echelon port` looks for, and returns what it has
 observed. `SHOWS` says which rows.

@@ -1,4 +1,4 @@
-"""The same program gives the same with Lightning and with Echelon: what Lightning 2.6.6 gave stands here.
+"""The same program gives the same with Lightning and with Echelon; what Lightning 2.6.6 gave is recorded here.
 
 Run it with an interpreter that has both, and Lightning's half is not skipped.
 """

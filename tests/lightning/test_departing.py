@@ -1,4 +1,4 @@
-"""What `echelon port` says departs does: the program that shows it gives other things with Echelon than with Lightning.
+"""What `echelon port` lists as departures are: a program for each gives different results with Echelon and Lightning.
 
 What Lightning 2.6.6 gave stands here. With an interpreter that has both, Lightning's half is not skipped.
 """

@@ -1,4 +1,4 @@
-"""The folder `lightning` is in nobody's way in the root of a checkout, where Python finds it by that name."""
+"""The folder `lightning` gets in nobody's way in the root of a checkout, where Python finds it by that name."""
 
 import subprocess
 import sys

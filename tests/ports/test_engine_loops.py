@@ -1,4 +1,4 @@
-"""Loops of others' making take the same steps with an `Engine` as by hand: to the bit in one process."""
+"""Third-party loops take the same steps with an `Engine` as by hand, bitwise in one process."""
 
 import inspect
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Programs of others' making train in the Trainer as in the loop that they came with: with the same losses.
+"""Third-party programs train in the Trainer as in their original loop, with the same losses.
 
 Each ``port_*.py`` named here holds both: the loop as people write it, ``original``, and ``ported``, with the same seed
 and data.

@@ -1,4 +1,4 @@
-"""Ordinary Lightning scripts, ported by changing imports and class names only, train, test and predict here.
+"""Ordinary Lightning scripts, ported by changing only imports and class names, train, test and predict here.
 
 Each ran under Lightning 2.6.6 first; the thresholds leave room below what it reached there.
 """

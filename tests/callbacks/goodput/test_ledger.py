@@ -1,4 +1,4 @@
-"""The goodput ledger: what a reader makes of it, whole or damaged, and that every second is counted once."""
+"""The goodput ledger can be read, whole or damaged, and counts every second once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed to whom."""
+"""Messages to the console reach the right readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs do not save into one folder, and a dead one keeps none."""
+"""Two runs never save into one folder, and a dead run does not keep its folder locked."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Peaks of devices: found by the name that torch reports, for the dtype in which is computed."""
+"""Peak FLOP/s of devices, found by the name that torch reports and for the dtype of computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of results: aligned, at most 80 characters wide, nothing left out."""
+"""Tables of results are aligned, at most 80 characters wide, and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ledger that was forged, cut or lost in part is no proof; `echelon samples` says what is wrong, and where."""
+"""A ledger that was forged, cut or partly lost proves nothing; `echelon samples` says what is wrong, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of a step are written as documented, whatever a sampler gives, and read back but for what a kill has torn."""
+"""Samples of a step are written as documented, whatever a sampler gives, and read back except what a kill has torn."""
 
 from __future__ import annotations
 
