@@ -1,4 +1,4 @@
-"""`import echelon` costs hardly more than `import torch`: nothing heavy comes along."""
+"""`import echelon` costs hardly more than `import torch`: it imports nothing heavy."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What is installed: built, installed and imported for real, from a copy of the tree."""
+"""The package is really built, installed and imported, from a copy of the tree."""
 
 import re
 import shutil

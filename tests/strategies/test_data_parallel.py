@@ -1,4 +1,4 @@
-"""A batch that is cut over the devices of one process gives what one device gives for the whole of it."""
+"""A batch split over the devices of one process gives what one device gives for the whole batch."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""The collectives of a strategy whose ranks share replicas: those of the data ranks, and all ranks where all agree."""
+"""The collectives of a strategy whose ranks share replicas: those over data ranks, and those over all ranks."""
 
 from __future__ import annotations
 

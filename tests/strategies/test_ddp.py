@@ -1,4 +1,4 @@
-"""What `DDPStrategy` can do, on two real processes: each way of using it ends like one process, or with an error.
+"""`DDPStrategy` on two real processes: each way of using it ends like one process, or with an error.
 
 Each case runs once, all of them in one launch; a test looks at what it gave on each rank.
 """

@@ -1,4 +1,4 @@
-"""A module whose parts lie on several devices trains as on one; what a part gets follows it."""
+"""A module whose parts are on several devices trains as on one; the inputs of a part are moved to it."""
 
 import copy
 

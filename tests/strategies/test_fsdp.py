@@ -1,4 +1,4 @@
-"""Sharded training on real ranks ends like one process, whatever is sharded where and kept how long."""
+"""Sharded training on real ranks ends like one process, whatever is sharded and however long it stays gathered."""
 
 import os
 import warnings

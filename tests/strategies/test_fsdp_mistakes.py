@@ -1,4 +1,4 @@
-"""What cannot be sharded, or is used where only a shard of it is, is said on every rank, with what to do."""
+"""Sharding what cannot be sharded, or using a shard as a whole, is an error on every rank that says what to do."""
 
 import os
 

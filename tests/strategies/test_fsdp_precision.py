@@ -1,4 +1,4 @@
-"""Half precision in shards: parameters stay float32, what is computed is not, and all ranks know of an overflow."""
+"""Half precision in shards: parameters stay float32, computation does not, and all ranks know of an overflow."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""LocalSGDStrategy on two and four real processes: where it is DDP, when replicas differ, and that it resumes.
+"""LocalSGDStrategy on two and four real processes: when it equals DDP, when replicas differ, and that it resumes.
 
 What needs several ranks runs in two launches; a test looks at what it gave on each rank.
 """

@@ -1,4 +1,4 @@
-"""ParallelStrategy around its steps: plans, memory, deferred and given values, a module's own cuts, and bad input."""
+"""ParallelStrategy besides its steps: plans, memory, deferred and given values, a module's own cuts, bad input."""
 
 from __future__ import annotations
 

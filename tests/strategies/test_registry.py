@@ -1,4 +1,4 @@
-"""The strategy and the devices of a run, from their names and from the launcher; and what names no strategy."""
+"""The strategy and the devices of a run, from their names and from the launcher; and unknown names."""
 
 import pytest
 

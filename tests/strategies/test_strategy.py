@@ -1,4 +1,4 @@
-"""The seam itself: its fields, and what Lightning's users call on a strategy."""
+"""The strategy interface itself: its fields, and what Lightning users call on a strategy."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""A program that a launcher starts once for each rank; its exit code is the truth about the run.
+"""A program that a launcher starts once for each rank; its exit code tells the truth about the run.
 
 Usage: job_of_ranks.py uneven|raise|signal|slow FOLDER
 """

@@ -1,4 +1,4 @@
-"""Every public name of trainer, module and data module, at every moment around a run, for every strategy."""
+"""Every public name of trainer, module and data module, before, during and after a run, for every strategy."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Where we depart from Lightning on purpose, as far as one process shows it (measured on Lightning 2.6.6).
+"""Deliberate departures from Lightning, as far as one process shows them (measured on Lightning 2.6.6).
 
 The order of the data is in test_data_order.py.
 """

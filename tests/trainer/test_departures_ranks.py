@@ -1,4 +1,4 @@
-"""Where we depart from Lightning on purpose, as far as it takes several ranks to show it (measured on Lightning 2.6.6).
+"""Deliberate departures from Lightning that take several ranks to show (measured on Lightning 2.6.6).
 
 Each experiment below runs once on two and once on three real processes; a test looks at what it gave on each rank.
 """

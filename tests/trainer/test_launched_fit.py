@@ -1,4 +1,4 @@
-"""A fit in processes of its own, as the caller sees it."""
+"""A fit in launched processes, as the caller sees it."""
 
 import os
 import signal

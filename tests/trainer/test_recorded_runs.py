@@ -1,4 +1,4 @@
-"""What a whole run leaves behind: curves that a resume continues, its own folder, a profile."""
+"""What a whole run leaves: curves that a resume continues, its own folder, a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a fit in other processes: what makes room for whole weights there, and what hooks still find."""
+"""The end of a fit in other processes: how room is made for whole weights there, and what hooks still find."""
 
 from pathlib import Path
 from types import SimpleNamespace

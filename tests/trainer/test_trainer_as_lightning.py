@@ -1,4 +1,4 @@
-"""The Trainer has Lightning's signatures and members; what is expected is what Lightning 2.6.6 gave."""
+"""The Trainer has Lightning's signatures and members; the expectations are those of Lightning 2.6.6."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run lasts, what it switches and puts back, second runs, and evaluation alone."""
+"""The length of a run, the flags that it sets and restores, second runs, and evaluation alone."""
 
 import subprocess
 import sys

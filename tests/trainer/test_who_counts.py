@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one replica: what they count is counted once, and what all must agree on reaches all."""
+"""Ranks that hold parts of one replica: what they count counts once, and what all must agree on reaches all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism under everything that counts or decides: as one process, and alike on all ranks."""
+"""Tensor parallelism under everything that counts or decides: as in one process, and the same on all ranks."""
 
 from __future__ import annotations
 

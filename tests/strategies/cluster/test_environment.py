@@ -1,4 +1,4 @@
-"""Environment of a process, read from the variables that launchers document or, where they could be run, set."""
+"""The environment of a process, read from variables that launchers document or, if they could be run, set."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which address and interface lead to another machine; that gloo goes by them is seen in tests/launch."""
+"""The address and interface that lead to another machine; tests/launch checks that gloo uses them."""
 
 import socket
 

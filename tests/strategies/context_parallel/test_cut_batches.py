@@ -1,4 +1,4 @@
-"""Batches are cut along their sequences; a module that needs the whole of one is refused in the first step."""
+"""Batches are cut along their sequences; a module that needs whole sequences is refused in the first step."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Attention over sequences that are cut over two ranks equals attention over the whole: outputs and gradients."""
+"""Attention over sequences cut over two ranks equals attention over whole ones: outputs and gradients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Records of collectives, by which an error or a warning says where ranks went different ways."""
+"""Records of collectives, with which an error or a warning says where ranks diverged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on real ranks: their numbers, their gradients, and what may travel."""
+"""Collectives on real ranks: their numbers, their gradients, and what can be sent."""
 
 import dataclasses
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""What is on a GPU travels through the host: in pickles to other processes, and from rank to rank."""
+"""GPU tensors are sent through the host: in pickles to other processes, and from rank to rank."""
 
 import pytest
 import torch

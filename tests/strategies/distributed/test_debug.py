@@ -1,4 +1,4 @@
-"""The debug mode on real ranks: each disagreement is an error with a table on every rank that waits, and no hang."""
+"""The debug mode on real ranks: each mismatch is an error with a table on every waiting rank, not a hang."""
 
 import os
 import re

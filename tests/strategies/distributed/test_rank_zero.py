@@ -1,4 +1,4 @@
-"""Blocks and functions that only rank 0 runs, or runs first, on real ranks."""
+"""Blocks and functions that only rank 0 runs, or that it runs first, on real ranks."""
 
 import os
 from pathlib import Path

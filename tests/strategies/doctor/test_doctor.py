@@ -1,4 +1,4 @@
-"""`echelon doctor` finds what was broken on purpose, its remedy works, and a sound machine has no finding."""
+"""`echelon doctor` finds what was broken on purpose, its remedies work, and a sound machine has no findings."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""Workers that will use CUDA: it stays usable after the fork, settings travel, and the end of workers is waited for."""
+"""Workers that will use CUDA: it stays usable after the fork, settings reach them, and their end is waited for."""
 
 import logging
 import os

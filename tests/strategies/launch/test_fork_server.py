@@ -1,4 +1,4 @@
-"""The fork server: what starting it changes for a moment in the caller's process."""
+"""Starting the fork server changes the caller's process only for a moment."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Ends of a launch that nobody planned: exceptions of the user's handlers, signals that come at once, SIGKILL."""
+"""Unplanned ends of a launch: exceptions in the user's handlers, signals that come at once, SIGKILL."""
 
 import getpass
 import os

@@ -1,4 +1,4 @@
-"""Nothing stays of a launch: no process, thread, port, descriptor, semaphore, file or memory. 200 in the benchmark."""
+"""A launch leaves nothing: no process, thread, port, descriptor, semaphore, file or memory. 200 in the benchmark."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Functions run in new processes: results, errors, signals and sockets of real ones."""
+"""Functions run in new processes: their results, errors, signals and sockets."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""The node folder: private, gone with its owner, and never another user's."""
+"""The node folder is private, is removed with its owner, and is never another user's."""
 
 import fcntl
 import os

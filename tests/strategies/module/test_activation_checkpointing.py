@@ -1,4 +1,4 @@
-"""What is computed again gives the same numbers, keeps less memory, and leaves no trace in the module."""
+"""Recomputation gives the same numbers, keeps less memory, and leaves no trace in the module."""
 
 import copy
 import inspect

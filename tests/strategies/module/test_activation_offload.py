@@ -1,4 +1,4 @@
-"""Activations go to the CPU and come back beside the computation, whole, with a bounded amount on the way."""
+"""Activations go to the CPU and come back during the computation, unchanged, with a bounded amount in flight."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing computes again in the default dtype of the step, which backward runs outside of."""
+"""Activation checkpointing recomputes in the step's default dtype, outside of which backward runs."""
 
 import pytest
 import torch

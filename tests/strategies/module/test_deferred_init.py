@@ -1,4 +1,4 @@
-"""A module built without memory gets the values, bit by bit, that building it in place would have given it."""
+"""A module built without memory gets the same values, bit by bit, as one built in place."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A batch is cut into slices by its samples, and their results become what the whole batch would have given."""
+"""A batch is split by its samples, and the results are merged into what the whole batch would have given."""
 
 from collections import UserDict
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The embedding and the head are gathered for their calls, unless a step reads them otherwise; the numbers stay."""
+"""Embedding and head are gathered for their calls, unless a step reads them otherwise, and give the same numbers."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Degrees of parallelism: what is left for one of them, what contradicts the processes, and who lies along an axis."""
+"""Degrees of parallelism: what is inferred, what contradicts the processes, and which ranks lie along an axis."""
 
 import pytest
 

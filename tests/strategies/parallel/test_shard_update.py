@@ -1,4 +1,4 @@
-"""Steps on shards are those on DTensors to the bit, and leave the optimizer as those do."""
+"""Steps on shards equal those on DTensors bitwise, and leave the optimizer in the same state."""
 
 import copy
 

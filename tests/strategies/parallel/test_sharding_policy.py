@@ -1,4 +1,4 @@
-"""The submodules that are units, and how the plan shows them."""
+"""The submodules that become units, and how the plan shows them."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Sparse gradients of replicas: those of the layers beside them are one process's, too."""
+"""Sparse gradients of replicas equal one process's, and so do those of the layers beside them."""
 
 from __future__ import annotations
 

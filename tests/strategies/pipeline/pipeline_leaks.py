@@ -1,4 +1,4 @@
-"""Train on two stages with batches of random shapes, evaluations and checkpoints, and count what stays: a program.
+"""A program that trains on two stages with random shapes, evaluations and checkpoints, and counts what is left.
 
 Usage: python tests/strategies/pipeline/pipeline_leaks.py [--steps 200]. It prints, for every fourth of the steps, the
 open files (except those of a checkpoint that is being written), the threads and the tensors of the rank with the most,

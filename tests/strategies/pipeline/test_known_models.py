@@ -1,4 +1,4 @@
-"""Models that nobody wrote for a pipeline train in two stages as in one process: a GPT, a Llama and a ViT."""
+"""Models that were not written for a pipeline train in two stages as in one process: a GPT, a Llama and a ViT."""
 
 from __future__ import annotations
 

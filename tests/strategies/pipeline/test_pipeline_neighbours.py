@@ -1,4 +1,4 @@
-"""What stands beside a pipeline, on top of it: averaged weights, late building, shards below several stages a rank."""
+"""Features combined with a pipeline: averaged weights, deferred building, shards under several stages per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline of two processes: windows of many shapes, dropout and metrics over a resume, loss scaling, and faults."""
+"""A pipeline of two processes: many window shapes, dropout and metrics across a resume, loss scaling, and faults."""
 
 from __future__ import annotations
 

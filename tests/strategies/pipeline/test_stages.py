@@ -1,4 +1,4 @@
-"""One process runs the stages of a module one after the other, and says what cannot be cut."""
+"""One process runs the stages of a module one after another, and says what cannot be cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node of two: meets the other and says what it saw; the first then dies, the second goes on, and cuts its cable."""
+"""One of two nodes: meets the other and reports it; the first then dies, the second continues, and cuts its cable."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stores and clocks that fail: a rendezvous that says nothing, a store that is stopped or killed, clocks that jump."""
+"""Failing stores and clocks: a silent rendezvous, a store that is stopped or killed, clocks that jump."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Nodes meet, come, leave and are lost; the store outlives each of them, and its own loss is told."""
+"""Nodes meet, join, leave and are lost; the store outlives each of them, and its own loss is reported."""
 
 import base64
 import contextlib

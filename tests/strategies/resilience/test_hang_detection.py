@@ -1,4 +1,4 @@
-"""Which worker hangs: judged by hand-set clocks and records, and by real processes that are stopped or debugged."""
+"""Which worker hangs: judged from hand-set clocks and records, and from real processes, stopped or debugged."""
 
 import ctypes
 import os

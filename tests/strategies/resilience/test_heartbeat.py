@@ -1,4 +1,4 @@
-"""What a worker tells of its progress, and that it is read as it was written."""
+"""A worker's report of its progress is read as it was written."""
 
 import os
 import threading

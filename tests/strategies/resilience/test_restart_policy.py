@@ -1,4 +1,4 @@
-"""When workers are started again, after which delay, and when a run is given up, with which report."""
+"""When workers are restarted, after which delay, and when a run is given up, with which report."""
 
 import pytest
 

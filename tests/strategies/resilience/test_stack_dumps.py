@@ -1,4 +1,4 @@
-"""Where workers stand that hang: in Python, in C, stopped, or not yet so far as to be asked."""
+"""Where hanging workers are: in Python, in C, stopped, or not yet able to be asked."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a server holds of an optimizer: means of gradients, updates, state; and the bound of trainers that run ahead."""
+"""The server's share of an optimizer: mean gradients, updates, state; and the bound on trainers that run ahead."""
 
 from copy import deepcopy
 

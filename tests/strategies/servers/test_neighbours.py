@@ -1,4 +1,4 @@
-"""Servers beside the other features of a trainer: the numbers are those of one process, or an error says what to do."""
+"""Servers with the trainer's other features: the numbers are those of one process, or an error says what to do."""
 
 from functools import partial
 

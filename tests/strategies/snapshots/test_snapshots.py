@@ -1,4 +1,4 @@
-"""Snapshots in memory: the newest that the nodes have together is found, whichever node is lost or damaged."""
+"""Snapshots in memory: the newest one that the nodes hold together is found, whichever node is lost or damaged."""
 
 from __future__ import annotations
 

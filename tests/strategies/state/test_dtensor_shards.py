@@ -1,4 +1,4 @@
-"""Shards of DTensors on meshes of several axes: pieces, who holds the same, who writes, and one norm over all."""
+"""Shards of DTensors on multi-axis meshes: pieces, which ranks hold the same, who writes, and one norm over all."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""An nn.MultiheadAttention of which each rank has some heads returns what the whole one does, whatever it is asked."""
+"""An nn.MultiheadAttention whose heads are split over ranks returns what the whole one does, for every argument."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Plans that are right compute what the whole module does; those made wrong are refused by the name of the block."""
+"""Correct plans compute what the whole module does; wrong ones are refused, naming the block."""
 
 import copy
 from collections.abc import Callable, Mapping

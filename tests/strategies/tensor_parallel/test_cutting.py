@@ -1,4 +1,4 @@
-"""A cut module trains as the whole one does where fully_shard gathers its units, and the plan is checked there."""
+"""A cut module trains like the whole one when fully_shard gathers its units, and the plan is checked there."""
 
 import copy
 from itertools import product

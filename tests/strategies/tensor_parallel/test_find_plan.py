@@ -1,4 +1,4 @@
-"""Plans are taken from their sources in order, and what they cannot mean is refused before processes start."""
+"""Plans are taken from their sources in order, and impossible ones are refused before processes start."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A Trainer with layers cut by a plan that it finds, or that the model brings, takes the steps of one process."""
+"""A Trainer with layers cut by a plan that it finds, or that the model has, takes the steps of one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A program that forks a writer for each system call of a save, kills it there, and looks at what is left.
+"""A program that forks a writer for each system call of a save, kills it there, and checks what is left.
 
 Run by test_ckpt_commit.py in a process of its own: forking wants a process without threads.
 Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1

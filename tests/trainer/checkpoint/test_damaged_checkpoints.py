@@ -1,4 +1,4 @@
-"""Damage is found and named, and a hostile checkpoint executes nothing."""
+"""Damage is found and named, and a malicious checkpoint executes nothing."""
 
 from __future__ import annotations
 

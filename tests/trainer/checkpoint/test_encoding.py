@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes out of it, to the bit and to the type; what cannot is refused by name."""
+"""What goes into a checkpoint comes out of it, with the same bits and types; what cannot is refused by name."""
 
 from __future__ import annotations
 

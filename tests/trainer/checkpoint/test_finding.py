@@ -1,4 +1,4 @@
-"""`last` is the newest valid checkpoint; a path that is none is told what it is."""
+"""`last` is the newest valid checkpoint; for a path that is not a checkpoint, an error says what it is."""
 
 from __future__ import annotations
 

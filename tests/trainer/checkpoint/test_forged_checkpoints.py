@@ -1,4 +1,4 @@
-"""Checkpoints whose hashes agree and whose content no run has saved: each is refused, or means nothing."""
+"""Checkpoints with matching hashes but content that no run has saved: each is refused, or harmless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/checkpoint-format.md says is so, and its code runs."""
+"""docs/checkpoint-format.md is accurate, and its code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are taken from whatever is safe to read, and what does not fit is told before anything is copied."""
+"""Weights are loaded from any format that is safe to read; mismatches are reported before anything is copied."""
 
 from __future__ import annotations
 

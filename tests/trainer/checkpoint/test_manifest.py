@@ -1,4 +1,4 @@
-"""The files are what others read: safetensors, torch's HuggingFace storage, plain JSON."""
+"""Others can read the files: safetensors, torch's HuggingFace storage, plain JSON."""
 
 from __future__ import annotations
 

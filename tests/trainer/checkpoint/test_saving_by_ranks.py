@@ -1,4 +1,4 @@
-"""Several ranks write one checkpoint: each its part, whole or not at all, and all learn how it went."""
+"""Several ranks write one checkpoint: each its part, completely or not at all, and all learn the outcome."""
 
 from __future__ import annotations
 

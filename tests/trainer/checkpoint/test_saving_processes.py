@@ -1,4 +1,4 @@
-"""Processes that train together save together: beside their collectives, through any failure of one."""
+"""Processes that train together save together: alongside their collectives, through any failure of one."""
 
 from __future__ import annotations
 

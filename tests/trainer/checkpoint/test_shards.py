@@ -1,4 +1,4 @@
-"""Shards of DTensors: each rank writes its own, once however many replicas there are, and reads what it needs."""
+"""Shards of DTensors: each rank writes its own, once for all replicas, and reads what it needs."""
 
 from __future__ import annotations
 

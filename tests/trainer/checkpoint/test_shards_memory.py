@@ -1,4 +1,4 @@
-"""A model whose training state is larger than what any process may hold is trained in shards, saved, and resumed."""
+"""A model whose training state exceeds what any process may hold is trained in shards, saved, and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of user code comes back from a checkpoint fit for use; one of another model or optimizer is explained."""
+"""User state returns from a checkpoint ready to use; state of another model or optimizer is explained."""
 
 from __future__ import annotations
 

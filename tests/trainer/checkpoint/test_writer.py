@@ -1,4 +1,4 @@
-"""An asynchronous writer saves what was there when it was called, in order, and hides no failure."""
+"""An asynchronous writer saves the state at the time of the call, in order, and hides no failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line chooses: help about classes, all defaults, a file of predictions, the best of the last run."""
+"""Choices of a command line: help about classes, all defaults, a file of predictions, the best of the last run."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The ``echelon`` command, in processes of its own: what it prints, runs, and exits with."""
+"""The ``echelon`` command, in separate processes: what it prints, what it runs, and its exit codes."""
 
 from __future__ import annotations
 

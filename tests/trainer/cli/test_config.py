@@ -1,4 +1,4 @@
-"""Config: what a file and overrides become, and what each mistake in them says."""
+"""Config: the result of a file and overrides, and the message for each mistake in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echelon demo`: what it refuses. tests/test_packaging.py runs it as it is installed."""
+"""`echelon demo`: what it refuses. tests/test_packaging.py runs the installed command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``echelon goodput``: what it finds, prints, draws, and exits with."""
+"""``echelon goodput``: what it finds, prints and draws, and its exit codes."""
 
 from __future__ import annotations
 

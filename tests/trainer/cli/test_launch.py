@@ -1,4 +1,4 @@
-"""``echelon launch``: what it refuses, what its processes are given, and what it exits with."""
+"""``echelon launch``: what it refuses, what its processes get, and its exit codes."""
 
 import os
 import re

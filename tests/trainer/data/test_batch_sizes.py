@@ -1,4 +1,4 @@
-"""Means weigh a batch by the samples that its sampler drew; only where nobody counts them, by what the batch says."""
+"""Means weigh a batch by the samples that its sampler drew, or by the batch's own size only if nobody counts them."""
 
 import warnings
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""Every kind of data, and every setting of how much of it is read."""
+"""Every kind of data, and every setting that limits how much of it is read."""
 
 import pytest
 import torch

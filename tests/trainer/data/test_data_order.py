@@ -1,4 +1,4 @@
-"""The order of the data is a function of (seed, epoch); what the user brings to read it is used as it is.
+"""The order of the data is a function of (seed, epoch); the user's own samplers and loaders are used as they are.
 
 Both are departures from Lightning, which replays epoch 0 on resume and builds samplers and loaders again.
 """

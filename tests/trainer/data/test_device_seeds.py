@@ -1,4 +1,4 @@
-"""Generators of devices: seeded by (seed, data rank), kept apart from an evaluation, and restored by rank."""
+"""Device generators: seeded by (seed, data rank), separate from those of an evaluation, and restored by rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: the very batches of one process, each read once, by one rank."""
+"""Evaluation on several ranks: the same batches as in one process, each read once, by one rank."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""What several ranks read together is what one process reads: every sample once, in the same global batches."""
+"""Several ranks together read what one process reads: every sample once, in the same global batches."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The worker processes of loaders end with a run, also while the traceback of its error holds their iterators."""
+"""The loaders' worker processes end with a run, even while the traceback of its error holds their iterators."""
 
 import multiprocessing
 

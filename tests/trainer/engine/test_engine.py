@@ -1,4 +1,4 @@
-"""An engine in one process: what its parts are, what it saves, and what it says of wrong use."""
+"""An engine in one process: what its parts do, what it saves, and its messages for wrong use."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""CSVLogger: the table on the disk, its growing columns, and its continuation after a resume."""
+"""CSVLogger: the table on disk, its growing columns, and its continuation after a resume."""
 
 from __future__ import annotations
 

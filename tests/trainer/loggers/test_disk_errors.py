@@ -1,4 +1,4 @@
-"""A disk that refuses a logger's files ends no run: the loggers keep what they have, and write it when they can."""
+"""A disk that refuses a logger's files does not end a run: loggers keep their data, and write it when they can."""
 
 from __future__ import annotations
 

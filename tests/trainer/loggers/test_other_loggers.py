@@ -1,4 +1,4 @@
-"""Loggers of others: one written for Lightning, one with the least that is needed, and the dummy one."""
+"""Third-party loggers: one written for Lightning, a minimal one, and the dummy one."""
 
 from __future__ import annotations
 

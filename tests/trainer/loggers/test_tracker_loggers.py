@@ -1,4 +1,4 @@
-"""MLFlowLogger and WandbLogger: what their own clients read back, runs that go on, and stores that refuse."""
+"""MLFlowLogger and WandbLogger: what their own clients read back, runs that continue, and stores that refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From `fit` to the user's step there are few frames: a traceback and a debugger show the loop, not machinery."""
+"""There are few frames from `fit` to the user's step: tracebacks and debuggers show the loop, not machinery."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Every hook runs in Lightning's order (measured on 2.6.6), but for the departures that are listed here.
+"""Every hook runs in Lightning's order (measured on 2.6.6), except for the departures that are listed here.
 
 Departures: the loaders are made before the optimizers, whose schedules may ask how long the run is; the sanity check
 has hooks of the module too; the gradients are dropped once a window, not once a micro-batch; ``optimizer_step`` gets a

@@ -1,4 +1,4 @@
-"""The loop counts epochs, shows metrics to hooks, and ends as Lightning 2.6.6 did in these runs."""
+"""The loop counts epochs, passes metrics to hooks, and ends as Lightning 2.6.6 did in these runs."""
 
 import pytest
 import torch

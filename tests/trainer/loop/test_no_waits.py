@@ -1,4 +1,4 @@
-"""Nothing in a step waits for the device: what would read from it is refused, on tensors that have no memory."""
+"""Nothing in a step waits for the device: a read from it would fail, on tensors without memory."""
 
 from collections import deque
 from types import SimpleNamespace

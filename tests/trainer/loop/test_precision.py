@@ -1,4 +1,4 @@
-"""Each precision computes what the same lines of torch compute; gradients are unscaled before anyone looks at them."""
+"""Each precision computes what the same lines of torch compute; gradients are unscaled before anything reads them."""
 
 import pytest
 import torch

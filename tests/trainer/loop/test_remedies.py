@@ -1,4 +1,4 @@
-"""What data does to training is said with a remedy: an epoch without an end, one sample in BatchNorm."""
+"""Problems that data causes in training come with a remedy: an endless epoch, one sample in BatchNorm."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What `self.log` keeps, under which names, reduced how, and who gets it when."""
+"""`self.log`: what it keeps, under which names, how it reduces, and who gets it when."""
 
 import pytest
 import torch

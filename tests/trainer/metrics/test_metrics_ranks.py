@@ -1,4 +1,4 @@
-"""What several ranks log becomes one value, the same on each: whatever each of them has logged, in whichever order."""
+"""Values that several ranks log become one, the same on each, whatever each has logged and in whichever order."""
 
 import math
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Exports of a module: what runs without its class computes the same, modes stay, and files are whole or absent."""
+"""Exports of a module compute the same without its class, modes stay, and files are complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters are the arguments a module was made with, kept once and good for making it again."""
+"""Hyper-parameters are the arguments a module was created with, kept once, from which it can be created again."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Hyper-parameters come back from JSON as they went, and a stored value runs no code."""
+"""Hyper-parameters return from JSON unchanged, and a stored value runs no code."""
 
 import enum
 import json

@@ -1,4 +1,4 @@
-"""What a module ported from Lightning asks of its base class; expectations are those of Lightning 2.6.6."""
+"""What a ported module needs from its base class; the expectations are those of Lightning 2.6.6."""
 
 import io
 

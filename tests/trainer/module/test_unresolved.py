@@ -1,4 +1,4 @@
-"""What came from the environment is in no file of a run, but its interpolation, which no file can have resolved."""
+"""Values from the environment are in no file of a run, only their interpolations, which no file has resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of four kinds whose steps are estimated, and what measures a step on real ranks."""
+"""Four kinds of modules whose steps are estimated, and functions that measure a step on real ranks."""
 
 import torch
 import torch.distributed as dist

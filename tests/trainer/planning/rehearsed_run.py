@@ -1,4 +1,4 @@
-"""A run of several ranks that notes of itself what a rehearsal says of each rank."""
+"""A run of several ranks that records of itself what a rehearsal reports for each rank."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""Estimates against measurement: what each rank of a real step holds, keeps for backward and sends."""
+"""Estimates compared with measurements: what each rank of a real step holds, keeps for backward and sends."""
 
 import copy
 

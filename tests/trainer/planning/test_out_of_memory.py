@@ -1,4 +1,4 @@
-"""A step that runs out of memory says what its rank held, and what fits with the same steps."""
+"""A step that runs out of memory reports what its rank held, and what fits with the same steps."""
 
 import pytest
 import torch

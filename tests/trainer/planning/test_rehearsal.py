@@ -1,4 +1,4 @@
-"""What a rehearsal says of a rank, against the ranks of real runs; and what it refuses, with the reason."""
+"""Rehearsals compared with the ranks of real runs; and what a rehearsal refuses, with the reason."""
 
 import json
 

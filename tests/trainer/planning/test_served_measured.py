@@ -1,4 +1,4 @@
-"""Estimates of parameter servers against measurement: what trainers and servers of a real step hold, and exchange."""
+"""Estimates of parameter servers compared with real steps: what trainers and servers hold, and exchange."""
 
 from dataclasses import replace
 

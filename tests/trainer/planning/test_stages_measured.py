@@ -1,4 +1,4 @@
-"""Estimates of pipelines against measurement: what the rank with the most of a real step holds at once, and sends."""
+"""Estimates of pipelines compared with real steps: the peak memory of the largest rank, and what it sends."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A program that lets ranks take snapshots in memory, kills them at random moments, and lets others go on from there.
+"""A program in which ranks take snapshots in memory, are killed at random moments, and others continue from there.
 
 Run by test_take_snapshot.py in a process of its own: forking wants a process without threads, which has imported torch
 once for all forks. Usage: killed_in_snapshot.py FOLDER ROUNDS; prints the step at which each round went on.

@@ -1,4 +1,4 @@
-"""A resumed epoch's random augmentation goes on as if nothing had happened, whatever way a data set is read."""
+"""A resumed epoch's random augmentation continues as if uninterrupted, however a data set is read."""
 
 from pathlib import Path
 from typing import Any

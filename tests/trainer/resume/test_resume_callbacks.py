@@ -1,4 +1,4 @@
-"""What callbacks know survives an interruption after any step: they stop, keep and judge as they would have."""
+"""Callback state survives an interruption after any step: callbacks stop, keep and judge as without it."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What a run that is resumed in another way does: batches cut otherwise, other settings of optimizers, a far place."""
+"""A run resumed with changes: other batch splits, other optimizer settings, a different place."""
 
 import itertools
 import logging

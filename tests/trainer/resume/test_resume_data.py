@@ -1,4 +1,4 @@
-"""Whatever the data comes from, an interrupted run reads on where it was: nothing twice, nothing left out."""
+"""Whatever its data source, an interrupted run continues reading where it stopped: nothing twice, nothing skipped."""
 
 import itertools
 import random

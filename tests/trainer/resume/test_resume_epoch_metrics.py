@@ -1,4 +1,4 @@
-"""What an epoch has logged is reported as a whole by the run that goes on, though nothing of it is left to train on."""
+"""An epoch's logged metrics are reported whole by the run that resumes, even if none of its batches are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupted after any step and resumed, a run does to the bit what it would have done."""
+"""A run interrupted after any step and resumed does bitwise what it would have done."""
 
 import random
 

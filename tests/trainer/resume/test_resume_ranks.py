@@ -1,4 +1,4 @@
-"""A run of several processes goes on where it stopped: with as many, with more, with one, and after a kill."""
+"""A run of several processes continues where it stopped: with as many, with more, with one, and after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random streams where several ranks hold one replica: of a data rank, in a run and in one that resumes it."""
+"""Random streams where several ranks hold one replica belong to the data rank, in a run and in one that resumes it."""
 
 from __future__ import annotations
 

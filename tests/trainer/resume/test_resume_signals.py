@@ -1,4 +1,4 @@
-"""A run that a signal or the clock ends has finished its step and saved it, and goes on as if nothing had been."""
+"""A run ended by a signal or the clock has finished and saved its step, and continues as if uninterrupted."""
 
 import os
 import signal

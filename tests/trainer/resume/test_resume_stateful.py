@@ -1,4 +1,4 @@
-"""Loaders that know where they are (torchdata's StatefulDataLoader, or the user's) are resumed by their own state."""
+"""Loaders with state of their own (torchdata's StatefulDataLoader, or the user's) are resumed from that state."""
 
 import numpy as np
 import pytest

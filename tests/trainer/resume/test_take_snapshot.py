@@ -1,4 +1,4 @@
-"""Snapshots in memory of real runs: what is read from one is what was taken, on as many ranks and on others."""
+"""Snapshots in memory of real runs: what is read equals what was taken, on the same number of ranks and on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that hooks fork, and handlers of the user's own: neither finds the handlers of the run in its way."""
+"""Processes forked by hooks, and the user's own signal handlers: the run's handlers do not interfere with either."""
 
 import multiprocessing
 import os

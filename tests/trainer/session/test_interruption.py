@@ -1,4 +1,4 @@
-"""A run that is ended from outside, by a signal or an error: what it leaves, and what can be done after it."""
+"""A run ended from outside, by a signal or an error: what it leaves, and what can be done afterwards."""
 
 import csv
 import os

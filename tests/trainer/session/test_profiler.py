@@ -1,4 +1,4 @@
-"""Profilers: the table counts what ran, the trace opens, and a wrong name is pointed out."""
+"""Profilers: the table counts what ran, the trace opens, and a wrong name is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A setting that cannot be is refused when the trainer is built: with its name, the value found, and what to do."""
+"""Impossible settings are refused when the trainer is built: with their name, the value found, and what to do."""
 
 from __future__ import annotations
 

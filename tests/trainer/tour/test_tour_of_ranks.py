@@ -1,4 +1,4 @@
-"""A tour of mistakes that show on two ranks only, and of how a program is interrupted."""
+"""A tour of mistakes that show only on two ranks, and of ways to interrupt a program."""
 
 from __future__ import annotations
 

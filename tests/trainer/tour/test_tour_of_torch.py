@@ -1,4 +1,4 @@
-"""A tour of mistakes that torch answers in words of its own, to which what to do is added; within 15 seconds each."""
+"""A tour of mistakes that torch reports in its own words, to which a remedy is added; within 15 seconds each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules with one fault each, which shows on several ranks only, and that with the name of the part it is in."""
+"""Modules with one fault each, which shows only on several ranks, with the name of the part it is in."""
 
 from typing import ClassVar
 

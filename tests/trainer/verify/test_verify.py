@@ -1,4 +1,4 @@
-"""`verify` passes what is the same, and finds faults that were put in on purpose, with the part that they are in."""
+"""`verify` passes what is equal, and finds faults that were put in on purpose, with the part they are in."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What `echelon render` prints, for the tests of it."""
+"""Captures what `echelon render` prints, for its tests."""
 
 from pathlib import Path
 

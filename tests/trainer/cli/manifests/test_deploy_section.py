@@ -1,4 +1,4 @@
-"""The section ``deploy`` of a config: its defaults, what it refuses, and what its values become."""
+"""The section ``deploy`` of a config: its defaults, what it refuses, and the effect of its values."""
 
 import argparse
 import re

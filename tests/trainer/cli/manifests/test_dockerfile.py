@@ -1,4 +1,4 @@
-"""The Dockerfile: a linter finds nothing, and it copies what the package is built from. Nothing here can build it."""
+"""The Dockerfile: a linter finds nothing, and it copies what the package is built from. It cannot be built here."""
 
 import fnmatch
 import re

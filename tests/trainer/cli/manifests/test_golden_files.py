@@ -1,4 +1,4 @@
-"""What `echelon render` prints for two configs, to the byte: a small one, whose files are examples, and a large one."""
+"""`echelon render` for two configs, byte for byte: a small one, whose files are examples, and a large one."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""What `echelon render` prints is valid by the schemas that its readers publish."""
+"""What `echelon render` prints is valid under the schemas that its consumers publish."""
 
 import json
 from importlib.resources import files

@@ -1,4 +1,4 @@
-"""The batch script for SLURM, run by bash: commands of SLURM's names do here what its own were seen to do."""
+"""The batch script for SLURM, run by bash with stand-ins that act as SLURM's commands were seen to act."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Scenarios around a fit: notebooks and their event loops, and what else surrounds a program."""
+"""Scenarios around a fit: notebooks and their event loops, and other surroundings of a program."""
 
 from __future__ import annotations
 

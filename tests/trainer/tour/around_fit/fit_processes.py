@@ -1,4 +1,4 @@
-"""Scenarios around a fit: processes that are started in it and beside it, and those in which it runs."""
+"""Scenarios around a fit: processes started in it and beside it, and processes that it runs in."""
 
 from __future__ import annotations
 

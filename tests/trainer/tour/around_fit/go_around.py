@@ -1,4 +1,4 @@
-"""Goes the whole tour around fit: every scenario with every strategy; each works or says what to do.
+"""Runs the whole tour around fit: every scenario with every strategy; each works or says what to do.
 
 Usage: go_around.py [--strategies ddp tp ...] [--scenarios sigterm ...]. The tests beside it take a selection.
 Prints what gives way, and a line for each strategy; exits with 1 if anything has given way.

@@ -1,4 +1,4 @@
-"""A tour around fit: what programs do beside it, in it and to it; all of it works, and leaves the caller as it was.
+"""A tour around fit: what programs do beside it, in it and to it; all works, and leaves the caller unchanged.
 
 `make tour` takes every scenario with every strategy; here each is taken with "single", and dealt to one that has ranks.
 """
