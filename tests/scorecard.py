@@ -79,9 +79,9 @@ def deep_nesting(sources: Iterable[Source], most: int = 3) -> list[str]:
 
 
 def _depth(node: ast.stmt) -> int:
-    """How many branches and loops stand in one another; an ``elif`` stands beside its ``if``.
+    """How deeply branches and loops are nested; an ``elif`` is on the level of its ``if``.
 
-    An inner function stands for itself, and a guard (``with``, ``try``) adds nothing.
+    An inner function counts on its own, and a guard (``with``, ``try``) adds nothing.
     """
     if isinstance(node, DEFINITIONS):
         return 0
@@ -106,7 +106,7 @@ def many_parameters(sources: Iterable[Source], most: int = 6) -> list[str]:
 
 
 def deep_classes(sources: Sequence[Source], most: int = 2) -> list[str]:
-    """How many steps a class stands below the highest of its ancestors that is ours."""
+    """How many levels a class is below its highest ancestor in our package."""
     bases = {one.name: base_names(one) for source in sources for one in source.classes}
 
     def depth(name: str) -> int:
@@ -132,7 +132,7 @@ def riddle_openings(sources: Iterable[Source]) -> list[str]:
 
 
 def repeated_class_names(sources: Iterable[Source]) -> list[str]:
-    """Every class of the package has a name of its own, private ones and inner ones included."""
+    """Every class of the package has a unique name, including private and inner ones."""
     places: dict[str, list[str]] = {}
     for source in sources:
         for one in source.classes:
@@ -216,7 +216,7 @@ def reminders(sources: Iterable[Source]) -> list[str]:
 def strategies_asked_their_class(sources: Iterable[Source]) -> list[str]:
     """`isinstance` with a concrete strategy, `hasattr`, `getattr`, `type` and comparisons of a strategy or its name.
 
-    ``isinstance(x, Strategy)`` is no such question: it tells a strategy from a string.
+    ``isinstance(x, Strategy)`` is allowed: it tells a strategy from a string.
     """
     return [
         f"{source.at(node)} {ast.unparse(node)}"

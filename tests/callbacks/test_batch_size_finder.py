@@ -81,7 +81,7 @@ class Lifts(Callback):
 
 
 def search_with_little_memory(folder: Path) -> tuple[list[dict[str, Any]], int, int, dict[str, Any]]:
-    """Fit with a limit of what this process may take beside what it has; return what was found, and the weights."""
+    """Fit with a limit on the memory that this process may add; return what was found, and the weights."""
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed is free again: no gaps that chance leaves
     fit(folder, width=64, max_steps=2)  # what is imported at first use

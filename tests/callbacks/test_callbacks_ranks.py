@@ -111,7 +111,7 @@ def trainer_of_ranks(folder: Path, *callbacks: Callback, **settings: Any) -> Tra
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Fit 2 epochs of 6 steps on 2 ranks: 45 samples, of which the last step has 5; no batch of 3 for validation."""
+    """Fit 2 epochs of 6 steps on 2 ranks: 45 samples, 5 of them in the last step; no batch of 3 for validation."""
     trainer = trainer_of_ranks(
         tmp_path_factory.mktemp("ranks"),
         Comparing(),

@@ -195,7 +195,7 @@ def test_checkpoints_of_replicas_are_those_of_rank_0(tmp_path):
 
 
 class Parts(Net):
-    """Has a buffer of which each rank of a replica has another part, and which depends on the samples of data ranks."""
+    """Has a buffer that is split over the ranks of a replica, and depends on the samples of data ranks."""
 
     def __init__(self):
         super().__init__()

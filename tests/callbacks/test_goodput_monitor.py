@@ -30,7 +30,7 @@ PROGRAM = Path(__file__).with_name("goodput_run.py")
 
 
 def account_of(folder: Path) -> Goodput:
-    """The account of a folder's ledger, each moment of which is counted once."""
+    """The account of a folder's ledger, which counts each moment once."""
     goodput = account(read_ledger(folder / "goodput.jsonl"))
     assert sum(goodput.micros.values()) == goodput.total
     assert min(goodput.micros.values()) >= 0
@@ -84,7 +84,7 @@ def test_a_killed_run_that_is_resumed_tells_which_steps_were_redone(tmp_path: Pa
     ]
     assert (goodput.kept_steps, goodput.lost_steps) == (20, 3)
     assert goodput.num_skipped == 0
-    # the clock is that of the world, from the start of the first process to the last record
+    # wall-clock time, from the start of the first process to the last record
     first, second = read_ledger(folder / "goodput.jsonl").rounds
     assert second.end is not None
     assert goodput.total == second.end.time - first.start.process_start
@@ -105,7 +105,7 @@ def test_two_fits_in_one_folder_go_on_in_one_ledger(tmp_path: Path) -> None:
         (8, 12, 0, "finished"),
         (0, 4, 0, "finished"),
     ]
-    # what this process did before its second fit is no start of it
+    # time that this process spent before its second fit is not start-up
     assert [one.micros["down"] > 0 for one in goodput.rounds] == [False, True, True]
     assert read_ledger(tmp_path / "goodput.jsonl").rounds[1].start.is_resumed
 
@@ -159,7 +159,7 @@ def test_an_elastic_round_has_its_number_and_tells_how_the_earlier_ones_ended(tm
 def test_what_the_workers_of_a_lost_node_write_late_is_not_part_of_the_next_round(tmp_path: Path) -> None:
     first, second = (GoodputMonitor(0.0, round_of=lambda number=number: (number, ())) for number in range(2))  # type: ignore[misc]
     trainer_in(tmp_path, first, max_epochs=1).fit(Scripted(), batches())
-    lost = LedgerFile(tmp_path / "goodput.jsonl")  # as a process has it open that is stopped for a while
+    lost = LedgerFile(tmp_path / "goodput.jsonl")  # as if a suspended process had it open
 
     def wake(*_: Any) -> None:
         lost.append(EndRecord(round(time.time() * S), "failed", "a peer was lost"))
@@ -255,7 +255,7 @@ def test_the_loggers_get_shares_that_add_up_and_a_table(tmp_path: Path) -> None:
     last = {name: value for name, value in logger.records[-1][1].items() if name in SHARES}
     assert sum(last.values()) == pytest.approx(1)
     (only,) = read_ledger(tmp_path / "goodput.jsonl").rounds
-    known = account(Ledger([replace(only, end=None)]))  # what came after the last line is told by the ledger only
+    known = account(Ledger([replace(only, end=None)]))  # only the ledger shows what came after the last line
     assert last == {f"goodput/{category}": part / known.total for category, part in known.micros.items()}
     assert "| productive |" in Path(tables.log_dir, "goodput.txt").read_text()
 

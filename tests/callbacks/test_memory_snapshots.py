@@ -19,7 +19,7 @@ from echelon.testing import run_ranks
 
 
 class Costing:
-    """Snapshots of which each has the same cost."""
+    """Snapshots that all have the same cost."""
 
     def __init__(self, seconds: float | None) -> None:
         self.set(seconds)

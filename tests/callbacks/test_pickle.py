@@ -78,7 +78,7 @@ def fit(folder: Path, callbacks: list[Callback], logger: Any, **settings: Any) -
 
 
 def test_the_list_names_every_callback() -> None:
-    """All but those that need another module or stand alone, which travel in their own tests."""
+    """All but those that need another module or are separate; their own tests send them."""
     from echelon import callbacks
 
     ours = {kind for kind in vars(callbacks).values() if isinstance(kind, type) and issubclass(kind, Callback)}

@@ -45,7 +45,7 @@ class Validated(Shown):
 
 
 class Endless(IterableDataset[Tensor]):
-    """Batches whose number nobody knows beforehand."""
+    """Batches whose number is not known in advance."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter([(torch.ones(2, 2), torch.ones(2, 1))] * 7)

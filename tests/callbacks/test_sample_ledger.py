@@ -220,7 +220,7 @@ def test_what_several_loaders_give_is_noted_for_each(tmp_path: Path) -> None:
     found = {(one.key.epoch, one.key.loader, one.key.lap): one for one in audited(tmp_path).epochs}
     assert {key: (one.used, one.verdict) for key, one in found.items()} == {
         **{(epoch, 0, 0): (23, "exact") for epoch in (0, 1)},
-        # eight batches beside those three: the third lap is left in the middle
+        # eight batches besides those three: the third lap ends midway
         **{(epoch, 1, lap): (5, "exact") for epoch in (0, 1) for lap in (0, 1)},
         (0, 1, 2): (4, "exact"),
         (1, 1, 2): (4, "exact so far"),

@@ -36,7 +36,7 @@ def is_rank(rank: int) -> bool:
 
 
 class Samples(Dataset[Any]):
-    """Ones, of which rank 1 gets those of some steps late."""
+    """Ones; rank 1 gets those of some steps late."""
 
     def __init__(self, num_ranks: int, num_steps: int, late: range) -> None:
         self.num_ranks, self.num_steps, self.late = num_ranks, num_steps, late
@@ -72,7 +72,7 @@ class Slow(TrainModule):
 
 
 def burn(gradient: Tensor) -> Tensor:
-    """Use the processor for a while."""
+    """Keep the CPU busy for a while."""
     end = time.thread_time() + SLOW
     while time.thread_time() < end:
         torch.ones(100).sum()
@@ -91,7 +91,7 @@ class Keeping(logging.Handler):
 
 
 def train_three_ranks(folder: Path) -> list[str]:
-    """Train 12 steps, each of which is reported: slow are 2 to 4 (forward), 5 to 8 (data), 9 to 11 (backward)."""
+    """Train 12 steps and report each: 2 to 4 are slow in forward, 5 to 8 in data, 9 to 11 in backward."""
     kept, logger = Keeping(), logging.getLogger("echelon.callbacks.straggler_monitor")
     logger.addHandler(kept)
     Trainer(

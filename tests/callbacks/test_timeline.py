@@ -23,7 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Model(TrainModule):
-    """Four blocks, each of which takes long enough for a clock to see it."""
+    """Four blocks, each slow enough for a clock to see it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class Nodes:
         write(self.folder / "limit", str(step))
 
     def hurry(self) -> None:
-        """Let the run go on as fast as it can."""
+        """Let the run continue as fast as it can."""
         self.hold_after(1 << 40)
 
     # --- what befalls it ---------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Nodes:
         self.wait(lambda seen: seen["round"] > before and nodes_of(seen) == num_nodes, f"{program.name} goes")
 
     def kill_worker(self, rank: int) -> None:
-        """Kill a worker, and wait until the run goes on."""
+        """Kill a worker, and wait until the run continues."""
         seen = self.progress
         os.kill(seen["workers"][rank % len(seen["workers"])]["pid"], signal.SIGKILL)
         self.wait(lambda now: now["round"] > seen["round"], f"the run goes on after rank {rank} was killed")
@@ -143,7 +143,7 @@ class Nodes:
             raise AssertionError(f"{program.name} does not end\n{self.told()}") from None
 
     def finish(self, *programs: Program) -> dict[str, torch.Tensor]:
-        """Let the run come to its end, in all of these; return the weights, which are the same in all."""
+        """Let the run end, on all of these nodes; return the weights, which are the same on all."""
         self.hurry()
         assert [self.end(one) for one in programs] == [0] * len(programs), self.told()
         weights, *others = [torch.load(self.folder / f"{one.name}.pt") for one in programs]
@@ -151,7 +151,7 @@ class Nodes:
         return weights
 
     def lose_one(self, **what: Any) -> dict[str, torch.Tensor]:
-        """Start both nodes, of which one is lost; return the weights with which the other comes to its end."""
+        """Start both nodes, one of which is lost; return the weights with which the other ends."""
         both = [self.start(slot, **what) for slot in range(2)]
         codes = [self.end(one) for one in both]
         assert sorted(codes) == [-signal.SIGKILL, 0], self.told()
@@ -187,7 +187,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run of one process, of which nothing was heard."""
+    """A run of one process without any incident."""
 
     weights: dict[str, torch.Tensor]
     curve: list[tuple[int, float]]
@@ -206,7 +206,7 @@ def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **
     nodes = Nodes(folder, replace(plan, rdzv=f"{address}:{free_port()}"), namespaces, **options)
     try:
         yield nodes
-        # the store's process goes some time after the last node, soon after a run that has come to an end
+        # the store's process ends some time after the last node, and soon after a completed run
         if all(one.process.returncode != 1 for one in nodes.programs):
             nodes.wait(lambda _: not running(nodes.mark), "nothing is left")
         if any(one.process.returncode == -signal.SIGKILL for one in nodes.programs):
@@ -220,7 +220,7 @@ def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **
 
 
 def train_amid_kills(inner: Strategy, folder: Path, make: type[Regression], *data: Any) -> dict[str, torch.Tensor]:
-    """Train on four ranks, of which two are killed, each once; return the weights."""
+    """Train on four ranks, two of which are killed, once each; return the weights."""
     seed_everything(1)
     trainer = Trainer(
         strategy=ElasticStrategy(inner, snapshot_every=3, chaos="kill:rank=2@step=5, kill:rank=1@step=17"),
@@ -257,7 +257,7 @@ def free_port() -> int:
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
-    """Return the logged losses by step, as they stand in the file."""
+    """Return the logged losses by step, as in the file."""
     with (folder / "metrics.csv").open() as file:
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file) if row["loss"]]
 

@@ -30,7 +30,7 @@ _ROOM = 30  # steps that one may take while the run takes its time
 def suffer(folder: Path, *, inner: str, kills: int, joins: int, leaves: int, seed: int = 0) -> None:
     """Let a run suffer, say what happens to it, and compare it with an undisturbed one.
 
-    The first node to leave is told to, the next one is lost, and so on.
+    The first node to leave is asked to, the next one is lost, and so on.
     """
     drawn = random.Random(seed)
     faults = ["kill"] * kills

@@ -35,7 +35,7 @@ WORKERS = (1, 2)
 _SETTLED = 3.0  # seconds that both nodes have trained in a round when one of them is taken away
 _SHORTEST = 0.5  # seconds of a fault that lasts, at least
 _AWAY = 4.0  # seconds after which a program that has ended is started again, at most
-_REST = 4.0  # seconds from when the run has gone on to the next fault, at most
+_REST = 4.0  # seconds at most from when the run has continued to the next fault
 _FAR = 3600.0  # seconds by which a clock jumps, at most
 _SILENCE = 8.0  # seconds for which the store may be stopped: it has to answer within 10
 _LATE = 30.0  # seconds after a cut in which a node may find that the store did not answer
@@ -70,7 +70,7 @@ class NodeClock:
         self.set_ahead(0.0)
 
     def set_ahead(self, seconds: float) -> None:
-        """Move the clock, to so many seconds ahead of this machine's."""
+        """Set the clock this many seconds ahead of this machine's."""
         with self._file.open("r+b") as file:
             file.write(round(seconds * 1e9).to_bytes(8, "little", signed=True))
 
@@ -102,7 +102,7 @@ class Course:
         return self.steps[-1][0] if self.steps else -math.inf
 
     def trains_since(self) -> float:
-        """Return when the last step of an earlier round was done; that of the start for the first one."""
+        """Return when the last step of an earlier round was done; for the first round, when it started."""
         newest = self.steps[-1][1] if self.steps else 0
         return next((moment for moment, number, _ in reversed(self.steps) if number != newest), self._began)
 
@@ -119,7 +119,7 @@ class Adversary:
         nodes: the nodes of the run; the first one has the store.
         clocks: the clocks of both.
         seed: from which the faults are drawn.
-        patience: how many seconds the run may take to go on.
+        patience: how many seconds the run may take to continue.
         longest: how many seconds a fault may last.
     """
 
@@ -142,7 +142,7 @@ class Adversary:
         """Wait, and start programs again.
 
         Raises:
-            AssertionError: if it takes too long, or if a program has ended of which that was not to be expected.
+            AssertionError: if it takes too long, or if a program has ended unexpectedly.
         """
         end = time.monotonic() + self.patience
         while True:
@@ -154,7 +154,7 @@ class Adversary:
             time.sleep(0.05)
 
     def wait_until_settled(self) -> None:
-        """Wait until both nodes train, and have done so for a while: each has what the other would leave."""
+        """Wait until both nodes have trained for a while: each then has what the other would leave."""
         self.wait(self._is_settled, "both nodes train")
 
     def _is_settled(self) -> bool:
@@ -192,7 +192,7 @@ class Adversary:
     # --- what befalls it ---------------------------------------------------------------------------------------------
 
     def befall(self, kind: str) -> None:
-        """Let a fault happen, and wait until the run has gone on."""
+        """Let a fault happen, and wait until the run has continued."""
         if kind not in _MAY_COME_ANY_TIME:
             self.wait_until_settled()
         begin = time.monotonic()

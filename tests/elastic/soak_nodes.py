@@ -111,7 +111,7 @@ def soak(folder: Path, namespaces: Sequence[Node], options: argparse.Namespace, 
 
 
 def check_nothing_is_left(nodes: Nodes, temporary: Path, patience: float) -> None:
-    """Wait for the end of the store, and look for what should be gone."""
+    """Wait for the end of the store, and look for leftovers."""
     end = time.monotonic() + patience
     while left := running(nodes.mark):
         assert time.monotonic() < end, f"processes are left: {left}"

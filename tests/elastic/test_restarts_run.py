@@ -37,7 +37,7 @@ def nothing_is_left():
 
 @pytest.fixture
 def rounds(caplog):
-    """Return how the rounds ended, as the agent has told."""
+    """Return how the rounds ended, as the agent reported."""
     caplog.set_level(logging.WARNING, logger="echelon")
     return lambda: [
         found[1]

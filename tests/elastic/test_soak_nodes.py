@@ -16,7 +16,7 @@ def test_faults_of_two_nodes_leave_no_scar(memory_path):
         pass
     # the worst for who writes: rank 0 is on the node that is cut off from the store, stopped or killed
     kinds = ("--stores", "1", "--kinds", "jump", "partition", "stop_node", "kill_agent")
-    # how long the run stands still is for the long soak to judge, on a machine that has nothing else to do
+    # how long the run stalls is for the long soak to judge, on an otherwise idle machine
     command = [sys.executable, str(SCRIPT), *kinds, "--bound", "inf", "--longest", "6", "--keep", str(memory_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

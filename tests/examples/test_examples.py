@@ -49,7 +49,7 @@ def test_digits_reaches_97_percent_and_draws_its_curves(demo):
 
 @contextmanager
 def serving(command, folder):
-    """Start the TensorBoard command that an example prints, on a port of its own, and yield its address."""
+    """Start the TensorBoard command that an example prints, on a free port, and yield its address."""
     with subprocess.Popen(
         [*command.split(), "--port", "0"], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     ) as server:
@@ -81,7 +81,7 @@ def test_the_tensorboard_page_of_digits_shows_its_scalars(demo, chromium):
 def test_gpt_learns_that_bytes_are_not_alike_and_prints_a_sample(tmp_path):
     output = run(tmp_path, str(EXAMPLES / "gpt.py"), "--max-steps", "8")
     loss = re.search(r"loss/train=([\d.]+)", output)
-    assert loss and float(loss[1]) < 5.0  # that of a guess is ln 256 = 5.5
+    assert loss and float(loss[1]) < 5.0  # the loss of a guess is ln 256 = 5.5
     assert len(output.partition("\ndef ")[2]) > 300
 
 

@@ -59,7 +59,7 @@ class Cases:
         self.ended = ""
 
     def fit(self, run: Path, max_epochs: int, armed: tuple[int, int] | None) -> str:
-        """Go on with a run; return how it ended."""
+        """Continue a run; return how it ended."""
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
@@ -163,7 +163,7 @@ class Cases:
         os._exit(1)
 
     def meet(self, what: str, told: Any = None) -> list[Any]:
-        """Wait for the other rank by files, and return what each has told."""
+        """Wait for the other rank through files, and return what each has reported."""
         import time
 
         self.number = getattr(self, "number", 0) + 1

@@ -204,7 +204,7 @@ def main(folder: Path, kills: int) -> None:
 
 
 def check_checkpoints(folder: Path) -> None:
-    """Every checkpoint verifies, or is passed over with a reason; last.ckpt stands for one of them."""
+    """Every checkpoint verifies, or is passed over with a reason; last.ckpt points to one of them."""
     for found in checkpoint.list_checkpoints(folder / CHECKPOINTS):
         try:
             checkpoint.verify(found.path)
@@ -216,7 +216,7 @@ def check_checkpoints(folder: Path) -> None:
 
 
 def compare(war: Path, peace: Path) -> None:
-    """Weights, curve and what is kept are those of the run that nobody killed."""
+    """Weights, curve and what is kept are those of the undisturbed run."""
     compare_weights_and_kept(war, peace)
     ours, theirs = ((run / "csv" / "version_0" / "metrics.csv").read_text().splitlines() for run in (war, peace))
     assert ours == theirs, f"the curves differ: {set(ours) ^ set(theirs)}"
@@ -224,7 +224,7 @@ def compare(war: Path, peace: Path) -> None:
 
 
 def compare_weights_and_kept(war: Path, peace: Path) -> None:
-    """Weights, to the bit, and the checkpoints that are kept are those of the run that nobody killed."""
+    """Weights, bitwise, and the checkpoints that are kept are those of the undisturbed run."""
     ours, theirs = (torch.load(run / "weights.pt", weights_only=True) for run in (war, peace))
     different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
     assert not different, f"weights differ: {different}"

@@ -43,7 +43,7 @@ class Run:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def begin(self) -> ForkedProgram:
-        """Start the program, and let it go on from the last checkpoint."""
+        """Start the program, which continues from the last checkpoint."""
         (self.folder / "temporary").mkdir(parents=True, exist_ok=True)
         (self.folder / "ranks").unlink(missing_ok=True)
         environ = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder / "temporary"), "OMP_NUM_THREADS": "1"}
@@ -70,7 +70,7 @@ class Run:
         return any(name.startswith(".") and name.endswith((".new", ".gone")) for name in entries(self.folder))
 
     def end(self, program: ForkedProgram) -> int:
-        """Wait for the end of the program, and for that of all that it has started."""
+        """Wait for the end of the program and of everything that it has started."""
         code = program.wait(PATIENCE)
         end = time.monotonic() + PATIENCE
         while running(self.mark):
@@ -103,7 +103,7 @@ def kill(run: Run, program: ForkedProgram, chance: random.Random) -> str:
 
 
 def kill_until_it_ends(run: Run, chance: random.Random, landed: Counter[str], most: int) -> None:
-    """Kill and resume a run until it comes to its end, at most so many times in all; what is left lives."""
+    """Kill and resume a run until it ends, at most this many times in all; the last run is left alive."""
     program = run.begin()
     while True:
         where = "" if landed.total() >= most else kill(run, program, chance)
@@ -112,7 +112,7 @@ def kill_until_it_ends(run: Run, chance: random.Random, landed: Counter[str], mo
             print(f"{run.layout}: {landed.total()}: {run.folder.name}, {where}", flush=True)
             is_replaced = run.layout.startswith("elastic") and where.startswith("rank")
             if is_replaced and program.poll() is None:
-                continue  # the run goes on by itself
+                continue  # the run continues on its own
         code = run.end(program)
         check_checkpoints(run.folder)
         if code == 0:
@@ -122,7 +122,7 @@ def kill_until_it_ends(run: Run, chance: random.Random, landed: Counter[str], mo
 
 
 def compare(war: Path, peace: Path) -> None:
-    """Weights, curve, samples and what is kept are those of the run that nobody killed."""
+    """Weights, curve, samples and what is kept are those of the undisturbed run."""
     compare_weights_and_kept(war, peace)
     ours, theirs = curve(war), curve(peace)
     assert ours == theirs, f"the curves differ: {sorted(set(ours) ^ set(theirs))}"
@@ -143,7 +143,7 @@ def curve(folder: Path) -> list[tuple[str, ...]]:
 
 
 def soak(folder: Path, layout: str, kills: int, seed: int) -> Counter[str]:
-    """Kill runs of a layout so many times; return where."""
+    """Kill runs of a layout this many times; return where."""
     chance, landed = random.Random(f"{layout} {seed}"), Counter[str]()
     peace = Run(folder / layout / "peace", layout)
     assert peace.end(peace.begin()) == 0, peace.told()

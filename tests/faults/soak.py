@@ -56,11 +56,11 @@ class Seen:
     """What was seen of a run."""
 
     faults: list[tuple[float, str]] = field(default_factory=list)
-    """When, and of which kind."""
+    """The time and the kind."""
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     """By round, from when it has taken its first snapshots."""
     steps: list[tuple[float, int, int]] = field(default_factory=list)
-    """When rank 0 has completed a step, of which round, and its number."""
+    """When rank 0 completed a step, the round, and the step's number."""
 
     def note(self, lines: list[str]) -> bool:
         """Take in what the program has written of its steps; return whether there is anything new."""
@@ -69,7 +69,7 @@ class Seen:
         return bool(lines)
 
     def round_that_has_done(self, num_steps: int) -> int | None:
-        """Return the round that runs once it has done so many steps: by then it has opened what it ever opens."""
+        """Return the running round once it has done this many steps: by then it has opened all that it ever opens."""
         number = self.steps[-1][1]
         return number if sum(each == number for _, each, _ in self.steps) > num_steps else None
 
@@ -106,7 +106,7 @@ def _each(choose: Callable[[Iterable[float]], float], samples: Iterable[Sample])
 
 @contextlib.contextmanager
 def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterator[subprocess.Popen[str]]:
-    """Run the program; nothing of it is left at the end. Notes the faults of which it tells."""
+    """Run the program; nothing of it is left at the end. Notes the faults that it reports."""
     (folder / "temporary").mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(folder), json.dumps(plan)],
@@ -224,7 +224,7 @@ def check_curve(folder: Path, plan: dict[str, Any]) -> tuple[int, float]:
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
-    """Return the logged losses by step, as they stand in the only file."""
+    """Return the logged losses by step, as in the only file."""
     [file] = (folder / "csv").glob("version_*/metrics.csv")
     with file.open() as lines:
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(lines) if row["loss"]]

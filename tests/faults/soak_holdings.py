@@ -20,7 +20,7 @@ class Sample:
     agent_mib: float
     """Resident memory."""
     server_mib: float
-    """Of the fork server, likewise."""
+    """The same for the fork server."""
     processes: int
     threads: int
     """Of the agent."""
@@ -53,7 +53,7 @@ def take_sample(agent: int, mark: str, temporary: Path) -> Sample:
 
 
 def processes_of(agent: int, mark: str) -> set[int]:
-    """Return a process, all below it, ended ones that nobody has awaited included, and those that have left it."""
+    """Return a process, all its descendants (zombies included), and those that were detached from it."""
     parents = {int(name): parent(int(name)) for name in names(Path("/proc")) if name.isdigit()}
     family = {agent} if agent in parents else set()
     while more := {one for one, above in parents.items() if above in family} - family:
@@ -91,7 +91,7 @@ def node_folders(agent: int) -> list[Path]:
 
 
 def shared_files(family: set[int]) -> set[Path]:
-    """Return the files in shared memory that processes use, semaphores among them, but for those of a node folder."""
+    """Return the files in shared memory that processes use, including semaphores, except those of a node folder."""
     found = {Path(name) for one in family for name in re.findall(rf"{MEMORY}/\S+", text(Path(f"/proc/{one}/maps")))}
     return {path for path in found if path.parent == MEMORY}
 

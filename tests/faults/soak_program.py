@@ -72,7 +72,7 @@ class Course(Callback):
 
 
 def train(folder: Path, plan: dict[str, Any]) -> None:
-    """Train with the faults of a plan, until told to stop; or without any, for so many steps."""
+    """Train with the faults of a plan, until told to stop; or without faults, for this many steps."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     seed_everything(1)
     inputs = torch.randn(1000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -47,7 +47,7 @@ def test_a_fork_whose_step_never_ends_ends_with_the_program_that_is_killed(tmp_p
 
 
 def wait_for_processes(mark: str, number: int) -> None:
-    """Wait until so many processes with a mark are there."""
+    """Wait until there are this many processes with a mark."""
     end = time.monotonic() + 120
     while len(running(mark)) != number:
         assert time.monotonic() < end, f"not {number}: {running(mark)}"

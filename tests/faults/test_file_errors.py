@@ -62,7 +62,7 @@ def test_a_folder_that_one_rank_cannot_write_to_is_an_error_on_all(tmp_path: Pat
 
 
 class OnFullDisk(CSVLogger):
-    """A logger that finds the disk full where it goes on."""
+    """A logger that finds the disk full when it resumes."""
 
     def resume_at(self, step: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

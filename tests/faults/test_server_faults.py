@@ -27,7 +27,7 @@ from echelon.strategies.distributed.pickling import pack, unpack
 from echelon.strategies.servers import connection
 from echelon.strategies.servers.server import run_server
 
-SECONDS = 60.0  # 0.1 to 1 on a quiet machine; what nothing ends goes on for minutes
+SECONDS = 60.0  # 0.1 to 1 on a quiet machine; what nothing ends would continue for minutes
 DIES_AT = 7
 LATER = 240.0  # for what does not come if the test fails
 
@@ -58,7 +58,7 @@ def children(pid):
 
 
 class Tell(Callback):
-    """Tells at a moment the process of each rank, which then goes on when it is told to."""
+    """Reports the process of each rank at some moment; each then continues when it is told to."""
 
     def __init__(self, folder, moment):
         self.folder, self.moment = folder, moment
@@ -86,7 +86,7 @@ class Tell(Callback):
 
 
 class Telling(ParameterServerStrategy):
-    """Tells as well when it saves."""
+    """Also reports when it saves."""
 
     def optimizer_state(self, optimizer):
         trainer = self.module.trainer
@@ -110,7 +110,7 @@ class Killer(threading.Thread):
         def server():
             return next((child for nursery in children(pids[0]) for child in children(nursery)), None)
 
-        if self.moment == "start":  # there is no server yet, which all of them would wait for
+        if self.moment == "start":  # no server exists yet, for which all of them would wait
             self.go.touch()
             self.end(pids[1] if wait_for(server) and self.victim == "trainer" else server())
         else:
@@ -152,7 +152,7 @@ def undisturbed(tmp_path_factory):
 
 
 def end_of(folder, victim, moment, *, is_killed=True, **choices):
-    """Return the error of a run of which a process is ended at a moment, and how many seconds it took to come."""
+    """Return the error of a run one of whose processes is ended at some moment, and after how many seconds it came."""
     killer = Killer(victim, moment, folder, is_killed)
     killer.start()
     with pytest.raises(ProcessError) as caught:

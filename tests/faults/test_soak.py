@@ -8,7 +8,7 @@ SCRIPT = Path(__file__).with_name("soak.py")
 
 
 def test_random_faults_neither_hang_a_run_nor_change_its_curve_nor_leave_anything(memory_path):
-    # so many snapshots that each round gets further than the one before, and starts without a delay
+    # enough snapshots for each round to get further than the previous one, and to start without a delay
     size = ("--minutes", "0.15", "--every", "1.5", "2.5", "--snapshot-every", "4", "--pause", "0.01")
     actions = ("--actions", "kill", "exit", "raise")
     command = [sys.executable, str(SCRIPT), *size, *actions, "--keep", str(memory_path), "--patience", "240"]

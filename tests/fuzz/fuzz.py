@@ -50,7 +50,7 @@ from echelon.trainer.cli.config_file import load_config, with_all_defaults
 
 SECONDS = 1.0
 READER = 48 << 20
-"""Bytes that any reader takes, whatever it reads: imports, threads, malloc's arenas."""
+"""Bytes that any reader needs, whatever it reads: imports, threads, malloc's arenas."""
 STARTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class")
 WRITES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
 
@@ -132,7 +132,7 @@ def make_seed(folder: Path) -> Path:
 
 @dataclass
 class Watch:
-    """What happens in this process while a case runs, as Python's audit events tell."""
+    """What happens in this process while a case runs, as Python's audit events show."""
 
     inside: str = ""
     is_on: bool = False
@@ -150,7 +150,7 @@ class Watch:
             if writes and self._is_outside(arguments[0]):
                 self.seen.append(f"writes {arguments[0]!r:.200}")
         elif event in WRITES and type(arguments[-1]) is int and arguments[-1] != -1:
-            return  # a name in an open folder: that of a tree which is deleted
+            return  # a name in an open folder, whose tree is deleted
         elif event in WRITES and self._is_outside(
             arguments[0] if event not in ("os.symlink", "os.link") else arguments[1]
         ):

@@ -140,7 +140,7 @@ def dump(value: Any) -> bytes:
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Return bytes of which some are changed, cut, doubled or added."""
+    """Return bytes, some of them changed, cut, doubled or added."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 8])):
         position = rng.randrange(len(changed) + 1)

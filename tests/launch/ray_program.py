@@ -34,7 +34,7 @@ class Net(TrainModule):
 
 
 class Troubles(Callback):
-    """Notes every step; one worker waits at step 4 until it is replaced by three, the last of which dies at step 8."""
+    """Notes every step; one worker waits at step 4 until three replace it, and the last of these dies at step 8."""
 
     def on_train_step_end(self, trainer, module):
         folder, rank, world_size = Path(trainer.default_root_dir), trainer.strategy.rank, trainer.strategy.world_size
@@ -50,7 +50,7 @@ class Troubles(Callback):
 
 
 def train(job):
-    """Go on in the folder to so many steps."""
+    """Continue in the folder, up to this many steps."""
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(61, 4, generator=generator, dtype=torch.float64)

@@ -36,7 +36,7 @@ elif os.environ["RANK"] == "1":
 
 @pytest.fixture
 def folder():
-    """A working directory with a program, and beside it where temporary files go: a socket's path must be short."""
+    """A working directory with a program, and one next to it for temporary files: a socket's path must be short."""
     with tempfile.TemporaryDirectory(prefix="e-") as name:
         folder = Path(name)
         (folder / "work").mkdir()

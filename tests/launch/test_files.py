@@ -25,7 +25,7 @@ MASK = 0o027
 
 
 def listed():
-    """Return the mode of each pattern of a name, by the place where it stands: "" is the folder of the run."""
+    """Return the mode of each name pattern, by its place; "" is the folder of the run."""
     table = PAGE.read_text().partition("## Files")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     places = {}
@@ -45,7 +45,7 @@ class Named(Regression):
 
 
 class Looks(Callback):
-    """Leaves, in the third step, what stands in the folders."""
+    """Records, in the third step, what is in the folders."""
 
     def __init__(self, folders, caller, file):
         self.folders, self.caller, self.file = folders, caller, file
@@ -70,7 +70,7 @@ def names_in(pattern, names):
 
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
-    """Return what stands in each place in and after a fit with a strategy."""
+    """Return what is in each place during and after a fit with a strategy."""
     folders = {"": tmp_path / "run", "the temporary directory": tmp_path / "temporary"}
     preload(())
     util.get_temp_dir()  # multiprocessing has one for all of this process

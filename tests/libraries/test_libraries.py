@@ -21,7 +21,7 @@ NEEDS = {
     "scvi": "scvi",
 }
 SAME_ORDER = {"torchgeo", "lightly", "segmentation_models"}
-"""Programs that do not shuffle: their numbers are those of Lightning."""
+"""Programs that do not shuffle: their numbers are Lightning's."""
 
 
 def trained(library, framework):

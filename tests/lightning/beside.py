@@ -51,7 +51,7 @@ def trainer(pl: Any, **settings: Any) -> Any:
 
 
 def net(pl: Any, **methods: Any) -> Any:
-    """Return a module of the framework, with these methods beside or instead of its own."""
+    """Return a module of the framework, with these methods in addition to, or instead of, its own."""
 
     def __init__(self: Any) -> None:
         pl.LightningModule.__init__(self)
@@ -235,7 +235,7 @@ def loaders_that_are_asked_for_again(pl: Any) -> Observed:
     module = net(pl, train_dataloader=ask("train"), val_dataloader=ask("validate"))
     settings = {"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 2}
     trainer(pl, max_epochs=4, **settings).fit(module)
-    kinds = ("train", "validate")  # each framework asks for them in an order of its own
+    kinds = ("train", "validate")  # each framework asks for them in a different order
     return {kind: [epoch for name, epoch in module.notes if name == kind] for kind in kinds}
 
 

@@ -56,7 +56,7 @@ def fitted(pl: Any, *callbacks: Any, module: Any = None, **settings: Any) -> Any
 
 
 GROUP = "a group"
-"""Stands for a process group."""
+"""Stands in for a process group."""
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def make_optimizer(model):
 
 
 class Permutation(RandomSampler):
-    """A shuffle that torch's loop and the trainer read alike: it draws from a generator that its epoch seeds."""
+    """A shuffle that torch's loop and the trainer read in the same order: its generator is seeded by the epoch."""
 
     def __init__(self, data):
         super().__init__(data)

@@ -57,7 +57,7 @@ class Autoencoder(TrainModule):
         self.model = VAE()
 
     def on_train_start(self):
-        """Go on with rank 0's random numbers everywhere, to draw the noise of the global batch."""
+        """Continue with rank 0's random numbers everywhere, to draw the noise of the global batch."""
         torch.set_rng_state(self.trainer.strategy.collectives.broadcast(torch.get_rng_state()))
 
     def training_step(self, batch, batch_idx):

@@ -70,7 +70,7 @@ class LanguageModel(TrainModule):
         self.model = RNNModel(dropout=dropout)
 
     def train_dataloader(self):
-        """Every process has some of the columns: each goes on with its own hidden state."""
+        """Every process has some of the columns and carries its own hidden state on."""
         source = batchify(COLUMNS).chunk(self.trainer.strategy.data_size, dim=1)[self.trainer.strategy.data_rank]
         return Chunks(source)
 

@@ -33,7 +33,7 @@ PROGRAMS = [
 
 
 def arguments_of(function, **values):
-    """Return those of the values that a function takes by name: not every program has dropout."""
+    """Return the values that a function takes by name: not every program has dropout."""
     return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
 
 

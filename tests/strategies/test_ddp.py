@@ -64,7 +64,7 @@ class Decayed(Net):
 
 
 class Units(Net):
-    """Counts samples of which some do not count."""
+    """A module that counts samples, some of which do not count."""
 
     def training_step(self, batch, batch_idx):
         counts = (batch[0][:, 0] > 0).double()

@@ -110,7 +110,7 @@ class Chain(TrainModule):
 
 
 def test_inputs_follow_a_part_until_the_strategy_is_closed():
-    # tensors on meta have no values, but the device of every tensor can be told
+    # tensors on meta have no values, but every tensor's device is known
     strategy, module = DeviceMapStrategy({"second": "meta", "": "cpu"}), Chain()
     hardware = Hardware.of("cpu", 1, 1)
     strategy.validate(hardware, Precision())

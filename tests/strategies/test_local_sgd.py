@@ -29,7 +29,7 @@ from echelon.testing import run_ranks
 
 GLOBAL_BATCH = 8
 NUM_SAMPLES = 33
-"""Four whole global batches an epoch and a rest of one, in which all ranks but the first have none."""
+"""Four whole global batches per epoch, and a last one of one sample, of which only the first rank has any."""
 NUM_STEPS = 13
 
 
@@ -155,7 +155,7 @@ AS_DDP = {
 
 
 def resume(folder):
-    """Return the ends of a run that is never stopped, and of one that goes on from its checkpoint between averages."""
+    """Return the ends of a run that is never stopped, and of one resumed from its checkpoint between averages."""
 
     def saver(name):
         return ModelCheckpoint(folder / name, every_n_train_steps=6, save_top_k=-1, filename="{step}")
@@ -182,7 +182,7 @@ def refused(strategy, **settings):
 
 
 def from_ddp(folder):
-    """Return how far replicas were apart in a run of local SGD that goes on from a checkpoint of DDP."""
+    """Return how far replicas were apart in a run of local SGD resumed from a DDP checkpoint."""
     saver = ModelCheckpoint(folder / "ddp", save_last=True)
     train(adamw, "ddp", max_steps=3, callbacks=[saver], enable_checkpointing=True)
     watch = Watch()

@@ -63,7 +63,7 @@ class Late(Model):
 
 
 class Own(Model):
-    """Cut and sharded by itself, without a norm over the batch."""
+    """Cuts and shards itself, without a norm over the batch."""
 
     def build(self) -> None:
         super().build()
@@ -106,7 +106,7 @@ def fit(
 
 
 def around_steps() -> dict[str, Any]:
-    """Return what four ranks come to, tp 2 x fsdp 2."""
+    """Return the results of four ranks, tp 2 x fsdp 2."""
     layout: dict[str, Any] = {"tp": 2, "tp_plan": PLAN}
     report = MemoryReport()
     seed_everything(3, verbose=False)

@@ -152,7 +152,7 @@ def test_one_trainer_has_servers_too():
 
 
 class Words(TrainModule):
-    """A large table of which a batch uses a few rows."""
+    """A large table; a batch uses a few of its rows."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ def traffic_of_connections():
             if not os.readlink(file).startswith("socket:"):
                 continue
             descriptor = os.dup(int(file.name))
-        except FileNotFoundError:  # that of the folder itself
+        except FileNotFoundError:  # the entry of the folder itself
             continue
         with socket.socket(fileno=descriptor) as one:
             if one.family == socket.AF_INET and one.type == socket.SOCK_STREAM:

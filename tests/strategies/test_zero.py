@@ -254,7 +254,7 @@ def save(folder, strategies):
 
 
 def go_on(folder, strategies):
-    """Go on from every checkpoint with each strategy."""
+    """Continue from every checkpoint with each strategy."""
     ends = {}
     for strategy, saved in product(strategies, sorted(folder.iterdir())):
         seed_everything(6, verbose=False)

@@ -111,7 +111,7 @@ def test_steps_beyond_where_the_next_round_resumes_were_lost(path: Path) -> None
     )
     goodput = account(read_ledger(path))
     check(goodput)
-    # of the last ten steps six were lost; nobody knows when the process died, so until the next one it is down
+    # of the last ten steps six were lost; when the process died is unknown, so it counts as down until the next one
     assert seconds(goodput) == {"start_up": 5, "productive": 9 + 2 + 20, "redone": 3, "data_wait": 5, "down": 8}
     assert (goodput.kept_steps, goodput.lost_steps) == (34, 6)
     assert [(one.first_step, one.last_step, one.lost_steps, one.end) for one in goodput.rounds] == [
@@ -340,7 +340,7 @@ def test_damaged_and_foreign_lines_are_skipped_and_counted(path: Path) -> None:
     path.write_bytes(b"".join([to_line(end(1)), *good, flipped, *foreign]))
     ledger = read_ledger(path)
     assert [one.last for one in ledger.rounds[0].periods] == [3]
-    assert ledger.num_skipped == 1 + 1 + 6  # the long one is read in two pieces, the empty one is none
+    assert ledger.num_skipped == 1 + 1 + 6  # the long one is read in two pieces, the empty one is skipped
 
 
 def test_records_with_impossible_values_are_refused_though_their_checksum_is_right() -> None:

@@ -10,7 +10,7 @@ from echelon.callbacks.helpers.device_queue import DeviceQueue
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device that completes what it was given when it is told to, or when somebody waits for it."""
+    """A device that completes its work when it is told to, or when somebody waits for it."""
     given = []
 
     class Event:

@@ -30,7 +30,7 @@ def joined_collectives(**settings):
 
 
 def values(rank, size=6):
-    """Numbers that differ by rank, and whose sums are no coincidence."""
+    """Numbers that differ by rank, and whose sums cannot be a coincidence."""
     return torch.arange(size, dtype=torch.float64).sin() + 10.0 * rank
 
 
@@ -275,7 +275,7 @@ def refuse_what_cannot_travel(ranks):
         ranks.broadcast(1, src=9)
     with pytest.raises(ConfigError, match="must name another rank, got this rank"):
         ranks.send(1, ranks.rank)
-    assert ranks.all_reduce(1) == ranks.world_size  # and all go on
+    assert ranks.all_reduce(1) == ranks.world_size  # and all continue
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -299,7 +299,7 @@ def fail_on_one_rank():
     assert str(caught.value) == f"The disk is full.{where}"
     with pytest.raises(ConfigError, match=f"^rank {ranks.rank} has none$"), ranks.fail_together():
         refuse(True, f"rank {ranks.rank} has none")
-    assert ranks.all_reduce(1) == ranks.world_size  # and all go on
+    assert ranks.all_reduce(1) == ranks.world_size  # and all continue
 
 
 def test_what_fails_on_one_rank_fails_on_all():

@@ -139,7 +139,7 @@ def test_who_does_not_come_is_shown_with_its_last_call():
 
 
 def come_late():
-    """Rank 1 comes when rank 0 has given up: it gets the same error, and no collective that nobody else is in."""
+    """Rank 1 comes after rank 0 has given up: it gets the same error, and does not enter a collective alone."""
     group, ranks = checked_collectives(0.5)
     if ranks.rank == 0:
         with pytest.raises(CollectiveError) as caught:

@@ -44,7 +44,7 @@ def talk_in_parts(**settings):
         assert part.scatter([[me, 0], [me, 1]] if part.rank == src else None, src) == [[first, second][src], part.rank]
         assert part.gather(me, src) == ([first, second] if part.rank == src else None)
     part.broadcast(mine * (me + 1), src=1).sum().backward()
-    if part.rank == 1:  # of which two ranks have the value
+    if part.rank == 1:  # two ranks have the value
         assert mine.grad.tolist() == [2.0 * (me + 1)] * 2
     other = 1 - part.rank
     received = part.irecv(other)

@@ -45,7 +45,7 @@ def mount(kind, path, flags=0, options=""):
 
 
 def alone():
-    """Take this process into namespaces of its own, with a network that works."""
+    """Move this process into its own namespaces, with a network that works."""
     libc("unshare", CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWNET)
     libc("mount", b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
     ip("link", "set", "lo", "up")
@@ -269,7 +269,7 @@ def examine_broken(kind, folder):
 
 @functools.cache
 def reason_for_no_namespaces():
-    """Return why a process cannot leave for namespaces of its own here; None if it can."""
+    """Return why a process cannot enter its own namespaces here; None if it can."""
     if shutil.which("ip") is None:
         return "there is no `ip` on PATH"
     try:

@@ -134,6 +134,6 @@ def kill_and_launch_again(tmp_path, temporary, seen):
         finally:
             program.kill()
     subprocess.run([*command, "0"], cwd=tmp_path, env=environ, timeout=240, check=True)
-    # Python's folder of a killed fork server stays, with an empty socket: only asking it would tell that nobody listens
+    # Python's folder of a killed fork server stays, with an empty socket: only a connection shows that nobody listens
     left = [path for path in temporary.iterdir() if not path.name.startswith("pymp-")]
     assert [path.name for path in left if path.name != f"torchinductor_{getpass.getuser()}"] == []

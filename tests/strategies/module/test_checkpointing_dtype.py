@@ -9,7 +9,7 @@ from echelon import seed_everything
 
 
 class Block(nn.Module):
-    """Makes a tensor of its own, as a block that makes a mask does."""
+    """Creates a tensor, like a block that creates a mask."""
 
     def __init__(self):
         super().__init__()

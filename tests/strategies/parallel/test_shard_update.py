@@ -50,7 +50,7 @@ def all_tensors(net, optimizer):
 
 
 def compare(kind, **settings):
-    """Train two copies alike; return whether all they hold is of the same kind and equal."""
+    """Train two copies in the same way; return whether all that they hold has the same types and is equal."""
     nets = [sharded_net() for _ in range(2)]
     whole, ours = (getattr(torch.optim, kind)(net.parameters(), lr=0.05, **settings) for net in nets)
     for step in range(4):

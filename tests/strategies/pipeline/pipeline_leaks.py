@@ -66,7 +66,7 @@ class Model(TrainModule):
 
 
 class Count(Callback):
-    """Count what there is after every so many steps."""
+    """Count what there is, every few steps."""
 
     def __init__(self, every: int) -> None:
         self._every = every

@@ -25,7 +25,7 @@ NUM_SAMPLES = 26
 
 
 class TiedGPT(GPT):  # type: ignore[misc]
-    """That of examples/gpt.py, whose last layer is the table of its first one: both stages have it."""
+    """The model of examples/gpt.py, whose last layer shares its first layer's table: both stages have it."""
 
     def configure_pipeline(self, num_stages: int) -> Sequence[Sequence[str]]:
         return [["token", "blocks.0", "blocks.1"], ["blocks.2", "norm", "token"]]

@@ -96,7 +96,7 @@ def train(
 
 
 def train_in_stages(folder: Path) -> dict[str, Any]:
-    """Train on four stages; go on with two stages a rank, each sharded over two ranks, and a module that is late."""
+    """Train on four stages; continue with two stages per rank, each sharded over two ranks, and deferred building."""
     first = train(ParallelStrategy(pp=4), folder, max_epochs=2)
     below = ParallelStrategy(pp=2, dp_shard=2, schedule="interleaved_1f1b", deferred_init=True)
     saved = folder / "epoch=1.ckpt"

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A table, four blocks around a module without parameters, a parameter of its own, and a head."""
+    """A table, four blocks around a module without parameters, its own parameter, and a head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ class OwnPositions(Model):
 
 
 class MeanOfParts(Model):
-    """A mistake at the end: a mean, though parts have different numbers of tokens that count, and some have none."""
+    """A mistake at the end: a mean, though parts have different numbers of counting tokens, some of them none."""
 
     def loss_of(self, batch: dict[str, Tensor]) -> Any:
         return F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["target"].flatten(), ignore_index=-1)
@@ -204,7 +204,7 @@ def test_stages_of_cut_sequences_end_like_one_process_on_every_rank(
 
 
 def mistakes(folder: Path) -> dict[str, str]:
-    """Return what this rank is told of each mistake."""
+    """Return this rank's message for each mistake."""
     told = {}
     for kind, lengths in ((OwnPositions, LENGTHS), (MeanOfParts, (4, 8, 4, 8)), (Model, (7, 8, 8, 8))):
         seed_everything(2, verbose=False)
@@ -231,4 +231,4 @@ def test_the_first_step_compares_the_parts_of_all_stages_with_whole_sequences(tm
         assert told["validate"] == told["OwnPositions"]
         assert "the loss is nan from the parts" in told["MeanOfParts"]
         assert "multiple of cp=2, got shape (2, 7)" in told["Model"]
-        assert told["steps without a token that counts"] == "1"  # their NaN is not taken for that of a part elsewhere
+        assert told["steps without a token that counts"] == "1"  # their NaN is not blamed on a part elsewhere

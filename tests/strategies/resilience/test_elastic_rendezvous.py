@@ -30,7 +30,7 @@ LIMIT = timedelta(seconds=240)
 
 @pytest.fixture(scope="module")
 def endpoint():
-    """Where nodes may meet, each run under an id of its own."""
+    """Where nodes may meet, each run under its own id."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set(KEPT, "")
     yield f"127.0.0.1:{store.port}"

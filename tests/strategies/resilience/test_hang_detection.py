@@ -47,7 +47,7 @@ def first_hang(watch, start, end, **details):
 
 
 def one(tmp_path, phase=Phase.TRAIN, step=50, limits=None, **seen):
-    """Return the watch of one worker, which was silent for so many seconds before, in phases by their names."""
+    """Return the watch of one worker, which had silences of these seconds before, by the names of phases."""
     watch = begun(Watch(tmp_path, 1, limits))
     for name, seconds in seen.items():
         watch._pace.note(Phase[name], seconds, step)
@@ -248,7 +248,7 @@ def test_work_without_end_is_a_hang_too(tmp_path):
     [
         (Standing(50, 1, is_overdue=True), True),
         (Standing(50, 1, is_overdue=False), False),  # compiles, perhaps
-        (Standing(50, 0, is_overdue=True), False),  # its own agent tells
+        (Standing(50, 0, is_overdue=True), False),  # its own agent reports it
         (Standing(49, 1, is_overdue=False), False),
         (Standing(51, 0, is_overdue=False), True),
         (Standing(-1, 0, is_overdue=False), False),

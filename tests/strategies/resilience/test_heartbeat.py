@@ -59,7 +59,7 @@ def test_a_new_round_begins_with_blank_records(tmp_path):
 def test_a_worker_waits_while_its_agent_is_not_heard(tmp_path):
     records = make_records(tmp_path, 1)
     beat = Beat(tmp_path, 0)
-    beat.wait_for_agent()  # nobody has set a limit
+    beat.wait_for_agent()  # no limit is set
     set_until(records, monotonic() - 1.0)
     waiting = threading.Thread(target=beat.wait_for_agent, daemon=True)
     waiting.start()

@@ -220,7 +220,7 @@ def test_a_trainer_evaluates_saves_and_fits_again_after_a_fit_with_servers(tmp_p
 
 
 class Watches(Callback):
-    """Goes back at a step, or loads weights, or notes those of a validation."""
+    """Goes back at a step, loads weights, or notes the weights of a validation."""
 
     def __init__(self, does):
         self.does, self.seen = does, {}

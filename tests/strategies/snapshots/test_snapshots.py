@@ -29,7 +29,7 @@ SIZE, HEAD = 300_000, 100
 
 @dataclass
 class World:
-    """The first so many ranks, as a process group shows them to snapshots."""
+    """One of `world_size` ranks, as a process group shows them to snapshots."""
 
     rank: int
     world_size: int
@@ -225,7 +225,7 @@ def test_one_of_three_nodes_may_be_lost_with_the_shards_of_its_ranks(memory_path
 
 
 def on_one_node(base: str) -> tuple[list[Any], ...]:
-    """Take 50 snapshots; then some of which one rank cannot write its part, or writes the common file otherwise."""
+    """Take 50 snapshots; then some in which one rank cannot write its part, or writes a different common file."""
     world = join(2)
     snapshots = MemorySnapshots(Path(base), 3, world)  # type: ignore[arg-type]
     sizes, files = [], []
@@ -264,7 +264,7 @@ def test_nothing_grows_and_a_snapshot_that_fails_replaces_none(memory_path: Path
 
 
 def with_odd_files(base: str, nodes: Sequence[int]) -> int:
-    """Take snapshots of which each node's common file differs, and let the first node die."""
+    """Take snapshots in which each node's common file differs, and let the first node die."""
     world = join(3)
     node = nodes[world.rank]
     snapshots = MemorySnapshots(Path(base) / str(node), 0, world, node=node)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ class Packed(nn.Module):
 
 
 class Residual(nn.Module):
-    """A layer inside a block that stands beside others."""
+    """A layer inside a block, next to others."""
 
     def __init__(self, layer, **others):
         super().__init__()
