@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # From the bottom. A file imports from its own level and from those below; "callbacks" and the like are the files at the
-# top of that folder which are not named themselves. The root, `__main__` and `testing` stand above all.
+# top of that folder which are not named themselves. The root, `__main__` and `testing` are above all others.
 LEVELS = (
     ("strategies.errors",),
     ("strategies.torch_internals",),

@@ -139,7 +139,7 @@ print("ranks", trainer.callback_metrics["ranks"].item(), "steps", trainer.global
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """Install the wheel as a user does, beside the packages that it needs; return the folder of its commands."""
+    """Install the wheel as a user does, with the packages that it needs; return the folder of its commands."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"

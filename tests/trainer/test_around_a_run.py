@@ -186,7 +186,7 @@ RUNS = {
 
 
 def outcome(call, trainer, module, folder):
-    """Return what a call raised that is no error or warning of ours; empty where it works, or says what to do."""
+    """Return what a call raised that is not our own error or warning; empty if it works, or says what to do."""
     try:
         call(trainer, module, folder)
     except (EchelonError, UserWarning):
@@ -370,7 +370,7 @@ def test_a_launched_trainer_goes_on_after_every_run_and_every_error(strategy, tm
     assert validated["val"] == pytest.approx(alone["val"], rel=1e-5)
     longer = trainer_of("single", tmp_path, max_epochs=3)
     longer.fit(module, Data(), ckpt_path=trainer.checkpoint_callback.best_model_path)
-    assert longer.global_step == 3 * 2  # its steps are those of two ranks still
+    assert longer.global_step == 3 * 2  # its steps are still those of two ranks
 
 
 def test_the_tour_leaves_out_no_public_name():

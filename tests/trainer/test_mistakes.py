@@ -36,7 +36,7 @@ PARAMETER = nn.Parameter(torch.zeros(1))
 
 
 def fit_unread(module: Any, **settings: Any) -> None:
-    """Fit on data of which nothing may be read before the error."""
+    """Fit on data that must not be read before the error."""
     data = Noted()
     try:
         quiet(**settings).fit(module, DataLoader(data, 2), DataLoader(data, 2))

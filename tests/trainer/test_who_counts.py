@@ -143,7 +143,7 @@ def test_torchmetrics_gather_from_each_replica_once(num_ranks, size):
 
 
 def resume_an_epoch(size, path):
-    """Save inside an epoch, and go on: what all ranks had logged until then counts once."""
+    """Save inside an epoch, and resume: what all ranks had logged until then counts once."""
     first = trainer_of(size, max_steps=2)
     first.fit(Logging(), loader(size))
     first.save_checkpoint(path)

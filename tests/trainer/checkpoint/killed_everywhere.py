@@ -49,7 +49,7 @@ def in_child(work: Callable[[], None], kill_at: int) -> bool:
 
 
 def fork(work: Callable[[], None], kill_at: int = 0) -> int:
-    """Begin to run `work` in a fork, likewise; never killed by itself if 0. Return its process id."""
+    """Start `work` in a fork, in the same way; 0 means that it is never killed. Return its process id."""
     pid = os.fork()
     if pid == 0:
         count = 0

@@ -187,7 +187,7 @@ def payloads(proof: Path) -> Iterator[bytes]:
 
 
 def use_everything(path: Path) -> list[str]:
-    """Call whatever reads a checkpoint, and return what it said."""
+    """Call everything that reads a checkpoint, and return the messages."""
     said = []
     for read in (
         load,

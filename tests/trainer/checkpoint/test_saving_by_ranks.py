@@ -178,7 +178,7 @@ def test_a_run_that_has_failed_does_not_wait_for_dead_ranks(tmp_path: Path) -> N
 
 
 def save_two(writer: Writer, folder: Path, state: dict[str, Any]) -> None:
-    """Either save may be the one that tells of the failure of the first."""
+    """Either save may be the one that reports the failure of the first."""
     writer.save(folder / "taken.ckpt", state)
     writer.save(folder / "b.ckpt", state)
 

@@ -30,7 +30,7 @@ WHOLE["complex"] = torch.complex(WHOLE["uneven"], -WHOLE["uneven"])
 
 
 def layouts() -> dict[str, tuple[Any, Any]]:
-    """Return meshes of four ranks, and how a tensor of so many dimensions lies on each."""
+    """Return meshes of four ranks, and the placements of a tensor with this many dimensions on each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 

@@ -17,7 +17,7 @@ from echelon.testing import run_ranks
 
 
 class Generated:
-    """A generator of its own, whose state is in a checkpoint."""
+    """Has its own generator, whose state is in a checkpoint."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(7)

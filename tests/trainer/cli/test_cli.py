@@ -24,7 +24,7 @@ def _echelon(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working directory with a config, and beside the config the module that it names."""
+    """A working directory with a config and, next to it, the module that it names."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config_parts.py").write_text(PARTS)
     (tmp_path / "configs" / "run.yaml").write_text(CONFIG)

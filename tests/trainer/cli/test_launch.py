@@ -81,7 +81,7 @@ elif os.environ["RANK"] == "1":
 
 @pytest.fixture
 def folder(tmp_path):
-    """A working directory with a program, and beside it where temporary files go."""
+    """A working directory with a program, and one next to it for temporary files."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "program.py").write_text(PROGRAM)
     (tmp_path / "temporary").mkdir()

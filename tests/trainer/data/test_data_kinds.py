@@ -9,7 +9,7 @@ from echelon import Callback, CombinedLoader, ConfigError, DataError, DataModule
 
 
 class Stream(IterableDataset):
-    """Samples without a length; notes the epochs that it was told."""
+    """Samples without a length; notes the epochs that it was given."""
 
     def __init__(self, num_samples):
         self.num_samples = num_samples

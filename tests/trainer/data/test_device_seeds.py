@@ -12,7 +12,7 @@ CUDA = [torch.device("cuda", index) for index in range(4)]
 
 @pytest.fixture
 def generators(monkeypatch):
-    """Generators in place of those of four devices."""
+    """Generators that stand in for those of four devices."""
     made = tuple(torch.Generator() for _ in range(4))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "default_generators", made)

@@ -32,7 +32,7 @@ def evaluated(make, data_size, *, limit=1.0, again=float("inf"), is_dealing=True
 
 
 def together(ranks):
-    """The batches of all ranks in the order of their indices, of which none comes twice."""
+    """The batches of all ranks in the order of their indices, none of which comes twice."""
     return sorted(itertools.chain(*ranks))
 
 

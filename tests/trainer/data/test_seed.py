@@ -228,7 +228,7 @@ WAYS = {"memory": MappedGenerators, "public functions": Generators}
 
 
 def many_draws():
-    """An odd number of normals, of which every second is kept for the next call, and numbers of many words."""
+    """An odd number of normals, every second of which is kept for the next call, and numbers of many words."""
     normals = random.gauss(), float(np.random.randn()), torch.randn((), dtype=torch.float64).item()
     return *draw(), *normals, random.getrandbits(70_000), np.random.bytes(9_000), torch.rand(5_000).sum().item()
 

@@ -62,7 +62,7 @@ def read(data, windows, plain=flat):
 
 
 def epoch(make, data_size, *, number=0, planned_size=0, is_dealing=True, plain=flat, **settings):
-    """Read an epoch on so many ranks."""
+    """Read an epoch on this many ranks."""
 
     def run(ranks):
         data = train_data(make(ranks), ranks, **settings)
@@ -73,7 +73,7 @@ def epoch(make, data_size, *, number=0, planned_size=0, is_dealing=True, plain=f
 
 
 def global_batches(ranks):
-    """The samples of each step, over all ranks; what decides anything is checked to be alike on all."""
+    """The samples of each step, over all ranks; everything that affects decisions is checked to be equal on all."""
     assert len({len(rank.steps) for rank in ranks}) == len({rank.num_batches for rank in ranks}) == 1
     together = []
     for parts in zip(*(rank.steps for rank in ranks), strict=True):
@@ -196,7 +196,7 @@ def test_a_global_batch_of_fewer_samples_than_ranks_is_refused():
 
 
 def finished_by(make, states, batches_done, data_size, planned_size):
-    """Read the rest of an epoch of which a run on other ranks has read the beginning."""
+    """Read the rest of an epoch whose beginning a run on other ranks has read."""
 
     def run(ranks):
         data = train_data(make(), ranks)
@@ -241,7 +241,7 @@ def test_batches_cut_in_another_way_lose_nothing(before, after):
 
 
 class Stream(IterableDataset):
-    """The samples of one rank, of which it knows alone."""
+    """The samples of one rank, which only this rank knows."""
 
     def __init__(self, first, num_samples):
         self.first, self.num_samples = first, num_samples

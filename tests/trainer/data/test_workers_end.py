@@ -30,7 +30,7 @@ def test_workers_end_while_an_error_is_kept(step):
 
 
 class FitsInside(Regression):
-    """Trains another module with workers in the middle of its own epoch."""
+    """Trains another module, with workers, in the middle of its own epoch."""
 
     def __init__(self):
         super().__init__()

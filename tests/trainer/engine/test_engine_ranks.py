@@ -52,7 +52,7 @@ def alone(num_steps, **options):
 
 
 def resumed_on_ranks(folder):
-    """Go on from one process's checkpoint, and save one for one process, under each strategy."""
+    """Resume one process's checkpoint, and save one for one process, under each strategy."""
     found = {}
     for strategy in ("ddp", "zero", "fsdp"):
         found[strategy] = train(Engine(strategy=strategy, accelerator="cpu"), 11, f"{folder}/one.ckpt", resumes=True)
@@ -61,7 +61,7 @@ def resumed_on_ranks(folder):
 
 
 def values_of_ranks():
-    """What all ranks know of 13 samples, of which the last batch is rank 0's."""
+    """What all ranks know of 13 samples; the last batch is rank 0's."""
     engine = Engine(strategy="ddp", accelerator="cpu")
     loader = engine.setup_dataloaders(DataLoader(data(), 2))
     samples, means, sizes = [], [], []

@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_one_curve(tmp_path: Pa
     for logger in first:
         assert points(logger, "loss_step") == whole.series("loss_step")[:12]
 
-    # what the run had logged after the checkpoint, four steps and an epoch, is computed again, and stands there once
+    # what the run had logged after the checkpoint, four steps and an epoch, is computed again, and appears once
     resumed = both(tmp_path)
     torch.manual_seed(1)
     trainer = quiet(tmp_path, logger=list(resumed), max_epochs=4, **settings)

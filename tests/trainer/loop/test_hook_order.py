@@ -266,7 +266,7 @@ def test_an_exception_is_told_to_both_before_teardown(recorded):
 
 
 def shown_in_docstring() -> list[str]:
-    """Return the hooks in the order in which `Callback`'s docstring shows them, those of `validate` last."""
+    """Return the hooks in the order in which `Callback`'s docstring shows them, with those of `validate` last."""
     loop = inspect.getdoc(Callback).partition("::\n")[2].partition("\nEach hook runs")[0]
     return [name for name in re.findall(r"\w+", loop) if name in CALLBACK_HOOKS or name == "on_exception"]
 

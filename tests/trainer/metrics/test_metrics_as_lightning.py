@@ -189,7 +189,7 @@ def test_a_metric_object_of_several_numbers_is_named():
 
 
 class Unseen(Vector):
-    """A metric that has nothing to say, as those of anomalib without annotations."""
+    """A metric without a value, like anomalib's without annotations."""
 
     def compute(self):
         return None

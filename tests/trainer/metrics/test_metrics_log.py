@@ -9,7 +9,7 @@ from echelon import Callback, Logger, ModuleError
 
 
 class Recording(Logger):
-    """Keeps what it is told."""
+    """Keeps what it is given."""
 
     name, version, log_dir = "recording", 0, "unused"
 

@@ -91,7 +91,7 @@ class GPT(TrainModule):
 
 
 class ViT(Classifier):
-    """Patches of images, with a parameter beside the layers."""
+    """Patches of images, with a parameter outside the layers."""
 
     inputs, num_classes = (3, 32, 32), 10
 
@@ -154,7 +154,7 @@ def profile_of(kind, *, size=None, **settings):
 
 
 def hardware_of(world_size):
-    """Return the hardware of a number of ranks on this machine, which are started by nobody."""
+    """Return the hardware of a number of ranks on this machine that are never started."""
     environment = reconcile(detect_environment({}), world_size, None)
     return Hardware("cpu", (0,), 1).for_processes(environment)
 

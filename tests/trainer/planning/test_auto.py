@@ -124,7 +124,7 @@ def told(folder, **values):
 def test_a_run_trains_with_what_was_chosen(tmp_path):
     width = 768
     state = 16 * DEPTH * (width * width + width)
-    # the processes of the run have the limit, too, and what they take beside tensors; the module here counts once
+    # the run's processes have the limit as well, and take more than tensors; the module here counts once
     done = told(tmp_path, room=int(0.85 * state + 150e6), width=width, reads=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strategy='auto' takes fsdp: " in done.stdout

@@ -20,7 +20,7 @@ NUM_IDS, BATCH = 4000, 8
 
 
 class Words(TrainModule):
-    """Two tables of which a step uses each row once at most, and layers that are not served."""
+    """Two tables, each of whose rows a step uses at most once, and layers that are not served."""
 
     def __init__(self, sparse):
         super().__init__()

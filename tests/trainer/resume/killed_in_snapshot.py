@@ -57,7 +57,7 @@ def check(path: Path, step: int, rank: int) -> None:
 
 
 def run_rank(folder: Path, round_: int, rank: int, pipe: int) -> None:
-    """Go on from what there is, and take one snapshot after another until this process is killed."""
+    """Continue from what there is, and take one snapshot after another until this process is killed."""
     store = dist.FileStore(str(folder / f"store-{round_}"), len(NODES))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(NODES))
     group: Any = Group(rank, len(NODES), dist.group.WORLD)
@@ -94,7 +94,7 @@ def fork(folder: Path, round_: int, rank: int) -> tuple[int, int]:
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Run the rounds; each goes on at least where a snapshot was complete when the one before was killed."""
+    """Run the rounds; each continues at least from the last snapshot completed before the previous kill."""
     chance = random.Random(0)
     complete, found = 0, []
     for round_ in range(rounds):

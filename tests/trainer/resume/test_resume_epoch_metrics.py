@@ -15,7 +15,7 @@ from echelon import ModelCheckpoint, TrainModule
 
 
 class Unknown:
-    """Four batches, of which nobody knows the number; two for each of two ranks. It knows where it is."""
+    """Four batches, whose number is not known; two for each of two ranks. It knows where it is."""
 
     def __init__(self) -> None:
         self.position = self.start = 0

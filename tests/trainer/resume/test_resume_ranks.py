@@ -61,7 +61,7 @@ class Draws(Callback):
 def fit(
     folder: Path, steps: int, devices: int, ckpt_path: str | None = None, dies_at: int | None = None
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Train to so many steps with a checkpoint at each; return the weights, and what ranks were to draw first."""
+    """Train to this many steps with a checkpoint at each; return the weights, and what ranks would draw first."""
     seed_everything(3, verbose=False)
     module = Dropping()
     data = TensorDataset(torch.randn(48, 4).double(), torch.randn(48, 1).double())

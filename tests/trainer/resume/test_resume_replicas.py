@@ -68,7 +68,7 @@ def train(size, save_to=None, resume_from=None):
 
 
 def on_ranks(num_ranks, size, **paths):
-    """Train on so many ranks, of which `size` hold a replica together; each returns weights and random numbers."""
+    """Train on this many ranks, `size` of which hold a replica together; each returns weights and random numbers."""
     return run_ranks(functools.partial(train, size, **paths), num_ranks)
 
 
@@ -123,4 +123,4 @@ def test_another_number_of_data_ranks_begins_streams_that_the_ranks_of_a_replica
     path, results = saved(before)
     resumed = on_ranks(*after, resume_from=path)
     assert_equal_in_replicas(resumed, after[1])
-    assert resumed[0][1][0] == results[0][1][SAVED_AT]  # data rank 0 goes on, with batches of another size
+    assert resumed[0][1][0] == results[0][1][SAVED_AT]  # data rank 0 continues, with batches of another size

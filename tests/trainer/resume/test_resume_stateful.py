@@ -81,7 +81,7 @@ def test_beside_one_that_is_longer(memory_path, mode):
 
 
 def unchanged():
-    """Samples as they are: what workers draw for an iterable data set is theirs, and nobody saves it."""
+    """Samples as they are: what workers draw for an iterable data set is not saved by anybody."""
     return Counted(augment=torch.clone)
 
 

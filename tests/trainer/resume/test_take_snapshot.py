@@ -53,7 +53,7 @@ class Deep(TrainModule):
 
 
 class Supervised(Callback):
-    """What an elastic run does: goes on from what the nodes hold, and takes a snapshot at its last step."""
+    """Acts like an elastic run: continues from what the nodes hold, and takes a snapshot at its last step."""
 
     def __init__(self, folder: Path, round: int, nodes: Sequence[int]) -> None:
         self.folder, self.round, self.nodes = folder, round, nodes
@@ -147,7 +147,7 @@ def test_state_goes_through_memory_to_other_numbers_of_ranks_and_nodes(memory_pa
         for name in names:
             for weights, outlines in (result[name] for result in results):
                 assert all(torch.allclose(weights[key], undisturbed[key], rtol=0, atol=1e-12) for key in weights)
-                # restarted as it was, a rank reads its own shard, of which its node has a copy; others are outlines
+                # restarted unchanged, a rank reads its own shard, which its node has a copy of; others are outlines
                 is_sharded = name in ("zero", "fsdp", "hsdp")
                 assert bool(outlines) == (is_sharded and number == 1), (name, number, outlines)
             taken = load(newest(memory_path / name / f"node-{nodes[0]}"), parts=("loop", "rng"), verify=False)

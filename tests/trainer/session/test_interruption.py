@@ -57,7 +57,7 @@ def throw(error):
 
 
 def after(num_steps):
-    """The weights of a run that was told to end after so many steps."""
+    """The weights of a run that was told to end after this many steps."""
     torch.manual_seed(0)
     module = Ends(None)
     quiet(max_steps=num_steps).fit(module, loader(20, 2))

@@ -54,7 +54,7 @@ class CountsAMetricTwice(Sound):
 
 
 class Center(nn.Module):
-    """Keeps a running mean that no rank tells the others."""
+    """Keeps a running mean that ranks do not share."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class KeepsABuffer(Sound):
 
 
 class FixedHeads(nn.Module):
-    """Attention that reshapes by the number of its heads, and takes another width for that of a head."""
+    """Attention that reshapes by the number of its heads, and so gets the width of a head wrong."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class StepsAScheduler(Sound):
 
 
 class Noise(nn.Module):
-    """Dropout that nobody can switch off."""
+    """Dropout that cannot be switched off."""
 
     def forward(self, x):
         return x * torch.bernoulli(torch.full_like(x, 0.5))
@@ -179,7 +179,7 @@ class ScalesABackward(Sound):
 
 
 class Pooled(nn.Module):
-    """Subtracts the mean over the batch, of which a rank has a part."""
+    """Subtracts the mean over the batch, though each rank has only a part of it."""
 
     def forward(self, x):
         return x - x.mean(0)

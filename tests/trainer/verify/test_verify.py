@@ -68,7 +68,7 @@ LAYOUTS = [
 
 
 class SetsTheRate(Callback):
-    """A callback of the user's; it changes every step alike."""
+    """A user's callback; it changes every step in the same way."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         for group in trainer.optimizers[0].param_groups:
@@ -113,7 +113,7 @@ def test_two_optimizers_by_hand_are_the_same():
 
 
 class Tabled(CountsPositions):
-    """Tables that lie on a server, of which one gets sparse gradients."""
+    """Tables on a server, one of which gets sparse gradients."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class Tabled(CountsPositions):
 
 
 class Block(nn.Module):
-    """A layer with a buffer that every rank keeps alike."""
+    """A layer with a buffer that is the same on every rank."""
 
     def __init__(self):
         super().__init__()

@@ -118,7 +118,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(folder):
 def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(folder):
     with start(folder, SCRIPTS[0]) as job:
         wait_until_ready(job, folder)
-        # the signal comes to the script, to what it has started, and to the nodes
+        # the signal reaches the script, the processes it has started, and the nodes
         for pid in (job.pid, int((folder / "rendezvous.pid").read_text())):
             os.kill(pid, signal.SIGTERM)
         assert Path(f"/proc/{(folder / 'rendezvous.pid').read_text().strip()}").exists()

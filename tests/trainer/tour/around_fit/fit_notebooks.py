@@ -76,7 +76,7 @@ def a_class_of_a_cell(fit: Fit) -> None:
 
 
 class Stream(io.TextIOBase):
-    """A stream without a descriptor, as that of a notebook's kernel."""
+    """A stream without a descriptor, like a notebook kernel's."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -94,7 +94,7 @@ def a_program_in_a_hook_that_ctrl_c_ends(fit: Fit) -> None:
 
 @scenario
 def a_program_of_the_callers_that_ends_meanwhile(fit: Fit) -> None:
-    """Nobody else may wait for it."""
+    """Nothing else may wait for it."""
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"]) as process:
         fit()
         assert process.wait() == 9
@@ -162,7 +162,7 @@ def an_error_here_while_a_loader_has_workers(fit: Fit) -> None:
 
 
 def _report(connection: Any, fit: Fit) -> None:
-    """Fit in this process, and tell how that went."""
+    """Fit in this process, and report how that went."""
     try:
         fit()
         connection.send("")
@@ -173,7 +173,7 @@ def _report(connection: Any, fit: Fit) -> None:
 
 
 def _told(fit: Fit, start: Callable[[Any], None]) -> str:
-    """Return what a process that is started with a connection tells."""
+    """Return what a process sends through the connection that it is started with."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     with ours, theirs:
         start(theirs)

@@ -34,7 +34,7 @@ def sigusr1(fit: Fit) -> None:
 
 @scenario
 def sigterm_to_the_last_rank(fit: Fit) -> None:
-    """It ends the run on all of them; an elastic one goes on with another process."""
+    """It ends the run on all of them; an elastic one continues with another process."""
     sent = fit.folder / "sent"
 
     def act(trainer: Any) -> None:

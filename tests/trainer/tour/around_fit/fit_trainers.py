@@ -39,7 +39,7 @@ def a_second_fit_while_the_first_runs(fit: Fit) -> None:
 
 @scenario
 def another_trainer_in_a_hook(fit: Fit) -> None:
-    """Its signals are its own: those of the outer run are heard again after it. A rank says that it is not alone."""
+    """It handles its own signals; the outer run's handlers are restored after it. A rank says that it is not alone."""
 
     def act(trainer: Any) -> None:
         settings: Any = {"strategy": "single", "devices": 1, "max_epochs": 1}

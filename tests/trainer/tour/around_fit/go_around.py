@@ -34,7 +34,7 @@ PATIENCE = 30.0  # seconds in which Python's helpers end after the program
 
 
 def main() -> int:
-    """Take each strategy in a process of its own; begin it again after a scenario that ends it."""
+    """Run each strategy in its own process; restart it after a scenario that ends it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
@@ -74,7 +74,7 @@ def faults_of(strategy: str, names: list[str]) -> dict[str, str]:
 
 
 def run(strategy: str, names: list[str], folder: Path) -> tuple[dict[str, str], str, list[str]]:
-    """Return what the scenarios that came to an end told, what was printed, and the temporary files that are left."""
+    """Return the reports of finished scenarios, what was printed, and the temporary files that are left."""
     (temporary := folder / "temporary").mkdir()
     output = folder / "output"
     words = [str(HERE / "go_around.py"), "--inside", str(folder), "--strategies", strategy, "--scenarios", *names]
@@ -107,7 +107,7 @@ def is_group(group: int) -> bool:
 
 
 def go(strategy: str, names: list[str], folder: Path) -> None:
-    """Take the scenarios in this process, and tell after each how it went."""
+    """Run the scenarios in this process, and report after each how it went."""
     warnings.simplefilter("error")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell that has started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -194,7 +194,7 @@ class Fit:
 
 
 def handled(number: signal.Signals, handler: Any) -> Any:
-    """Return a context in which the program has a handler of its own."""
+    """Return a context in which the program has its own handler."""
 
     @contextmanager
     def context() -> Iterator[None]:
