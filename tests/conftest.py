@@ -55,7 +55,7 @@ def is_slow(path):
 
 
 def turn(path):
-    """Return what sorts files: pytest-xdist hands them out in order, and no worker may be left with a long one."""
+    """Return a sort key of files: pytest-xdist hands them out in order, and no worker may get a long one last."""
     folders = [Path(__file__).parent / folder for folder in LONGEST_FIRST]
     place = next((place for place, folder in enumerate(folders) if folder in path.parents), len(folders))
     return not is_slow(path), place
@@ -89,7 +89,7 @@ def kept_path(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def hidden_gpus(request, monkeypatch):
-    """Hide CUDA from tests that are not marked `gpu`, and from what they start: they are about the CPU."""
+    """Hide CUDA from tests that are not marked `gpu`, and from their processes: they are about the CPU."""
     if NUM_GPUS and not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -109,7 +109,7 @@ def chromium():
 
 @pytest.fixture
 def memory_path(tmp_path):
-    """Return a folder in memory, where there is one: a disk that syncs is slow for tests that save often."""
+    """Return a folder in memory, if there is one: a disk that syncs is slow for tests that save often."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return

@@ -83,7 +83,7 @@ class Lifts(Callback):
 def search_with_little_memory(folder: Path) -> tuple[list[dict[str, Any]], int, int, dict[str, Any]]:
     """Fit with a limit on the memory that this process may add; return what was found, and the weights."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed is free again: no gaps that chance leaves
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # freed memory is returned, without random fragmentation
     fit(folder, width=64, max_steps=2)  # what is imported at first use
     held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_DATA)

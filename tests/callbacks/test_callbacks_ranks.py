@@ -68,7 +68,7 @@ class Plain(Net):
 
 
 class Comparing(Callback):
-    """Keeps what the callbacks of every rank have in their states, and what the module's state is."""
+    """Keeps the states of every rank's callbacks, and the module's state."""
 
     def __init__(self) -> None:
         self.of_ranks: list[Any] = []

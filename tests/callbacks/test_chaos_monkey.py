@@ -26,7 +26,7 @@ DRILL = Path(__file__).with_name("chaos_drill.py")
 
 
 def steps(folder: Path, rank: int = 0) -> list[int]:
-    """Return the steps whose forward has begun, in the order in which they did, and forget them."""
+    """Return the steps whose forward has begun, in that order, and forget them."""
     file = folder / f"steps-{rank}"
     found = [int(step) for step in file.read_text().split()]
     file.unlink()

@@ -42,7 +42,7 @@ def test_several_processes_are_refused_before_any_starts(
     callback: Callback, said: str, strategy: str, tmp_path: Path
 ) -> None:
     module = Regression()
-    module.lock = threading.Lock()  # cannot travel to another process
+    module.lock = threading.Lock()  # cannot be sent to another process
     trainer = quiet(tmp_path, max_epochs=1, strategy=strategy, devices=2, enable_checkpointing=True, callbacks=callback)
     with raises(ConfigError, said):
         trainer.fit(module, loader())

@@ -185,7 +185,7 @@ def test_waits_for_data_validations_and_checkpoints_are_told_apart(tmp_path: Pat
     trainer.fit(Scripted(), Slow(), batches(4))
     took = (time.monotonic() - began) * S
     goodput = account_of(tmp_path)
-    # the first step is part of the start-up; what the one takes, the others cannot have
+    # the first step is part of the start-up; its time cannot count for the others
     assert goodput.micros["data_wait"] >= 7 * 0.02 * S
     assert goodput.micros["validation"] >= 2 * 2 * 0.02 * S
     assert goodput.micros["checkpoint"] >= 2 * 0.05 * S

@@ -18,7 +18,7 @@ from echelon.strategies.errors import ConfigError
 
 
 class Configured(Scripted):
-    """Trains with whatever `configure` makes of its parameters."""
+    """Trains with what `configure` returns for its parameters."""
 
     def __init__(self, configure: Callable[[Any], Any]) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def test_one_process_holds_everything(capsys):
     measured, expected = report()
     kept = measured.pop("activations")
     assert measured == expected == values(WHOLE, WHOLE, 2 * WHOLE + SCALARS)
-    # the input, what comes out of each tanh and the loss's square
+    # the input, the output of each tanh and the loss's square
     assert kept == 5 * 8 * BATCH * WIDTH
     text = capsys.readouterr().out
     assert "Memory" in text

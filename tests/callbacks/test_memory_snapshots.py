@@ -84,7 +84,7 @@ def test_the_interval_grows_with_the_cost_and_shrinks_with_the_time_of_a_step(
     seconds: float, cost: float, gap: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:
-        """Every step takes so long, and nothing else takes any time."""
+        """Every step takes this long, and nothing else takes any time."""
 
         trainer: Any
 
@@ -124,7 +124,7 @@ def test_a_negative_interval_is_refused() -> None:
 
 
 def fit_on_rank(folder: str) -> list[list[int]]:
-    """Train twice, where another rank each time finds that a snapshot is dear, or under way."""
+    """Train twice; each time a different rank finds that a snapshot is costly, or under way."""
     found: list[list[int]] = []
     for dear in (1e9, None):
         rank = int(os.environ["RANK"])

@@ -311,7 +311,7 @@ def test_a_negative_argument_is_refused() -> None:
 
 
 def pretend_kernel(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
-    """Put the one function of IPython's there by which a kernel is known."""
+    """Install the one IPython function by which a kernel is recognized."""
     ipython = types.ModuleType("IPython")
     ipython.get_ipython = lambda: types.SimpleNamespace(config=config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", ipython)

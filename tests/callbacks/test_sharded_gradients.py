@@ -22,7 +22,7 @@ class Noting(LossSpikePolicy):
 
 
 def judged(strategy):
-    """The bias has one element: with two ranks the second one holds nothing of it."""
+    """The bias has one element: with two ranks, the second one holds none of it."""
     seed_everything(1)
     policy = Noting()
     quiet(strategy=strategy, devices="auto", max_epochs=1, callbacks=[policy, NaNGuard()]).fit(

@@ -113,7 +113,7 @@ def train_three_ranks(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def of_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], Rows]:
-    """What each rank logged as text, and the metrics of each step."""
+    """The text that each rank logged, and the metrics of each step."""
     folder = tmp_path_factory.mktemp("stragglers")
     messages = run_ranks(train_three_ranks, 3, folder)
     with (folder / "echelon_logs" / "version_0" / "metrics.csv").open(newline="") as file:
@@ -296,9 +296,9 @@ def test_the_slowest_rank_is_compared_with_the_median_of_the_others() -> None:
         ("1c 1c -- 1c 1c 1c", "5"),  # in a row
         ("1c 1c 2c 1c 1c 1c", "5"),
         ("1c 1c 1c 2c 2c 2c 1c 1c 1c", "2 5 8"),  # another rank
-        ("1c 1c 1c 1d 1c 1d 1d 1d 1d", "2 7"),  # another reason, that lasts
+        ("1c 1c 1c 1d 1c 1d 1d 1d 1d", "2 7"),  # another reason, which lasts
         ("1c 1d 1c 1d 1c 1d", "2"),  # one that does not
-        ("1c 1c 1c -- 1c 1c 1c", "2"),  # it was hardly over
+        ("1c 1c 1c -- 1c 1c 1c", "2"),  # it had barely ended
         ("1c 1c 1c -- -- -- 1c 1c 1c", "2 8"),
     ],
 )

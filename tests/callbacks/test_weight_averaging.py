@@ -66,7 +66,7 @@ def fit(folder: Path, *callbacks: Callback, module: Scripted | None = None, **se
 
 
 def average_by_torch(states: list[dict[str, Tensor]], **kwargs: Any) -> dict[str, Tensor]:
-    """What AveragedModel makes of the states of the network."""
+    """The average that AveragedModel computes from the network's states."""
     net = WithBatchNorm().net
     net.load_state_dict(states[0])
     averaged = AveragedModel(net, use_buffers=True, **kwargs)

@@ -15,7 +15,7 @@ from echelon.trainer.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
-OF_THE_SITE = {"index.md", "gallery.md"}  # which `make docs` builds, pictures included
+OF_THE_SITE = {"index.md", "gallery.md"}  # which `make docs` builds, including pictures
 IMPORT_MAIN = "from echelon.trainer.cli.main import main"
 
 
@@ -26,7 +26,7 @@ def blocks(page, *languages):
 
 
 def file_name(block):
-    """Return the name in a first line such as ``# config.yaml``, by which a page says that a block is a file."""
+    """Return the name in a first line such as ``# config.yaml``, which marks a block of a page as a file."""
     named = re.match(r"# (\w+\.(?:py|yaml))\n", block)
     return named[1] if named else None
 

@@ -49,7 +49,7 @@ class Nodes:
 
     Args:
         folder: where the run and its programs write.
-        plan: what they do.
+        plan: the plan of what they do.
         namespaces: network namespaces for the first and the second node; by default all are on this machine's own.
         timeout: how many seconds anything may take that is waited for.
         variables: more environment variables of the first and the second node.
@@ -201,7 +201,7 @@ class Undisturbed:
 
 @contextlib.contextmanager
 def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **options: Any) -> Iterator[Nodes]:
-    """Give nodes, and see to it that nothing of them is left: no process, no memory."""
+    """Yield nodes, and check that nothing of them is left: no process, no memory."""
     address = namespaces[0].address if namespaces else "127.0.0.1"
     nodes = Nodes(folder, replace(plan, rdzv=f"{address}:{free_port()}"), namespaces, **options)
     try:

@@ -73,12 +73,12 @@ class Plan:
     steps: int = -1
     """The last step, if that comes before the end of the epochs."""
     pause: float = 0.0
-    """Seconds by which each step takes longer."""
+    """Seconds added to each step."""
     max_restarts: int = 20
 
 
 class Regression(TrainModule):
-    """A small network in double precision, with a schedule of every step, in which nothing is random but the data."""
+    """A small network in double precision, with a schedule by steps; only the data is random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Unready(DDPStrategy):
 
 
 class Pace(Callback):
-    """Tells after every step where the run is; from the step in the file `limit` on, takes its time.
+    """Reports after every step where the run is; slows down from the step in the file `limit` on.
 
     The file `steps` has a line for each step that was done: when, in which round, and its number. The run ends at the
     step in the file `last`, once it is there.

@@ -107,13 +107,13 @@ class Course:
         return next((moment for moment, number, _ in reversed(self.steps) if number != newest), self._began)
 
     def redone(self) -> int:
-        """Return how many steps were done again, of all returns to earlier ones."""
+        """Return how many steps were repeated, over all returns to earlier ones."""
         pairs = itertools.pairwise(self.steps)
         return sum(before + 1 - step for (_, one, before), (_, other, step) in pairs if one != other)
 
 
 class Adversary:
-    """Lets faults befall the nodes of a run, one after another, and starts again what has ended.
+    """Injects faults into the nodes of a run, one after another, and restarts what has ended.
 
     Args:
         nodes: the nodes of the run; the first one has the store.
@@ -139,7 +139,7 @@ class Adversary:
     # --- the run meanwhile -------------------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait, and start programs again.
+        """Wait, and restart programs.
 
         Raises:
             AssertionError: if it takes too long, or if a program has ended unexpectedly.

@@ -4,7 +4,7 @@ import pytest
 from no_scar import suffer
 
 
-@pytest.mark.timeout(1200)  # of a machine that has much else to do
+@pytest.mark.timeout(1200)  # of a busy machine
 @pytest.mark.parametrize("inner", ["ddp", "fsdp"])
 def test_a_run_with_faults_and_resizes_ends_as_if_nothing_had_been(memory_path, inner):
     suffer(memory_path, inner=inner, kills=3, joins=1, leaves=1)

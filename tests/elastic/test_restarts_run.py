@@ -71,7 +71,7 @@ def fit(folder: Path, *callbacks: Callback, checkpoints: bool = False, **options
 
 
 class Meanwhile(Callback):
-    """Does something on one rank when a step has ended, in some rounds; notes where each round began."""
+    """Acts on one rank after a step, in some rounds; notes where each round began."""
 
     def __init__(self, folder: Path, rank: int = 0, step: int = 0, rounds: int = 1) -> None:
         self.folder, self.rank, self.step, self.rounds = folder, rank, step, rounds

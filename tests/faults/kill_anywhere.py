@@ -68,7 +68,7 @@ class Noisy(TrainModule):
 
 def train(folder: Path, *, epochs: int = EPOCHS) -> None:
     """Train from the last checkpoint on, saving every third step in the background; leave the weights."""
-    seed_everything(0)  # after a fork, Python seeds its own generator again
+    seed_everything(0)  # after a fork, Python reseeds its own generator
     module = Noisy()
     trainer = Trainer(
         max_epochs=epochs,
@@ -150,7 +150,7 @@ def kill_at(pid: int, folder: Path, wanted: str, skip: int, patience: float) -> 
 
 
 def moments(chance: random.Random) -> Iterator[tuple[str, int, float]]:
-    """Yield where to kill: three times of five inside a write, else at any time."""
+    """Yield where to kill: three times out of five inside a write, otherwise at any time."""
     while True:
         for wanted in chance.sample(["writing, before", "writing, with", "removing"], 3):
             yield wanted, chance.randrange(2), 20.0
@@ -228,7 +228,7 @@ def compare_weights_and_kept(war: Path, peace: Path) -> None:
     ours, theirs = (torch.load(run / "weights.pt", weights_only=True) for run in (war, peace))
     different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
     assert not different, f"weights differ: {different}"
-    # hidden is what the next save, had there been one, would have cleared away
+    # hidden files are those that the next save would have cleared away
     ours, theirs = (sorted(name for name in entries(run) if not name.startswith(".")) for run in (war, peace))
     assert ours == theirs, f"kept were {ours}, not {theirs}"
 

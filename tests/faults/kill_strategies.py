@@ -36,7 +36,7 @@ WITHIN = 2.0  # seconds after the first step in which a kill lands; of a run wit
 
 @dataclass
 class Run:
-    """A run in its folder, which is begun again after each kill, and what it was killed in."""
+    """A run in its folder, which is restarted after each kill, and what it was doing when killed."""
 
     folder: Path
     layout: str

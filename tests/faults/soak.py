@@ -63,7 +63,7 @@ class Seen:
     """When rank 0 completed a step, the round, and the step's number."""
 
     def note(self, lines: list[str]) -> bool:
-        """Take in what the program has written of its steps; return whether there is anything new."""
+        """Read what the program has written about its steps; return whether there is anything new."""
         for moment, number, step in map(str.split, lines):
             self.steps.append((float(moment), int(number), int(step)))
         return bool(lines)
@@ -84,14 +84,14 @@ class Seen:
         return found
 
     def redone(self) -> list[int]:
-        """Return how many steps were done again after each return to an earlier one."""
+        """Return how many steps were repeated after each return to an earlier one."""
         pairs = itertools.pairwise(self.steps)
         return [before + 1 - step for (_, one, before), (_, other, step) in pairs if one != other]
 
     def quarters(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the most that the run held in the first half of its rounds, and the least in the last quarter.
 
-        What grows is above all that was before. What comes and goes, as a file that is open for a moment, is not.
+        What grows exceeds all earlier values. What comes and goes, like a file that is open briefly, does not.
         """
         rounds = [self.samples[number] for number in sorted(self.samples)]
         early = itertools.chain(*rounds[: max(1, len(rounds) // 2)])
@@ -131,7 +131,7 @@ def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterat
         yield process
     finally:
         for one in processes_of(process.pid, mark):
-            if "resource_tracker" not in text(Path(f"/proc/{one}/cmdline")):  # it clears away what the others leave
+            if "resource_tracker" not in text(Path(f"/proc/{one}/cmdline")):  # it cleans up after the others
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)
         process.wait()
@@ -139,7 +139,7 @@ def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterat
 
 
 def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -> Seen:
-    """Let a run suffer for so long, and once at least; return what was seen of it once it has ended.
+    """Inject faults into a run for this long, and at least one; return what was seen of it once it has ended.
 
     Raises:
         AssertionError: if it came no further for `patience` seconds, failed, or left anything.

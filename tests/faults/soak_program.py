@@ -31,7 +31,7 @@ from echelon import (
 
 
 class Regression(TrainModule):
-    """A small network in double precision, with a schedule of every step, in which nothing is random but data."""
+    """A small network in double precision, with a schedule by steps; only the data is random."""
 
     def __init__(self, pause: float) -> None:
         super().__init__()

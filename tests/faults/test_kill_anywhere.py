@@ -21,7 +21,7 @@ def test_kills_of_a_rank_the_caller_or_all_change_no_bit_of_a_run_of_ranks(memor
 
 
 def run(script: str, *words: str | Path) -> str:
-    """Run a program of this folder to its end, and return what it has printed; nothing that it started is left."""
+    """Run a program of this folder to its end, and return its output; check that none of its processes is left."""
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name(script)), *map(str, words)],
         stdout=subprocess.PIPE,

@@ -169,7 +169,7 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def forge(folder: Path) -> None:
-    """Make the hashes and sizes of a manifest fit the files, as whoever can write them can."""
+    """Make the hashes and sizes of a manifest match the files, as anyone with write access can."""
     path = folder / "manifest.json"
     if not path.is_file():
         return

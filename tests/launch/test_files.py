@@ -63,7 +63,7 @@ def seen(paths):
 
 
 def names_in(pattern, names):
-    """Return which names a pattern means: with a slash at its end what is in such a folder."""
+    """Return the names that a pattern matches; with a trailing slash, what is in such a folder."""
     end = f"{pattern}*" if pattern.endswith("/") else pattern
     return {name for name in names if fnmatch.fnmatch(name, f"*/{end}")}
 

@@ -18,7 +18,7 @@ PROGRAM = str(Path(__file__).with_name("ray_program.py"))
 QUICK = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "1",  # 30 s by default, where a worker that is replaced does not answer
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "1",  # 30 s by default, if a worker that is replaced does not answer
 }
 
 

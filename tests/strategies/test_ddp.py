@@ -102,7 +102,7 @@ class Unused(Decayed):
 
 
 class Branches(Decayed):
-    """Uses one layer for samples of one kind, and another in every other step alone."""
+    """Uses one layer for samples of one kind, and another only in every other step."""
 
     def __init__(self):
         super().__init__()

@@ -59,7 +59,7 @@ def trained(strategy, **settings):
     return module, trainer
 
 
-# for torch another device than "cpu", so that hooks run
+# to torch, a different device from "cpu", so that hooks run
 MAP = {"layers": "cpu:0", "layers.3": "cpu", "": "cpu"}
 
 

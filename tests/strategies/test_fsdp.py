@@ -90,7 +90,7 @@ class CompilesBlocks(Net):
 
 
 class BuiltLate(TrainModule):
-    """Built where the strategy says, with layers that are initialised twice, or in ways of their own."""
+    """Built where the strategy says, with layers that are initialized twice, or in their own ways."""
 
     configure_optimizers, predict_step = Net.configure_optimizers, Net.predict_step
     training_step, validation_step, encode = Net.training_step, Net.validation_step, Net.encode
@@ -233,7 +233,7 @@ def train_all(cases):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return what one process ends with, where nothing is compiled or computed again."""
+    """Return what one process ends with, without compiling or recomputing anything."""
     plain = {
         name: replace(case, trainer={}, kind=Net if case.kind is CompilesBlocks else case.kind)
         for name, case in (CASES | ON_FOUR).items()

@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Net(TrainModule):
-    """Norms before, in and after the blocks; the first gets what the batch holds."""
+    """Norms before, in and after the blocks; the first gets the contents of the batch."""
 
     def __init__(self, norm=nn.Identity, spike=False):
         super().__init__()

@@ -133,7 +133,7 @@ class Growing(Net):
 
 
 class Late(Net):
-    """Makes a scheduler, and hooks of its optimizer, when the strategy has the optimizer already."""
+    """Creates a scheduler, and hooks of its optimizer, when the strategy already has the optimizer."""
 
     def on_train_start(self):
         optimizer = self.optimizers().optimizer

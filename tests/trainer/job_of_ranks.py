@@ -37,7 +37,7 @@ class Troubles(Callback):
 
 
 def main(kind, folder):
-    """Train on samples that no number of ranks divides, and say what was done."""
+    """Train on a number of samples that no number of ranks divides, and report what was done."""
     callbacks = [ModelCheckpoint(folder), Troubles(kind)]
     trainer = quiet(folder, strategy="ddp", max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
     trainer.fit(Regression(), loader(61, 2))

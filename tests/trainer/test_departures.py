@@ -122,7 +122,7 @@ class Order(Callback):
 
 
 class Worsening(Regression):
-    """Its validation loss is the step at which it was computed."""
+    """Its validation loss is the step at which it is computed."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", float(self.global_step))

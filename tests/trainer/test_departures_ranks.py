@@ -284,7 +284,7 @@ def test_a_signal_to_one_rank_of_a_launched_fit_reaches_the_caller_and_loses_not
 
 
 def start(*words):
-    """Start two ranks of a job as a launcher would; return their exit codes and what they said."""
+    """Start two ranks of a job as a launcher would; return their exit codes and output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -76,7 +76,7 @@ class MisspeltOptimizer(NoOptimizer):
 
 
 class Lookalike:
-    """What a LightningModule would look like to us."""
+    """A stand-in for how a LightningModule would look to us."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None

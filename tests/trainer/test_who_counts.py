@@ -42,7 +42,7 @@ def loader(size=2, num_samples=NUM_SAMPLES):
 
 
 def at_rank_0_and_alone(function, num_ranks, size, *args):
-    """Return what a function returns on several ranks, where all must have the same, and in one process."""
+    """Return what a function returns on several ranks, which must be equal on all, and in one process."""
     of_ranks = run_ranks(functools.partial(function, size, *args), num_ranks)
     assert all(result == of_ranks[0] for result in of_ranks), of_ranks
     (alone,) = run_ranks(functools.partial(function, size, *args), 1)
@@ -331,5 +331,5 @@ class OfRanks(Small):
 
 
 def test_what_is_not_synced_stays_the_own_value_of_each_rank():
-    # of each replica the first rank counts, where the ranks that hold it differ
+    # the first rank of each replica counts, if the ranks that hold it differ
     assert run_ranks(log_without_syncing, 4) == [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]

@@ -32,7 +32,7 @@ time.sleep(600)
 
 
 def holder_of(folder: Path, *of_round: str) -> tuple[subprocess.Popen[str], int]:
-    """Start a process that holds the lock, and a child that has inherited it; return the child's process id, too."""
+    """Start a process that holds the lock, and a child that inherits it; also return the child's process id."""
     command = [sys.executable, "-c", HOLDER, str(folder), *of_round]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

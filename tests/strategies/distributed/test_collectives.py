@@ -70,7 +70,7 @@ def reduce_everything():
     assert total["int"] == sum(range(world)) + world * 2**53 and type(total["int"]) is int
     assert total["float"] == sum(range(world)) + 0.5 * world and total["bool"] == 1
     equal(total["large"], torch.full((200_000,), float(sum(range(world)))))
-    equal(before, values(rank))  # what was given is as it was
+    equal(before, values(rank))  # the argument is unchanged
     total["matrix"].zero_()
     equal(data["matrix"], before.reshape(2, 3))
 
@@ -121,7 +121,7 @@ def test_reductions_and_gathers_over_nested_structures(world_size):
 
 
 def differentiate_everything():
-    """Compare with autograd on one process, where the inputs of all ranks are one tensor and the losses one sum."""
+    """Compare with autograd in one process, with the inputs of all ranks as one tensor and the losses as one sum."""
     ranks = joined_collectives()
     rank, world = ranks.rank, ranks.world_size
     size = 2 * world

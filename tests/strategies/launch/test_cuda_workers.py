@@ -15,7 +15,7 @@ import torch._dynamo
 from echelon.strategies.launch.agent import Agent
 from echelon.testing import run_ranks
 
-# What is preloaded are modules of installed packages: these two lie in a folder that is named as if it were one.
+# Only modules of installed packages are preloaded: the folder of these two is named as if it were one.
 INNOCENT = "import torch\n"
 GUILTY = "import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
 PROGRAM = """

@@ -69,7 +69,7 @@ def test_a_second_signal_while_the_first_is_passed_on_kills_and_does_not_deadloc
 
 
 class TooLongError(Exception):
-    """What a decorator with a time limit raises, in a handler of SIGALRM."""
+    """The error that a decorator with a time limit raises in a handler of SIGALRM."""
 
 
 def test_an_exception_of_the_users_own_handler_ends_the_workers_too(tmp_path):

@@ -52,7 +52,7 @@ def test_nothing_stays_of_fits_with_a_parameter_server(trainers, tmp_path):
 
 @pytest.fixture
 def no_collection():
-    """Leave what others have left in cycles out of the count, and what a launch would leave in cycles in it."""
+    """Exclude reference cycles that others have left from the count, but count those that a launch leaves."""
     gc.collect()
     gc.disable()
     yield

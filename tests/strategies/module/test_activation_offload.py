@@ -47,7 +47,7 @@ def test_memory_is_given_back_once_the_computation_waits_for_the_copy_and_only_s
     assert [one.original is not None for one in away] == 5 * [False] + 3 * [True]
     assert [whole(one.host) for one in away[:5]] == [[index] * 4 for index in range(5)]
     assert cuda.log.count(("wait", 1, 1)) == 5
-    assert cuda.log.count(("wait for stream", 1, 1)) == 8  # a copy is made of what has been computed
+    assert cuda.log.count(("wait for stream", 1, 1)) == 8  # values are copied once they are computed
 
 
 def test_a_tensor_above_the_bound_leaves_alone(cuda):

@@ -119,7 +119,7 @@ class Chunked(Words):
 
 
 class ComputesTheEmbeddingAgain(Words):
-    """The embedding lies in what a step computes again, and so does the first block."""
+    """The embedding is in what a step recomputes, and so is the first block."""
 
     def encode(self, tokens):
         def stem(tokens):
@@ -139,7 +139,7 @@ class Viewed(nn.Linear):
 
 
 class ChangesAViewInPlace(Words):
-    """What the head returns is a view, which the step then changes."""
+    """The head returns a view, which the step then changes."""
 
     def __init__(self):
         super().__init__()

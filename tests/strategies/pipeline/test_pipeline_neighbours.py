@@ -25,7 +25,7 @@ DECAY = 0.5
 
 
 class Block(nn.Module):
-    """A layer, and a buffer that follows what it sees in training."""
+    """A layer, and a buffer that tracks its inputs in training."""
 
     def __init__(self) -> None:
         super().__init__()

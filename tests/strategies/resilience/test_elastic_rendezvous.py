@@ -39,7 +39,7 @@ def endpoint():
 
 @pytest.fixture
 def node(endpoint):
-    """Make nodes of one run."""
+    """Create nodes of one run."""
     run_id, made = uuid.uuid4().hex, []
 
     def make(nodes=(1, 4), **changes):

@@ -196,7 +196,7 @@ class Case:
     plan: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
     inputs: Callable[[], Any] = floats
     block: str = "layer"
-    """The block that is named, where the plan is wrong."""
+    """The block that the error names if the plan is wrong."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

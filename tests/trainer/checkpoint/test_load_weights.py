@@ -20,7 +20,7 @@ def a_module(seed: int = 0) -> nn.Module:
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's, too."""
+    """An embedding whose weight is also the head's."""
 
     def __init__(self) -> None:
         super().__init__()

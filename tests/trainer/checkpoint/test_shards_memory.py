@@ -53,7 +53,7 @@ def memory_of_data() -> int:
 
 def train(strategy: Any, folder: Path, steps: int, ckpt_path: str | None = None) -> int:
     """Train under the limit to this many steps with a checkpoint after each; return how many were taken."""
-    # or the C library keeps for itself what was freed, and the ranks' needs depend on luck
+    # otherwise the C library keeps freed memory, and the ranks' needs depend on luck
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     torch.set_num_threads(1)  # each has a stack
     most = memory_of_data() + LIMIT

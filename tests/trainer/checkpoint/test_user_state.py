@@ -30,7 +30,7 @@ class Generated:
         return value
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint is to hold."""
+        """Return the content for a checkpoint."""
         return {"generator": self.generator.get_state()}
 
     def load(self, state: Mapping[str, Any]) -> None:

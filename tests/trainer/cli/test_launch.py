@@ -101,7 +101,7 @@ def start(folder, *options):
 
 
 def end(launch, folder):
-    """Return what a launch wrote since and its exit code; nothing of it is left."""
+    """Return what a launch has written since, and its exit code; check that nothing of it is left."""
     try:
         output, errors = launch.communicate(timeout=240)
     finally:

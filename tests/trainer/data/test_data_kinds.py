@@ -51,7 +51,7 @@ class OldStyle:
 
 
 class WebLoader(IterableDataset):
-    """As webdataset's of this name: a data set by its class, and a loader of batches by what it does."""
+    """Like webdataset's class of this name: a data set by class, and a loader of batches by behavior."""
 
     def __init__(self, *args, **options):
         self.inner = DataLoader(*args, **options)

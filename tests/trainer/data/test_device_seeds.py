@@ -62,7 +62,7 @@ def test_the_state_of_a_device_goes_with_the_rank_to_a_device_of_another_index(g
 
 
 def test_a_validation_inside_fit_isolates_the_device_of_the_strategy(generators, monkeypatch):
-    """On the CPU the module computes; what the strategy calls its devices is pretended."""
+    """The module computes on the CPU; the strategy's devices are simulated."""
 
     class Draws(Regression):
         def validation_step(self, batch, batch_idx):

@@ -208,7 +208,7 @@ def test_a_launched_run_whose_rank_0_is_killed_is_one_curve(tmp_path: Path) -> N
 
 
 class Refusing(Callback):
-    """Takes the store's folder away after a step, and brings it back after another."""
+    """Takes the store's folder away after a step, and brings it back after a later one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.away = folder, folder.with_name("away")

@@ -110,7 +110,7 @@ def test_the_metrics_of_an_epoch_are_there_in_its_end_hooks():
 
 
 class Saying(Callback):
-    """Takes what it reads to the caller."""
+    """Returns what it reads to the caller."""
 
     def __init__(self):
         self.read = None

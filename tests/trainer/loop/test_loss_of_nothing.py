@@ -11,7 +11,7 @@ from echelon import Loss, Trainer, TrainModule
 
 
 class Masked(TrainModule):
-    """The mean of what is not masked."""
+    """The mean of all that is not masked."""
 
     def __init__(self) -> None:
         super().__init__()

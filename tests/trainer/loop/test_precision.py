@@ -15,7 +15,7 @@ def weights(module):
 
 
 class Dtypes(Regression):
-    """Notes the dtypes of what it meets."""
+    """Notes the dtypes that it sees."""
 
     def __init__(self):
         super().__init__()

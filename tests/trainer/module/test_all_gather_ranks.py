@@ -49,7 +49,7 @@ def test_tensors_and_numbers_get_a_dimension_of_ranks(of_ranks):
 
 
 def test_gradients_flow_back_to_their_rank_on_request_also_in_a_group(of_ranks):
-    # the derivative: over all ranks, the sum of what each derives by this rank's tensor
+    # the derivative: the sum, over all ranks, of each rank's derivative by this rank's tensor
     for rank, (_, _, gradients, _) in enumerate(of_ranks):
         assert gradients == [[3.0 * (rank + 1)] * 3, None] * 2
 

@@ -213,7 +213,7 @@ class MeasuredStep(Callback):
 
 
 def measure(kind, strategy, **settings):
-    """Return what the rank with the most holds and sends in a step; collective."""
+    """Return what the rank with the largest memory holds and sends in a step; collective."""
     measured = MeasuredStep()
     torch.manual_seed(0)
     trainer = Trainer(**settings_of(strategy=strategy, max_steps=3, callbacks=[measured], **settings))

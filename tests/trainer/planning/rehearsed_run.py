@@ -34,7 +34,7 @@ class Tokens(DataModule):
 
 
 class Noting(Callback):
-    """Notes of this rank what it reads, holds, sends in the second step, and writes."""
+    """Notes what this rank reads, holds, sends in the second step, and writes."""
 
     def __init__(self, path):
         self.path, self.samples, self.traffic, self.noted = path, [], CountedTraffic(), {}

@@ -105,7 +105,7 @@ def profile_of_case(make):
         settings = settings_of(strategy=strategy, devices=1, max_steps=3, callbacks=[callback])
         Trainer(**settings).fit(module, words_loader())
 
-    # what is sparse has no shape without values
+    # without values, a sparse tensor has no shape
     return take_profile(fit, module, ProfilingStrategy(measures=module.first.sparse))
 
 

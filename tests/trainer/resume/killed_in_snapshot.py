@@ -87,7 +87,7 @@ def fork(folder: Path, round_: int, rank: int) -> tuple[int, int]:
             run_rank(folder, round_, rank, writer)
         except BaseException:  # noqa: BLE001 - nothing of it may go on as the parent
             traceback.print_exc()
-            time.sleep(60)  # the others fail, too, when one is killed; the parent ends them all
+            time.sleep(60)  # the others also fail when one is killed; the parent ends them all
         os._exit(1)
     os.close(writer)
     return pid, reader

@@ -35,7 +35,7 @@ class Dropping(TrainModule):
 
 
 class Draws(Callback):
-    """Gathers what each rank's generator would give next where training begins, and dies where it is told to."""
+    """Gathers what each rank's generator would give next when training begins, and dies where it is told to."""
 
     def __init__(self, dies_at: int | None = None) -> None:
         self.draws: list[float] = []

@@ -40,7 +40,7 @@ def run(*callbacks, **settings):
 
 
 def in_two_parts(folder, callback, error, **settings):
-    """Return a run as a whole, and the parts of one whose first part the callback ends; nothing else is saved of it."""
+    """Return a run as a whole, and the parts of one whose first part the callback ends; nothing else of it is saved."""
     seed_everything(1)
     whole = fit(run(**settings), folder / "whole", every_n_steps=100)
     seed_everything(1)

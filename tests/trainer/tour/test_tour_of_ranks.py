@@ -203,7 +203,7 @@ echelon.Trainer(max_epochs=5000, accelerator="cpu", devices=devices, strategy={s
 def test_ctrl_c_says_where_to_go_on_without_a_traceback(strategy: str, devices: int, tmp_path: Path) -> None:
     helpers = str(Path(__file__).parents[2] / "helpers")
     program = INTERRUPTED.format(helpers=helpers, strategy=strategy, devices=devices)
-    # an interpreter of its own, as it is the one that shows what a program ends with
+    # a separate interpreter, as only that shows how a program ends
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=440)
     assert ended.returncode == -signal.SIGINT

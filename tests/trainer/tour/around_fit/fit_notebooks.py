@@ -131,7 +131,7 @@ def a_program_that_changes_its_folder(fit: Fit) -> None:
 
 @scenario
 def variables_that_a_hook_sets(fit: Fit) -> None:
-    """In this process they stay, as what a hook does is the user's; the trainer's own do not."""
+    """In this process they stay, as a hook's actions are the user's; the trainer's own do not."""
     try:
         fit(lambda _: os.environ.__setitem__("SET_BY_A_HOOK", "1"))
     finally:

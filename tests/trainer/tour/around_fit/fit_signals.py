@@ -80,7 +80,7 @@ def sigterm_while_a_checkpoint_is_written(fit: Fit) -> None:
 
 
 class TooLongError(Exception):
-    """What a decorator with a time limit raises."""
+    """The error that a decorator with a time limit raises."""
 
 
 @scenario
