@@ -208,7 +208,7 @@ def test_ray_may_place_different_numbers_of_workers():
     [
         (without(TORCHRUN, "RANK"), "RANK is not set"),
         ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not a number"),
-        ({**TORCHRUN, "RANK": "4"}, "torchrun give rank 4 of 4; .* from 0 to 3"),
+        ({**TORCHRUN, "RANK": "4"}, "torchrun give rank 4 of 4, but .* from 0 to 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "local_rank 1 of 1"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "9"}, r"9 tasks in all, \[2, 2, 2, 1\] on its 4 nodes"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "'2x3' is not of the form"),

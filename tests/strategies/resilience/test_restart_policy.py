@@ -114,7 +114,7 @@ def test_nodes_that_only_blame_each_other_come_to_an_end():
     [
         ({"max_restarts": -1}, "max_restarts must be >= 0, got -1"),
         ({"max_restarts": 1, "backoff": (2.0, 1.0)}, r"backoff must be .* got \(2.0, 1.0\)"),
-        ({"max_restarts": 1, "same_step_limit": 0}, "same_step_limit=0"),
+        ({"max_restarts": 1, "same_step_limit": 0}, "same_step_limit must be >= 1, got 0"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(arguments, message):

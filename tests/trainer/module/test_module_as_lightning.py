@@ -43,7 +43,7 @@ def test_a_batch_has_as_many_samples_as_its_first_tensor():
 
 def test_an_unclear_batch_size_is_named_with_its_entries():
     warn_of_unclear_size({"x": torch.ones(3, 2), "y": [torch.ones(3), torch.tensor(1.0)]})
-    with pytest.warns(UserWarning, match=r"batch\['image'\] has 8 entries and batch\['boxes'\]\[1\] 3; 8 is taken"):
+    with pytest.warns(UserWarning, match=r"batch\['image'\] has 8 entries and batch\['boxes'\]\[1\] 3; 8 is used"):
         warn_of_unclear_size({"image": torch.ones(8, 2), "boxes": [torch.ones(8), torch.ones(3)]})
 
 
