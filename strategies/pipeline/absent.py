@@ -8,8 +8,6 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from ..errors import ModuleError
-
 _OF_FORM: Final = frozenset(
     {
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cpu", "is_cuda", "is_meta", "is_leaf"),
@@ -22,37 +20,33 @@ _OF_FORM: Final = frozenset(
 class AbsentTensor(Tensor):
     """A tensor that parts hand to each other, and that says where it is when its values are used."""
 
-    reason: str
-    """The error of a use."""
+    error: Exception
+    """What is raised where it is used."""
 
     @classmethod
-    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, reason: str) -> Self:
+    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, error: Exception) -> Self:
         """Return one of a form, with the error of a use."""
         absent = torch.zeros(shape, dtype=dtype, device=device).as_subclass(cls)
-        absent.reason = reason
+        absent.error = error
         return absent
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about the form, and refuse everything else.
-
-        Raises:
-            ModuleError: for a use of values.
-        """
+        """Answer questions about the form, and raise the error for everything else."""
         name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _OF_FORM:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise next(_refusals((args, kwargs)))
+        raise next(_errors((args, kwargs)))
 
 
-def _refusals(data: Any) -> Iterator[ModuleError]:
+def _errors(data: Any) -> Iterator[Exception]:
     if isinstance(data, AbsentTensor):
-        yield ModuleError(data.reason)
+        yield data.error
     elif isinstance(data, dict):
         for value in data.values():
-            yield from _refusals(value)
+            yield from _errors(value)
     elif isinstance(data, list | tuple):
         for value in data:
-            yield from _refusals(value)
+            yield from _errors(value)

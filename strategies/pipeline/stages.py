@@ -150,12 +150,12 @@ class Pass:
                 return leaf
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 return leaf.filled(value, self.staged.device)
-            reason = (
+            error = ModuleError(
                 f"{name} on stage {self.staged.owners[name][0]} returns a tensor of {leaf.dtype}, which the step uses "
                 f"on stage {self.stage}, where it is not; let the blocks pass it on in their outputs, or compute it on "
                 "the stage that needs it."
             )
-            return AbsentTensor.like(leaf.shape, leaf.dtype, self.staged.device, reason=reason)
+            return AbsentTensor.like(leaf.shape, leaf.dtype, self.staged.device, error=error)
 
         return map_tensors(lambda tensor: tensor, specs[number], fill)
 
