@@ -23,7 +23,7 @@ def refuse_trials(owner: str, module: nn.Module, strategy: Strategy) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{owner} needs automatic optimization, got {type(module).__name__} with automatic_optimization=False, "
-            "which makes its own steps; compare settings in short runs (max_steps) instead."
+            "which makes its own steps; use short runs (max_steps) to compare settings."
         )
     if not strategy.can_try_steps:
         raise ConfigError(

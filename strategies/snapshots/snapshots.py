@@ -177,7 +177,7 @@ class MemorySnapshots:
             self.is_broken = True
             raise CheckpointError(
                 f"The snapshot of step {draft.step} in memory is not taken, and no more are in this round "
-                f"({str(error).splitlines()[0]}); find out why a rank has ended or is so slow."
+                f"({str(error).splitlines()[0]}); check why a rank has ended or is so slow."
             ) from error
 
     def _assemble(
