@@ -367,7 +367,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         """Return the groups and this trainer's share of the state, by name; each trainer saves a different share."""
         state = super().optimizer_state(optimizer)
         served = self._served.get(optimizer)
-        if served is None and isinstance(optimizer.state, ServedState):
+        # after a fit that has failed, the servers may have answered some of the trainers only
+        if served is None and self.collectives.all_reduce(float(isinstance(optimizer.state, ServedState)), "max"):
             raise RunError(
                 "The state of the optimizers must be here to be saved, got none: it was lost with a server, when the "
                 "fit failed. Save with weights_only=True, or go on with fit(..., ckpt_path='last')."

@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ModuleError, ParameterServerStrategy, ProcessError, RunError, Trainer, TrainModule, seed_everything
+from echelon.strategies.servers.served_state import ServedState
+from echelon.testing import run_ranks
 
 
 class Net(TrainModule):
@@ -50,7 +53,7 @@ def fit(strategy, does="nothing", max_epochs=3, ckpt_path=None):
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=1,
+        devices="auto",
         precision="64-true",
         max_epochs=max_epochs,
         logger=False,
@@ -103,3 +106,16 @@ def test_a_checkpoint_without_the_state_that_was_lost_with_a_server_is_refused(t
         trainer.save_checkpoint(tmp_path / "after.ckpt")
     assert not (tmp_path / "after.ckpt").exists()
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+
+def save_where_rank_1_has_lost_its_state(folder):
+    trainer, _ = fit("ps", max_epochs=1)
+    [optimizer] = trainer.optimizers
+    if trainer.global_rank == 1:
+        optimizer.state = ServedState(optimizer.state, {})  # as it is left where servers no longer answer
+    with pytest.raises(RunError, match="lost with a server"):
+        trainer.save_checkpoint(Path(folder) / "after.ckpt")
+
+
+def test_a_state_that_one_trainer_has_lost_is_refused_on_all(tmp_path):
+    run_ranks(save_where_rank_1_has_lost_its_state, 2, tmp_path, timeout=300)
