@@ -57,7 +57,7 @@ def port(source: str, name: str = "the program") -> Ported:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(
-            f"{name} must be Python of this version, found {error.args[0]!r} in line {line}; fix it first."
+            f"{name} must be Python of this version, found {error.args[0]!r} in line {line}; correct it first."
         ) from None
     porter = _Porter(source)
     porter.visit_imports(tree)

@@ -188,6 +188,6 @@ def _store_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's DistError is one
         raise CheckpointError(
-            f"The checkpoint is not written: the store of the run does not answer ({str(error).splitlines()[0]}); check "
-            "why the process that hosts it, often rank 0, has ended. Earlier checkpoints are untouched."
+            f"The checkpoint is not written: the store of the run does not answer ({str(error).splitlines()[0]}); "
+            "check why the process that hosts it, often rank 0, has ended. Earlier checkpoints are untouched."
         ) from error
