@@ -21,19 +21,25 @@ _FIRST_YEAR: Final = 2024
 
 def check_folder(folder: Path) -> Iterator[Finding]:
     """Check that checkpoints can be written into a folder: created, synchronized, renamed, linked, removed."""
+    made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".echelon-doctor-", dir=folder) as inside:
             yield from _try(folder, Path(inside))
+        free = shutil.disk_usage(folder).free
     except OSError as error:
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
         yield Finding(
             "run folder",
             f"{folder} cannot be written ({error.strerror or error})",
-            "make it writable, such as mount -o remount,rw; or give --folder, and default_root_dir of the Trainer, "
-            "another",
+            f"{'give the path of a folder' if is_file else 'make it writable, such as mount -o remount,rw'}; or give "
+            "--folder, and default_root_dir of the Trainer, another",
         )
         return
-    free = shutil.disk_usage(folder).free
+    finally:
+        for one in made:  # the run makes them itself
+            with contextlib.suppress(OSError):
+                one.rmdir()
     if free < _LEAST_SPACE:
         yield Finding(
             "run folder",

@@ -19,6 +19,8 @@ from .finding import Finding
 _FEWEST_FILES: Final = 256
 _FEW_FILES: Final = 1024
 _SMALLEST_FILE: Final = 1 << 30
+_SHORTEST_RUN: Final = 24 * 3600
+"""Seconds."""
 _LEAST_SHARED: Final = 64 << 20
 _LITTLE_SHARED: Final = 512 << 20
 _LONGEST_SOCKET: Final = 107
@@ -82,6 +84,13 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
         yield Finding(
             "file size", f"a file may have {_amount(size)} at most; checkpoints are larger", "ulimit -f unlimited"
         )
+    seconds, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    if 0 <= seconds < _SHORTEST_RUN:
+        yield Finding(
+            "processor time",
+            f"a process ends after {seconds} s of it, as on the login nodes of clusters",
+            "ulimit -t unlimited, or run in a job",
+        )
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= memory < 8 << 30:
         yield Finding(
@@ -144,13 +153,16 @@ def check_threads(num_processes: int, environ: Mapping[str, str] = ENVIRON) -> I
     """Check that there are enough cores for the threads of all processes of this node."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = environ.get("OMP_NUM_THREADS", "")
+    text = text.partition(",")[0].strip()  # of a list the first counts, and the others for what is nested
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
         yield Finding("threads", f"OMP_NUM_THREADS={text!r} is not a number", "unset OMP_NUM_THREADS", stops=False)
     elif text and int(text) * num_processes > 2 * cores:
         yield Finding(
             "threads",
             f"OMP_NUM_THREADS={text} in {num_processes} process(es), but {cores} core(s): they take turns",
-            f"export OMP_NUM_THREADS={max(1, cores // num_processes)}, or unset it",
+            f"export OMP_NUM_THREADS={max(1, cores // num_processes)}, or unset it"
+            if int(text) > 1
+            else f"start fewer processes, such as --nproc {cores}",
             stops=False,
         )
 

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from typing import Final
 
 from ..cluster.environment import ENVIRON, LOOPBACK
@@ -83,12 +84,14 @@ def check_name(host: str | None) -> Iterator[Finding]:
     if host is not None and address.startswith("127.") and not ENVIRON.get("GLOO_SOCKET_IFNAME"):
         with contextlib.suppress(OSError):
             own = address_towards(host)
-            if not own.startswith("127."):
+            if not ip_address(own.partition("%")[0]).is_loopback:
+                interface = interface_of(own)
+                export = "" if interface is None else f"export GLOO_SOCKET_IFNAME={interface}, or "
                 yield Finding(
                     "name resolution",
-                    f"this machine's name {name!r} leads to {address}, which other nodes cannot reach. Echelon works "
-                    "around it; plain torchrun does not",
-                    f"export GLOO_SOCKET_IFNAME={interface_of(own)}, or give {name} the address {own} in /etc/hosts",
+                    f"this machine's name {name!r} leads to {address}, which other nodes cannot reach. Echelon goes "
+                    "round it; plain torchrun does not",
+                    f"{export}give {name} the address {own} in /etc/hosts",
                     stops=False,
                 )
 

@@ -321,12 +321,19 @@ def test_timeouts_that_do_not_nest_are_found_by_the_command(tmp_path, capsys):
 def test_a_sound_machine_has_no_finding(tmp_path, capsys):
     assert main(["doctor", "--folder", str(tmp_path / "new")]) == 0
     assert capsys.readouterr().out == "Nothing is wrong.\n"
-    assert list((tmp_path / "new").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--nproc", "0"], ["--port", "x"], ["--timeout", "-1"], ["--rdzv", "a", "--port", "3"], ["--rdzv", "a:b:c"]],
+    [
+        ["--nproc", "0"],
+        ["--port", "x"],
+        ["--timeout", "-1"],
+        ["--rdzv", "a", "--port", "3"],
+        ["--rdzv", "a:b:c"],
+        ["--rdzv", ""],
+    ],
 )
 def test_wrong_commands_are_refused(words, capsys):
     with pytest.raises(SystemExit) as error:
@@ -340,6 +347,9 @@ def test_locked_memory_and_threads_and_versions_are_judged():
     found = [one.check for one in check_limits(has_infiniband=True)]
     assert ("locked memory" in found) == (0 <= few < 1 << 30)
     assert [one.check for one in check_threads(1, {"OMP_NUM_THREADS": "many"})] == ["threads"]
+    assert list(check_threads(1, {"OMP_NUM_THREADS": "1,2"})) == []
+    [found] = check_threads(1000, {"OMP_NUM_THREADS": "1"})
+    assert found.remedy.startswith("start fewer processes")
     same = {"torch": "2.11", "Python": "3.11"}
     assert list(compare_versions(1, same, same)) == []
     [found] = compare_versions(1, {**same, "torch": "2.10"}, same)

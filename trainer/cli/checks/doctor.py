@@ -133,6 +133,8 @@ def _endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
         return None, options.port
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+    if not options.rdzv:
+        raise argparse.ArgumentError(None, "--rdzv is empty; give HOST or HOST:PORT, or leave it out")
     if options.port is not None:
         raise argparse.ArgumentError(None, f"--port {options.port} stands beside --rdzv; write --rdzv HOST:PORT")
     try:
