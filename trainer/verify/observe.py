@@ -22,7 +22,7 @@ from ..data.seed import seed_everything
 from ..module.train_module import TrainModule
 from ..trainer import Trainer
 from .layout import Layout
-from .randomness import SeededData, switch_off
+from .randomness import NotesRounding, SeededData, switch_off
 from .recorder import Recorder, RowsLogger, StepNotes
 from .trace import Traced
 
@@ -73,6 +73,8 @@ class Observation:
     """Whether this rank has a part of each sequence."""
     cuts_layers: bool = False
     """Whether it has a part of single layers."""
+    rounds_at: str = ""
+    """The line at which a gradient goes through float32, in one process; "" if it does not."""
     seconds: float = 0.0
 
 
@@ -92,6 +94,8 @@ def observe(task: RankTask) -> Observation:
         recorder = Recorder(task.folder, is_reference=task.is_reference, saves=(task.steps, checkpoint))
         trainer, module = _fit(task, recorder, size, logger=rows)
         seen.notes, seen.rows = recorder.notes, rows.rows
+        if isinstance(recorder.without_dropout, NotesRounding):
+            seen.rounds_at = recorder.without_dropout.line
         seen.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if _validates(task):
             results = trainer.validate(module, verbose=False, datamodule=SeededData(task.data, module))

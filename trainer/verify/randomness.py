@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -51,6 +54,29 @@ class NoDropout(TorchFunctionMode):
             call.arguments["dropout_p"] = 0.0
             args, given = call.args, call.kwargs
         return func(*args, **given)
+
+
+class NotesRounding(NoDropout):
+    """Does so, and notes the first line from which a gradient goes through float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = ""
+        """The file, the number and the text of the line; "" if there is none."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs)
+        if not self.line and type(output) is Tensor and output.dtype is torch.float32 and output.requires_grad:
+            frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 - the caller's
+            own = [frame for frame in frames if Path(torch.__file__).parent not in Path(frame.filename).parents]
+            self.line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "torch"
+        return output
 
 
 def _replaced(

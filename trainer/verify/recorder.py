@@ -20,7 +20,7 @@ from ..module.loss import Loss, loss_of
 from ..module.train_module import TrainModule
 from . import differences
 from .differences import Deviation, doubled, whole
-from .randomness import NoDropout
+from .randomness import NoDropout, NotesRounding
 from .trace import Trace
 
 
@@ -77,6 +77,7 @@ class Recorder(Callback):
     ) -> None:
         self.notes: list[StepNotes] = []
         self.trace: Trace | None = None
+        self.without_dropout = NotesRounding() if is_reference and traces is None else NoDropout()
         self._folder, self._is_reference, self._saves, self._traces = folder, is_reference, saves, traces
         self._gradients: dict[str, Tensor] = {}
         self._current = StepNotes(0)
@@ -177,7 +178,7 @@ class Recorder(Callback):
                 self.trace = Trace(module, file, self._traces[1])
             follows = self.trace.micro_batch(args[0], list(micro_batch.indices or ()), strategy)
         self._current.sizes.append(micro_batch.size)
-        with NoDropout(), follows:
+        with self.without_dropout, follows:
             output = step(*args, **kwargs)
         loss = loss_of(output) if module.automatic_optimization else None
         if loss is not None:

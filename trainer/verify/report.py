@@ -81,7 +81,8 @@ class Report:
             [one.layout, *(_cell(one.largest.get(kind)) for kind in KINDS), "same" if one.is_same else "DIFFERS"]
             for one in self.comparisons
         ]
-        begin = f"{self.steps} steps and one after a checkpoint, each of {self.global_batch_size} samples, in float64: "
+        number = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        begin = f"{number} and one after a checkpoint, each of {self.global_batch_size} samples, in float64: "
         lines = [
             begin + "the largest differences from one process, relative to the largest value.",
             *(f"- {note}" for note in self.notes),

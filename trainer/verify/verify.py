@@ -37,6 +37,8 @@ SETTINGS: Final = (
 )
 """The arguments of `Trainer` that change its numbers and that `verify` accepts; it sets the others itself."""
 TOLERANCE: Final = 1e-9
+OF_FLOAT32: Final = 1e-5
+"""The tolerance where a module computes in float32 by itself."""
 
 _LEFT_OUT: Final = (ModelCheckpoint, ProgressDisplay, ModelSummary, EarlyStopping)
 Notify = Callable[[str], None]
@@ -52,7 +54,7 @@ def verify(
     devices: str = "cpu",
     settings: Mapping[str, Any] | None = None,
     freeze_batchnorm: bool = False,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     timeout: float = 600.0,
     notify: Notify | None = None,
 ) -> Report:
@@ -80,7 +82,8 @@ def verify(
             ``global_batch_size`` a step has the loader's batch, less one sample if the ranks would have equal parts; in
             manual optimization, the next multiple of the ranks.
         freeze_batchnorm: keep the statistics of BatchNorm layers fixed, to see what else differs.
-        tolerance: the largest difference of a value, relative to the largest value, that counts as rounding.
+        tolerance: the largest difference of a value, relative to the largest value, that counts as rounding; by
+            default 1e-9, and 1e-5 where the module computes in float32 by itself.
         timeout: seconds for the processes of a layout.
         notify: called with the name of each layout as it starts.
 
@@ -98,15 +101,20 @@ def verify(
             *(module, data, single, given, devices, steps, Path(folder)), freezes_batchnorm=freeze_batchnorm
         )
         task = replace(task, multiple=math.lcm(*(layout.ranks for layout in layouts)))
-        bench = _Bench(task, tolerance, timeout, notify or _nothing)
+        bench = _Bench(task, TOLERANCE if tolerance is None else tolerance, timeout, notify or _nothing)
         bench.run_reference()
+        if tolerance is None and bench.expected.rounds_at:
+            bench.tolerance = OF_FLOAT32
+            notes.append(
+                f"{bench.expected.rounds_at} computes in float32: differences up to {OF_FLOAT32:g} are rounding"
+            )
         comparisons = tuple(bench.compare_all(layouts))
         size = bench.expected.global_batch_size
-    return Report(comparisons, tolerance, steps, size, (*notes, *([warning] if warning else [])))
+    return Report(comparisons, bench.tolerance, steps, size, (*notes, *([warning] if warning else [])))
 
 
 def _checked(
-    module: TrainModule, data: Any, settings: Mapping[str, Any] | None, steps: int, tolerance: float
+    module: TrainModule, data: Any, settings: Mapping[str, Any] | None, steps: int, tolerance: float | None
 ) -> dict[str, Any]:
     """Return the settings that are taken over.
 
@@ -116,7 +124,7 @@ def _checked(
     check_module(module, data if isinstance(data, DataModule) else None, "fit")
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"steps must be a number from 1, got {steps!r}; give how many optimizer steps to compare.")
-    if not 0 < tolerance < 1:
+    if tolerance is not None and not 0 < tolerance < 1:
         raise ConfigError(f"tolerance must be between 0 and 1, got {tolerance!r}; give such as {TOLERANCE:g}.")
     if isinstance(data, tuple) and len(data) != 2:
         raise ConfigError(f"data must be a pair of a training and a validation loader, got {len(data)}; give two.")

@@ -231,6 +231,17 @@ def test_a_step_that_fails_on_ranks_alone_is_a_finding():
     )
 
 
+def test_what_a_module_computes_in_float32_is_rounding():
+    class Rounds(Sound):
+        def training_step(self, batch, batch_idx):
+            return nn.functional.mse_loss(self(batch[0]).float(), batch[1].float())
+
+    report = verify(Rounds(), data(Rounds), ["ddp:3"], steps=1)
+    assert report.is_same and report.comparisons[0].largest["loss"] > 1e-9, str(report)
+    assert any("(return nn.functional.mse_loss(self(batch[0]).float()" in note for note in report.notes)
+    assert not verify(Rounds(), data(Rounds), ["ddp:3"], steps=1, tolerance=1e-9).is_same
+
+
 @pytest.mark.parametrize(
     ("given", "parts"),
     [

@@ -14,10 +14,9 @@ from ....strategies import Strategy
 from ....strategies.errors import ConfigError
 from ....strategies.state.from_environment import FromEnvironment
 from ...data.seed import seed_everything
-from ...module.train_module import TrainModule
 from ...verify import Layout, Report, verify
-from ...verify.verify import SETTINGS, TOLERANCE
-from ..config import check_config
+from ...verify.verify import OF_FLOAT32, SETTINGS, TOLERANCE
+from ..config import build_module, check_config
 from ..config_file import load_config
 from ..instantiate import build
 from ..output import printable
@@ -50,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", default="cpu", metavar="KIND", help="cpu, or cuda with a GPU for each rank (cpu)")
     parser.add_argument("--freeze-batchnorm", action="store_true", help="keep the statistics of BatchNorm layers fixed")
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, metavar="X", help=f"what counts as rounding ({TOLERANCE:g})"
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help=f"what counts as rounding ({TOLERANCE:g}; {OF_FLOAT32:g} where the module computes in float32)",
     )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for each layout (600)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -74,9 +76,8 @@ def _verify(options: argparse.Namespace) -> Report:
     strategies = [_of_config(given, options.ranks) if name == "config" else name for name in names]
     seed_everything(values.get("seed") or 0, verbose=False)
     settings = build({name: value for name, value in given.items() if name in SETTINGS}, "trainer")
-    module: TrainModule = build(values["module"], "module")
     return verify(
-        module,
+        build_module(values),
         build(values.get("data"), "data"),
         strategies,
         ranks=options.ranks,
