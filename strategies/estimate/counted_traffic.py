@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..module.memory_estimate import size_of
 from ..torch_internals import TorchDispatchMode, tree_leaves
 from .estimate import all_reduced, exchanged
 
@@ -38,7 +39,7 @@ class CountedTraffic(TorchDispatchMode):
             return
         group = dist.ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
-        sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        sizes = [size_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         # of what is gathered and scattered the whole tensor counts, which is the larger one
         most = max(sizes, default=0) if "base" in name or "gather" in name or "scatter" in name else sum(sizes)
         if name == "send":

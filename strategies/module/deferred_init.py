@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModuleError
-from ..torch_internals import OpOverload, TorchDispatchMode, tree_leaves, tree_map
+from ..torch_internals import OpOverload, TorchDispatchMode, is_without_memory, tree_leaves, tree_map
 
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICE: Final = Tensor.device.__get__
@@ -151,18 +151,35 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
-    """Record a call of ``nn.init.trunc_normal_`` as one operation.
+    """Record a call of ``nn.init.trunc_normal_`` as one operation."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        outline = _Outline.of(tensor)
+        operations.append(_Operation(original, (outline, *args), kwargs, outline))
+        return tensor
+
+    with _trunc_normal_replaced(_is_meta, record):
+        yield
+
+
+@contextmanager
+def without_trunc_normal() -> Iterator[None]:
+    """Have ``nn.init.trunc_normal_`` leave tensors alone that have no memory, and so no values to draw again."""
+    with _trunc_normal_replaced(is_without_memory, lambda tensor, *_, **__: tensor):
+        yield
+
+
+@contextmanager
+def _trunc_normal_replaced(applies: Callable[[Tensor], bool], other: Callable[..., Tensor]) -> Iterator[None]:
+    """Call another function instead of ``nn.init.trunc_normal_``, for the tensors to which that applies.
 
     It redraws numbers outside the bounds (torch 2.14), for which it reads values.
     """
     original = nn.init._no_grad_trunc_normal_
 
     def trunc_normal_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _is_meta(tensor):
-            return original(tensor, *args, **kwargs)
-        outline = _Outline.of(tensor)
-        operations.append(_Operation(original, (outline, *args), kwargs, outline))
-        return tensor
+        return (other if applies(tensor) else original)(tensor, *args, **kwargs)
 
     nn.init._no_grad_trunc_normal_ = trunc_normal_
     try:

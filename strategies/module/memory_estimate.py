@@ -77,10 +77,11 @@ def _expected_state(optimizer: Optimizer, share: Share) -> float:
 
 
 def _held(tensors: Iterable[Tensor]) -> int:
-    return sum(_size(local_shard(tensor)) for tensor in tensors)
+    return sum(size_of(local_shard(tensor)) for tensor in tensors)
 
 
-def _size(tensor: Tensor) -> int:
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of the numbers of a tensor; of a sparse one, with its indices."""
     if tensor.is_sparse:
         return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - also if not coalesced
     if tensor.is_meta or tensor.layout is not torch.strided:

@@ -15,7 +15,7 @@ from torch.utils.hooks import unserializable_hook
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
-from ..torch_internals import ignore_in_ddp
+from ..torch_internals import ignore_in_ddp, is_without_memory
 from .compression import CommHook, Compression, check_compression, register_compression
 from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
 
@@ -250,11 +250,14 @@ def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
     if not like.is_cpu:
         _average_on_device(parameters, collectives)
         return
-    has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device)
+    own = [float(p.grad is not None) for p in parameters]
+    has_gradient = torch.tensor(own, dtype=like.dtype, device=like.device)
     gradients = [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in parameters]
     flat = collectives.all_reduce(torch.cat([*gradients, has_gradient]), "mean")
     averaged = flat[: -len(parameters)].split([p.numel() for p in parameters])
-    for parameter, gradient, fraction in zip(parameters, averaged, flat[-len(parameters) :].tolist(), strict=True):
+    # in a rehearsal the other ranks are as this one
+    fractions = own if is_without_memory(flat) else flat[-len(parameters) :].tolist()
+    for parameter, gradient, fraction in zip(parameters, averaged, fractions, strict=True):
         if not fraction:
             continue
         if parameter.grad is None:

@@ -117,9 +117,7 @@ class ShardedModule:
 
     def _own_units(self) -> list[Any]:
         """Return the submodules that the module has sharded itself."""
-        from torch.distributed.fsdp import FSDPModule
-
-        return [submodule for submodule in self.module.modules() if isinstance(submodule, FSDPModule)]
+        return [submodule for submodule in self.module.modules() if _is_sharded(submodule)]
 
     def _shard_layers(self) -> list[Any]:
         """Shard the large layers outside the blocks as units beside the module's, and return these units."""
@@ -172,22 +170,22 @@ class ShardedModule:
 
     def _shard_children(self) -> list[Any]:
         """Shard each child of the module as a root of its own."""
-        module = self.module
-        roots = list(_with_forward(module))
+        roots = list(_with_forward(self.module))
         inside = Counter(parameter for root in roots for parameter in set(root.parameters()))
-        misplaced = [name for name, parameter in module.named_parameters() if inside[parameter] != 1]
+        misplaced = [name for name, parameter in self.module.named_parameters() if inside[parameter] != 1]
         if misplaced:
             raise ModuleError(
-                f"{', '.join(misplaced[:5])} of {type(module).__name__} belongs to no child, or to several, and "
+                f"{', '.join(misplaced[:5])} of {type(self.module).__name__} belongs to no child, or to several, and "
                 "automatic_optimization=False, where the parameters of a child are gathered when its forward is "
                 "called; put each parameter into one child module."
             )
         for root in roots:
-            if any(not is_dtensor(parameter) for parameter in root.parameters()):
-                self._shard(root, is_root=True)
-            else:
+            # one whose parameters are all in units becomes a root as well: it says when these reduce gradients
+            if _is_sharded(root) or next(root.parameters(), None) is None:
                 self._make_equal(root)
-        return [root for root in roots if next(root.parameters(), None) is not None]
+            else:
+                self._shard(root, is_root=True)
+        return [root for root in roots if _is_sharded(root)]
 
     def _mixed_precision(self, submodule: nn.Module, *, is_root: bool) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -373,6 +371,12 @@ def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from _with_forward(child)
         else:
             yield child
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

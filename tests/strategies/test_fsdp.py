@@ -171,6 +171,7 @@ CASES = {
     "compiled blocks": Case(kind=CompilesBlocks),
     "built late": Case({"deferred_init": True}, kind=BuiltLate),
     "manual": Case(kind=Manual, num_optimizers=2),
+    "manual with all of a child in units": Case({"policy": (nn.Linear, nn.LayerNorm)}, kind=Manual, num_optimizers=2),
 }
 ON_FOUR = {
     "clipped by norm": CASES["clipped by norm"],

@@ -94,10 +94,17 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
     except ConfigError as error:
         error.add_note("This is about the keys below trainer.")
         raise
-    module = build(values["module"], "module")
-    if values.get("optimizer") is not None:
-        module.configure_optimizers = ConfiguredOptimizer(module, values["optimizer"], values.get("lr_scheduler"))
+    module = build_module(values)
     return Experiment(trainer, module, build(values.get("data"), "data"), config.values.get("ckpt_path"))
+
+
+def build_module(values: Mapping[str, Any]) -> TrainModule:
+    """Return the module of a config, with the optimizer that it names in place of the module's own."""
+    module: TrainModule = build(values["module"], "module")
+    if values.get("optimizer") is not None:
+        optimizers = ConfiguredOptimizer(module, values["optimizer"], values.get("lr_scheduler"))
+        module.configure_optimizers = optimizers  # type: ignore[method-assign]
+    return module
 
 
 class _SaveConfig(Callback):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies.errors import ModuleError
+from ...strategies.torch_internals import is_without_memory
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
                 f"{where} returned a loss without gradient, as none of the {len(parameters)} parameters of "
                 f"{type(module).__name__} has requires_grad=True; set it on those to train."
             )
+        shown = "" if is_without_memory(value) else f" (value {value.item():.6g})"
         raise ModuleError(
-            f"{where} returned a loss without gradient (value {value.item():.6g}); compute it from the parameters, "
-            "outside torch.no_grad() and without .detach() or .item()."
+            f"{where} returned a loss without gradient{shown}; compute it from the parameters, outside "
+            "torch.no_grad() and without .detach() or .item()."
         )
     return output  # type: ignore[no-any-return]
 

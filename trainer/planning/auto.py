@@ -119,12 +119,13 @@ def climb(
 ) -> Choice | str:
     """Return the first rung that fits, or a text that says which layout is nearest and what would fit."""
     profiles = take_profiles(fit, module, given=given)
-    batch = profiles.sizes[0]
+    batch = profiles.batch_size
     tried: list[PlannedLayout] = []
     at: int | None = None
     for layout, recomputes in _ladder(machine, can_recompute=True in profiles.whole, must=given is not None):
         # the user's micro-batch; an error of the profile is none of the layout
-        fixed = Profiles(whole={recomputes: profiles.whole[recomputes]}, halved={})
+        whole = {recomputes: profiles.whole[recomputes]}
+        fixed = Profiles(whole=whole, halved={}, can_accumulate=profiles.can_accumulate)
         try:
             planned = choose_micro_batch(fixed, machine, layout, batch * machine.num_devices, recomputes=recomputes)
         except EchelonError:
@@ -178,7 +179,7 @@ def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machi
     text = (
         f"the nearest, {_name(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
     )
-    batch = profiles.sizes[0] * machine.num_devices
+    batch = profiles.batch_size * machine.num_devices
     smaller = choose_micro_batch(profiles, machine, nearest.layout, batch, recomputes=nearest.recomputes)
     if not smaller.fits:
         return text

@@ -26,6 +26,7 @@ _OF_A_PROCESS: Final = 130e6
 """Bytes that a process on the CPU takes beside tensors and what is here, once it trains with others (seen: 116)."""
 _OF_COLLECTIVES: Final = 50e6
 """What it takes beyond that where forward communicates: threads, with the stacks of eight more (seen: 64)."""
+_MOST_DEVICES: Final = 1 << 20
 _OF_A_NODE: Final = 8
 """How many devices a node is taken to have where nothing is said."""
 
@@ -89,7 +90,7 @@ def parse_bytes(text: str, argument: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None or match[2].lower() not in units or not float(match[1]):
+    if match is None or match[2].lower() not in units or not 0 < float(match[1]) < math.inf:
         raise ConfigError(f"{argument} must be a number with a unit, got {text!r}; write 80GB or 75GiB, for example.")
     return float(match[1]) * units[match[2].lower()]
 
@@ -109,14 +110,17 @@ def nodes_for(num_devices: int, num_nodes: int | None) -> int:
     Raises:
         ConfigError: for numbers of which one does not divide the other.
     """
-    if num_devices < 1:
-        raise ConfigError(f"--devices must be >= 1, got {num_devices}; give the number of all devices.")
+    if not 1 <= num_devices <= _MOST_DEVICES:
+        raise ConfigError(
+            f"--devices must be from 1 to {_MOST_DEVICES:,}, got {num_devices}; give the number of all devices."
+        )
     number = num_nodes if num_nodes is not None else max(1, -(-num_devices // _OF_A_NODE))
     if number < 1 or num_devices % number:
+        found = f"got {number}" if num_nodes is not None else f"got none, and {_OF_A_NODE} on each leave a rest"
         divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
         raise ConfigError(
-            f"--nodes must divide --devices {num_devices}, got {number}; give --nodes one of {divisors[:8]}, or "
-            "another number of devices."
+            f"--nodes must divide --devices {num_devices}, {found}; give --nodes one of {divisors[:8]}, or another "
+            "number of devices."
         )
     return number
 

@@ -29,6 +29,8 @@ class Profiles:
     """By whether activations are computed again: of the loader's batch."""
     halved: Mapping[bool, Profile]
     """Of half of it."""
+    can_accumulate: bool = True
+    """Whether a step can have several micro-batches; in manual optimization the trainer makes one of each batch."""
 
     def of(self, num_samples: int, *, recomputes: bool) -> Profile:
         """Return the profile for a micro-batch of this size."""
@@ -38,12 +40,9 @@ class Profiles:
         return whole.with_size(self.halved[recomputes], num_samples)
 
     @property
-    def sizes(self) -> list[int]:
-        """The sizes of micro-batches that a plan tries: the loader's, and its halves."""
-        sizes = [next(iter(self.whole.values())).num_samples]
-        while self.halved and sizes[-1] > 1 and sizes[-1] % 2 == 0:
-            sizes.append(sizes[-1] // 2)
-        return sizes
+    def batch_size(self) -> int:
+        """The number of samples in the loader's batch."""
+        return next(iter(self.whole.values())).num_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,10 @@ class PlannedLayout:
         """By how many bytes it does not fit."""
         return max(0.0, self.estimate.total - self.limit)
 
+    def equals(self, other: PlannedLayout) -> bool:
+        """Return whether another layout holds, sends and computes the same."""
+        return replace(self, layout=other.layout) == other
+
     @property
     def settings(self) -> dict[str, object]:
         """What the ``trainer`` of a config says for it; the loader's batch size is `num_samples`."""
@@ -91,6 +94,8 @@ class Plan:
 
     machine: Machine
     global_batch_size: int
+    batch_size: int
+    """Of the loader."""
     layouts: Sequence[PlannedLayout]
     refused: Mapping[str, str]
     """The reasons, by the names of layouts."""
@@ -124,16 +129,19 @@ def make_plan(
     first, *_ = profiles.whole.values()  # all are taken here: an error of one of them is none of a layout
     for layout in only if only is not None else possible_layouts(machine, first):
         try:
-            planned += [
+            chosen = [
                 choose_micro_batch(profiles, machine, layout, global_batch_size, recomputes=recomputes)
                 for recomputes in profiles.whole
             ]
         except EchelonError as error:
             refused[layout.name] = str(error)
+        else:
+            # such as those that differ by what they do between micro-batches, where there is one
+            planned += [one for one in chosen if not any(one.equals(other) for other in planned)]
     if not planned:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(f"No layout is possible for {machine} ({reasons:.400}); choose another number of devices.")
-    return Plan(machine, global_batch_size, sorted(planned, key=_order), refused)
+    return Plan(machine, global_batch_size, profiles.batch_size, sorted(planned, key=_order), refused)
 
 
 def choose_micro_batch(
@@ -155,15 +163,24 @@ def choose_micro_batch(
 
 
 def _sizes(profiles: Profiles, layout: RunLayout, global_batch_size: int) -> Iterator[int]:
-    """Yield sizes of micro-batches that divide the global batch, the largest first."""
+    """Yield sizes of micro-batches that divide a reader's share of the global batch, the largest first."""
     share = global_batch_size // layout.num_readers
     if share < 1 or global_batch_size % layout.num_readers:
         raise ConfigError(
             f"{layout.num_readers} ranks cannot share a global batch of {global_batch_size} evenly; give "
             f"--global-batch-size a multiple of {layout.num_readers}."
         )
-    sizes = [size for size in profiles.sizes if share % size == 0]
-    yield from sizes or [profiles.sizes[-1]]
+    batch = profiles.batch_size
+    if not profiles.can_accumulate:
+        if share != batch and not profiles.halved:
+            raise ConfigError(
+                f"A step by hand takes one batch, here of {share} samples on each of {layout.num_readers} ranks, and "
+                f"what it needs is known of {batch} only; give the loader batches of {share}."
+            )
+        yield share
+        return
+    divisors = [size for size in range(min(share, batch), 0, -1) if share % size == 0]
+    yield from divisors if profiles.halved else divisors[:1]
 
 
 def _planned(

@@ -83,6 +83,7 @@ def take_profiles(
     return Profiles(
         whole=LazyProfiles(partial(take, None), *keys),
         halved=LazyProfiles(partial(take, half), *(keys if half else ())),
+        can_accumulate=module.automatic_optimization,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,15 +23,18 @@ from ...strategies.distributed.nested import iterate_tensors, map_tensors
 from ...strategies.errors import EchelonError, ModuleError
 from ...strategies.estimate.live_memory import LiveMemory, storages_bytes
 from ...strategies.estimate.profile import Profile, StateBytes
+from ...strategies.module.deferred_init import without_trunc_normal
 from ...strategies.parallel.batch_split import split
 from ...strategies.strategy import ClipAlgorithm
-from ...strategies.torch_internals import fake_mode, unknown_values
+from ...strategies.torch_internals import fake_mode, is_without_memory, unknown_values
 from ..data.seed import capture_rng, restore_rng
 from ..module.train_module import TrainModule
 
 _PACKAGE: Final = Path(__file__).parents[2]
-_WITHOUT_MEMORY: Final = ("fake", "meta", "data_ptr", "data is not allocated", "Tensor.item()")
-"""Words of the errors that torch raises of tensors without memory."""
+_WITHOUT_MEMORY: Final = re.compile(
+    r"fake ?tensor|\bmeta\b|data_ptr|data is not allocated|tensor\.item\(\)|tensor subclasses", re.IGNORECASE
+)
+"""What the errors say that torch raises of tensors without memory, beside those of `unknown_values`."""
 
 Fit = Callable[["ProfilingStrategy", Callback], None]
 """Trains the module for a single step, with this strategy and this callback."""
@@ -72,7 +76,7 @@ class ProfilingStrategy(Strategy):
         return nullcontext() if self.mode is None else self.mode
 
     def init_context(self) -> AbstractContextManager[object]:
-        return self.values
+        return nullcontext() if self.mode is None else building(self.mode)
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if self.mode is None:
@@ -81,6 +85,11 @@ class ProfilingStrategy(Strategy):
             without_memory(module, self.mode, self.precision.param_dtype)
         self.module = module
         self._memory = LiveMemory(module)
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.mode is not None:
+            for optimizer in optimizers:
+                keep_counts(optimizer, self.mode)
 
     def run(self, step_name: str, *args: Any) -> Any:
         batch, *rest = args
@@ -191,33 +200,65 @@ def take_profile(fit: Fit, module: TrainModule, strategy: ProfilingStrategy) -> 
     vars(module)["configure_callbacks"] = list  # the module's own callbacks would report on a mock step
     try:
         fit(strategy, first)
-    except unknown_values() as error:
-        raise needs_values(type(module).__name__, error) from error
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        if isinstance(error, EchelonError) or not any(word in str(error) for word in _WITHOUT_MEMORY):
+    except Exception as error:
+        if strategy.mode is None or not lacks_values(error):
             raise
         raise needs_values(type(module).__name__, error) from error
     finally:
         del vars(module)["configure_callbacks"]
         restore_rng(rng)
-    if first.profile is None:
+    name, profile = type(module).__name__, first.profile
+    if profile is None:
         raise ModuleError(
-            f"{type(module).__name__} made no step to profile, from a loader of {strategy.name!r}; give it training "
-            "data with one batch or more."
+            f"{name} made no step to profile: its training loader has no batch; give it one batch or more, and "
+            "max_steps and max_epochs that allow a step."
         )
-    return first.profile
+    if not profile.trained and any(parameter.requires_grad for parameter in profile.parameters):
+        raise ModuleError(
+            f"{name} made a step in which no parameter got a gradient, and so there is nothing to plan; return the "
+            "loss of the first batch, or call manual_backward on it."
+        )
+    return profile
 
 
-def needs_values(name: str, error: Exception) -> ModuleError:
+def lacks_values(error: Exception) -> bool:
+    """Return whether an error is that of a tensor without memory that was asked for its values."""
+    if isinstance(error, unknown_values()):
+        return True
+    is_of_torch = isinstance(error, RuntimeError | TypeError) and not isinstance(error, EchelonError)
+    return is_of_torch and _WITHOUT_MEMORY.search(str(error)) is not None
+
+
+def needs_values(
+    name: str, error: Exception, remedy: str = "measure one real micro-batch with --measure"
+) -> ModuleError:
     """Return the error that says where a module of this name has asked a tensor without memory for its values."""
     frames = traceback.extract_tb(error.__traceback__)
     torch_folder = Path(torch.__file__).parent
     own = [f for f in frames if not {_PACKAGE, torch_folder} & {*Path(f.filename).parents} or "examples" in f.filename]
+    own = own or [frame for frame in frames if torch_folder / "optim" in Path(frame.filename).parents]
     where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "the step"
     return ModuleError(
-        f"{name} needs the values of a tensor at {where}, and a profile without memory has none "
-        f"({type(error).__name__}); measure one real micro-batch with --measure."
+        f"{name} needs the values of a tensor at {where}, and a tensor without memory has none "
+        f"({type(error).__name__}); {remedy}."
     )
+
+
+@contextmanager
+def building(mode: Any) -> Iterator[None]:
+    """Build modules inside without memory; ``nn.init.trunc_normal_``, which draws until values fit, is left out."""
+    with mode, without_trunc_normal():
+        yield
+
+
+def keep_counts(optimizer: Optimizer, mode: Any) -> None:
+    """Replace counts of steps that an optimizer has from its beginning by such whose value stays known in the mode."""
+    for values in optimizer.state.values():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and not value.dim() and not is_without_memory(value):
+                number = value.item()
+                with mode:
+                    values[name] = torch.tensor(number, dtype=value.dtype)
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:

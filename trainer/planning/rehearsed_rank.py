@@ -83,8 +83,12 @@ class RehearsedRank:
     seconds: dict[str, float] = field(default_factory=dict)
     process_bytes: int = 0
     """The most memory that the process took in which the rank was rehearsed."""
+    num_steps: int = 0
+    """Those that were made; the numbers are of the last one."""
     problems: list[str] = field(default_factory=list)
     """What would end the run."""
+    is_known: bool = True
+    """Whether they would; False if the step asks for values, which a rehearsal has none of."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -120,6 +124,7 @@ class TakeNotes(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         noted, traffic = self._noted, self._strategy.traffic
+        noted.num_steps += 1
         noted.sent = [(ranks, traffic.num_calls[ranks], sent) for ranks, sent in traffic.sent.most_common()]
         traffic.sent.clear()
         traffic.num_calls.clear()
@@ -142,7 +147,7 @@ class TakeNotes(Callback):
                 noted.empty.append(name)
         if noted.empty:
             noted.warnings.append(
-                f"This rank holds nothing of {len(noted.empty)} parameters, such as {noted.empty[0]}: their first "
+                f"This rank holds nothing of {len(noted.empty)} parameter(s), such as {noted.empty[0]}: the first "
                 "dimension is shorter than the number of shards."
             )
 

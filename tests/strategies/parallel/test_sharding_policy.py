@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from echelon import EchelonError
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.strategies.parallel.mesh import Degrees
 from echelon.strategies.parallel.sharding_policy import find_units, make_plan
@@ -55,6 +56,14 @@ def test_a_part_that_shares_a_parameter_with_the_rest_stays_with_the_rest():
     model = Model()
     model.again = model.embed  # the part itself, twice, is still one part
     assert find_units(model, nn.Embedding) == ["embed"]
+
+
+def test_gradients_that_are_sparse_are_refused():
+    table = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(EchelonError, match="0 of Sequential has sparse=True"):
+        find_units(table, None)
+    table[0].requires_grad_(False)
+    assert not find_units(table, None)
 
 
 def test_batch_norms_are_units_where_asked():

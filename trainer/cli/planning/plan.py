@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,23 +19,24 @@ from ....callbacks.helpers.peak_flops import peak_flops_by_name
 from ....callbacks.helpers.table import boxed
 from ....strategies import ActivationCheckpointing, Hardware, Precision
 from ....strategies.errors import ConfigError
-from ....strategies.torch_internals import fake_mode, unknown_values
+from ....strategies.torch_internals import fake_mode
 from ...data.seed import seed_everything
 from ...module.data_module import DataModule
-from ...module.train_module import TrainModule
 from ...planning.machine import Machine, in_units, nodes_for, parse_bytes, this_machine
 from ...planning.plan import Plan, PlannedLayout, Profiles, make_plan
 from ...planning.profiles import take_profiles
-from ...planning.profiling import ProfilingStrategy, needs_values
+from ...planning.profiling import ProfilingStrategy, building, lacks_values, needs_values
+from ...session.settings import Settings
 from ...trainer import Trainer
-from ..config import check_config
+from ..config import build_module, check_config
 from ..config_file import load_config
 from ..instantiate import build
-from ..output import draw_for_command
+from ..output import draw_for_command, printable
 from .plan_figure import draw
 
 _KEPT: Final = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
 """The settings of a config's trainer that a profile needs."""
+_OF_A_STEP: Final = ("global_batch_size", "accumulate_grad_batches")
 _SHOWN: Final = 12
 _HEAD: Final = ("Layout", "Recomputes", "Micro-batch", "Train state", "Activations", "Other", "All", "Fits", "Sends")
 
@@ -78,16 +80,20 @@ def run(options: argparse.Namespace) -> int:
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
     check_config(config)
     trainer = dict(config.values.get("trainer") or {})
-    precision = Precision(trainer.get("precision", "32-true"))
-    machine = _machine(options, precision)
+    asked = options.global_batch_size
+    if asked is not None and asked < 1:
+        raise ConfigError(f"--global-batch-size must be >= 1, got {asked}; give the samples of a step over all ranks.")
+    Settings(**{name: trainer[name] for name in _OF_A_STEP if name in trainer})
+    machine = _machine(options, Precision(trainer.get("precision", "32-true")))
     profiles = _profiles(config.values, trainer, measures=options.measure)
     first = profiles.whole[False]
-    plan = make_plan(profiles, machine, global_batch_size=_global_batch_size(options, trainer, machine, profiles))
-    title = f"{type(first.module).__name__}, {sum(p.numel() for p in first.parameters) / 1e6:,.1f} M parameters"
+    plan = make_plan(profiles, machine, global_batch_size=_global_batch_size(asked, trainer, machine, profiles))
+    number = sum(parameter.numel() for parameter in first.parameters)
+    title = f"{type(first.module).__name__}, {f'{number / 1e6:,.1f} M' if number >= 1e5 else f'{number:,}'} parameters"
     if options.json:
-        say(json.dumps(as_json(plan, title), indent=2))
+        say(json.dumps(as_json(plan, title, trainer), indent=2))
     else:
-        say(render(plan, title, shows_all=options.all))
+        say(printable(render(plan, title, trainer, shows_all=options.all)))
     draw_for_command(lambda path: draw(plan, path, title), options.png, Path("plan.png"), prints_json=options.json)
     return 0 if plan.best is not None else 1
 
@@ -107,6 +113,16 @@ def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
         "node_bandwidth": _bytes(options.node_bandwidth, "--node-bandwidth"),
     }
     memory = _bytes(options.memory, "--memory")
+    if speeds["bandwidth"] is None and options.node_bandwidth is not None:
+        raise ConfigError(
+            f"--node-bandwidth {options.node_bandwidth} needs --bandwidth, the bandwidth inside a node; give both."
+        )
+    if peak is None and options.bandwidth is not None:
+        raise ConfigError(
+            f"--bandwidth {options.bandwidth} is for the time of a step, which needs the peak of a --gpu; give both."
+        )
+    if options.nodes is not None and options.devices is None:
+        raise ConfigError(f"--nodes {options.nodes} needs --devices; give --devices and --memory as well.")
     if options.devices is None and options.memory is None:
         here = this_machine(Hardware.of("auto", "auto", 1))
         return replace(here, **speeds)
@@ -130,12 +146,14 @@ def _bytes(text: str | None, argument: str) -> float | None:
 def _profiles(values: Mapping[str, Any], trainer: Mapping[str, Any], *, measures: bool) -> Profiles:
     """Build the module, without memory unless it is measured, and return the profiles of its step."""
     if values.get("seed") is not None:
-        seed_everything(values["seed"])
+        seed_everything(values["seed"], verbose=False)
     mode = None if measures else fake_mode()
     try:
-        with mode or _nothing():
-            module: TrainModule = build(values["module"], "module")
-    except unknown_values() as error:
+        with building(mode) if mode is not None else nullcontext():
+            module = build_module(values)
+    except Exception as error:
+        if measures or not lacks_values(error):
+            raise
         raise needs_values(str(values["module"].get("_target_")), error) from error
     data: DataModule | None = build(values.get("data"), "data")
     kept = {name: trainer[name] for name in _KEPT if name in trainer}
@@ -151,23 +169,15 @@ def _profiles(values: Mapping[str, Any], trainer: Mapping[str, Any], *, measures
     return take_profiles(fit, module, given=given, measures=measures, mode=mode)
 
 
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
-def _global_batch_size(
-    options: argparse.Namespace, trainer: Mapping[str, Any], machine: Machine, profiles: Profiles
-) -> int:
+def _global_batch_size(asked: int | None, trainer: Mapping[str, Any], machine: Machine, profiles: Profiles) -> int:
     """Return the samples of a step: those that are asked for, or those of replicas that read the loader's batches."""
-    asked = options.global_batch_size or trainer.get("global_batch_size")
+    asked = asked or trainer.get("global_batch_size")
     if asked is not None:
-        return int(asked)
-    return profiles.sizes[0] * machine.num_devices * int(trainer.get("accumulate_grad_batches", 1))
+        return asked
+    return profiles.batch_size * machine.num_devices * int(trainer.get("accumulate_grad_batches", 1))
 
 
-def render(plan: Plan, title: str, *, shows_all: bool = False) -> str:
+def render(plan: Plan, title: str, trainer: Mapping[str, Any], *, shows_all: bool = False) -> str:
     """Return a plan as text: a table, and what a config says for the first layout that fits."""
     shown = plan.layouts if shows_all else plan.layouts[:_SHOWN]
     has_times = any(planned.seconds is not None for planned in plan.layouts)
@@ -189,18 +199,28 @@ def render(plan: Plan, title: str, *, shows_all: bool = False) -> str:
             "Take more devices, or a smaller batch in the loader."
         )
         return "\n".join(lines)
-    lines += ["", "The first in a config:", _indented(yaml.safe_dump({"trainer": best.settings}, sort_keys=False))]
-    if best.num_samples != plan_batch(plan):
+    settings = {"trainer": settings_of(best, plan, trainer)}
+    lines += ["", "The first in a config:", _indented(yaml.safe_dump(settings, sort_keys=False))]
+    if best.num_samples != plan.batch_size:
         lines.append(f"with batches of {best.num_samples} from the loader.")
     return "\n".join(lines)
 
 
-def plan_batch(plan: Plan) -> int:
-    """Return the largest micro-batch that was planned, which is the loader's."""
-    return max(planned.num_samples for planned in plan.layouts)
+def settings_of(planned: PlannedLayout, plan: Plan, trainer: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the ``trainer`` of a config says for a layout, beside or in place of what it says already."""
+    settings = planned.settings
+    if trainer.get("activation_checkpointing") is not None:
+        settings["activation_checkpointing"] = trainer["activation_checkpointing"] if planned.recomputes else None
+    if trainer.get("global_batch_size") is not None:  # from which the micro-batches follow
+        settings.pop("accumulate_grad_batches", None)
+        if trainer["global_batch_size"] != plan.global_batch_size:
+            settings["global_batch_size"] = plan.global_batch_size
+    elif trainer.get("accumulate_grad_batches", 1) != planned.num_micro_batches:
+        settings["accumulate_grad_batches"] = planned.num_micro_batches
+    return settings
 
 
-def as_json(plan: Plan, title: str) -> dict[str, Any]:
+def as_json(plan: Plan, title: str, trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan as JSON values; sizes are in bytes, times in seconds."""
     machine = plan.machine
     return {
@@ -212,7 +232,7 @@ def as_json(plan: Plan, title: str) -> dict[str, Any]:
         "layouts": [
             {
                 "layout": planned.layout.name,
-                "trainer": planned.settings,
+                "trainer": settings_of(planned, plan, trainer),
                 "micro_batch": planned.num_samples,
                 "fits": planned.fits,
                 "total": planned.estimate.total,

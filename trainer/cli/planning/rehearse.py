@@ -24,14 +24,13 @@ from ....strategies.errors import ConfigError
 from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto
 from ....strategies.registry import find_strategy
-from ....strategies.torch_internals import unknown_values
 from ...data.seed import seed_everything
 from ...planning.machine import in_units
-from ...planning.profiling import needs_values
+from ...planning.profiling import building, lacks_values, needs_values
 from ...planning.rehearsal import RehearsedStrategy, as_rank
 from ...planning.rehearsed_rank import RehearsedRank, TakeNotes
 from ...trainer import Trainer
-from ..config import check_config
+from ..config import build_module, check_config
 from ..config_file import load_config
 from ..instantiate import build
 from ..output import printable
@@ -55,7 +54,7 @@ examples:
   echelon rehearse config.yaml --nodes 4 --nproc 8 --json trainer.strategy=hsdp
 
 exit codes:
-  0 every rank asked would run   1 one would fail   2 wrong command or config
+  0 every rank asked would run   1 one would fail, or needs values   2 wrong command or config
 """
 
 
@@ -127,6 +126,7 @@ def _rehearsed(
     except Exception as error:  # noqa: BLE001
         if shows:
             traceback.print_exc()
+        noted.is_known = not lacks_values(error)
         noted.problems.append(_in_words(error, doing or (strategy.doing if strategy else "build"), values))
     noted.process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if strategy is not None:
@@ -148,11 +148,15 @@ def _fit(
     notes = TakeNotes(noted, strategy, kept, _seeded(values))
     quiet: dict[str, Any] = {"accelerator": "cpu", "devices": nproc, "num_nodes": nodes, "barebones": True}
     trainer = Trainer(**quiet, **kept, limit_val_batches=0, strategy=strategy, callbacks=[notes])
-    with strategy.mode:
-        module = build(values["module"], "module")
+    with building(strategy.mode):
+        module = build_module(values)
     data = build(values.get("data"), "data")
     noted.seconds["build"] = time.perf_counter() - began
     trainer.fit(module, datamodule=data)
+    if not noted.num_steps and not noted.problems:
+        noted.problems.append(
+            "It makes no step: the training loader has no batch, or max_steps and max_epochs allow none."
+        )
 
 
 def _seeded(values: Mapping[str, Any]) -> int:
@@ -163,8 +167,8 @@ def _seeded(values: Mapping[str, Any]) -> int:
 
 def _in_words(error: Exception, doing: str, values: Mapping[str, Any]) -> str:
     """Return what an error says, with its notes, and where it came."""
-    if isinstance(error, unknown_values()):
-        error = needs_values(str(values["module"].get("_target_")), error)
+    if lacks_values(error):
+        error = needs_values(str(values["module"].get("_target_")), error, "leave that out where it is rehearsed")
     text = str(error) or "no message"
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return "\n".join([f"In {doing}: {kind}{text}", *getattr(error, "__notes__", ())])
@@ -193,7 +197,8 @@ def render(noted: RehearsedRank, nproc: int) -> str:
     rows = [*_of_layout(noted), *_of_samples(noted), *_of_module(noted), *_of_step(noted), *_of_files(noted)]
     lines += [boxed(["", ""], rows, "<<")] if rows else []
     lines += [f"Note: {warning}" for warning in noted.warnings]
-    lines += [f"It would fail. {problem}" for problem in noted.problems]
+    verdict = "It would fail." if noted.is_known else "It cannot be rehearsed."
+    lines += [f"{verdict} {problem}" for problem in noted.problems]
     if not noted.problems:
         lines.append(f"It would run. Rehearsed in {noted.seconds['all']:.1f} s.")
     return "\n".join(lines)

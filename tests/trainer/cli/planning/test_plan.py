@@ -28,9 +28,43 @@ class Blocks(echelon.TrainModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.trainer.estimated_stepping_batches * 1e-3)
 
+class Drawn(Blocks):
+    def __init__(self, width=512, depth=4):
+        super().__init__(width, depth)
+        nn.init.trunc_normal_(self.blocks[0][0].weight, std=0.02)
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters())
+
+class Asking(Blocks):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        loss = self.blocks(batch).square().mean()
+        if self.how == "numpy":
+            self.log("loss", float(loss.detach().numpy()))
+        elif self.how == "format":
+            f"{loss:.3f}"
+        return {"nothing": None, "no gradient": loss.detach()}.get(self.how, loss)
+
+class ByHand(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.blocks(batch).square().mean())
+        self.optimizers().step()
+
 class Rows(echelon.DataModule):
+    def __init__(self, num_rows=64):
+        super().__init__()
+        self.num_rows = num_rows
+
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(64, 512), 16)
+        return torch.utils.data.DataLoader(torch.randn(self.num_rows, 512), 16)
 """
 CONFIG = """
 trainer: {max_epochs: 1, gradient_clip_val: 1.0}
@@ -51,7 +85,9 @@ def config(tmp_path, monkeypatch):
 
 def planned(capsys, *words):
     assert main(["plan", "config.yaml", "--json", *words]) in (0, 1)
-    return json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.out, printed.err
+    return json.loads(printed.out)
 
 
 def test_layouts_that_fit_come_first_by_what_they_send(capsys, config):
@@ -108,12 +144,85 @@ def test_a_module_that_needs_values_is_measured(capsys, config):
         assert real[kind] == pytest.approx(without[kind], rel=0.01)
 
 
+def test_what_initializes_and_counts_by_values_is_planned(capsys, config):
+    (config / "config.yaml").write_text(CONFIG.replace("Blocks, width: 512, depth: 4, reads: false", "Drawn"))
+    [ddp, *_] = planned(capsys, "--devices", "2", "--memory", "1GB")["layouts"]
+    assert ddp["optimizer"] == pytest.approx(PARAMETERS, rel=1e-4)
+
+
+def test_the_optimizer_of_the_config_counts(capsys, config):
+    (config / "config.yaml").write_text(CONFIG + "optimizer: {_target_: torch.optim.SGD, lr: 0.1}\n")
+    assert planned(capsys, "--devices", "1", "--memory", "1GB")["layouts"][0]["optimizer"] == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("numpy", "loss.detach().numpy()"),
+        ("format", 'f"{loss:.3f}"'),
+        ("no gradient", "returned a loss without gradient; compute it from the parameters"),
+        ("nothing", "made a step in which no parameter got a gradient"),
+    ],
+)
+def test_a_step_that_cannot_be_profiled_says_why(capsys, config, how, said):
+    (config / "config.yaml").write_text(
+        CONFIG.replace("Blocks, width: 512, depth: 4, reads: false", f"Asking, how: {how}")
+    )
+    assert main(["plan", "config.yaml", "--devices", "1", "--memory", "1GB"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_by_hand_takes_one_batch(capsys, config):
+    (config / "config.yaml").write_text(CONFIG.replace("Blocks, width: 512, depth: 4, reads: false", "ByHand"))
+    (config / "config.yaml").write_text((config / "config.yaml").read_text().replace(", gradient_clip_val: 1.0", ""))
+    plan = planned(capsys, "--devices", "4", "--memory", "1GB")
+    batches = {layout["layout"]: layout["micro_batch"] for layout in plan["layouts"]}
+    assert (batches["ddp"], batches["fsdp"]) == (16, 16)
+    assert not any("accumulate_grad_batches" in layout["trainer"] for layout in plan["layouts"])
+
+
+def test_micro_batches_make_up_the_global_batch(capsys):
+    for batch, memory in ((28, "1GB"), (96, "1GB"), (96, "1MB")):
+        plan = planned(capsys, "--devices", "4", "--memory", memory, "--global-batch-size", str(batch))
+        for layout in plan["layouts"]:
+            number = layout["trainer"].get("accumulate_grad_batches", 1) * layout["micro_batch"]
+            assert batch % number == 0, layout
+        [ddp] = {layout["micro_batch"] for layout in plan["layouts"] if layout["layout"] == "ddp"}
+        assert ddp == {(28, "1GB"): 7, (96, "1GB"): 12, (96, "1MB"): 1}[batch, memory]
+
+
+def test_what_is_printed_fits_to_what_the_config_says(capsys):
+    words = ["--devices", "2", "--memory", "1GB"]
+    [first, *_] = planned(capsys, *words, "trainer.global_batch_size=64")["layouts"]
+    assert "accumulate_grad_batches" not in first["trainer"]
+    for given, expected in (("64", 64), ("32", 32)):
+        words = ["--devices", "1", "--memory", "1GB", "--global-batch-size", given]
+        [first, *_] = planned(capsys, *words, "trainer.global_batch_size=16")["layouts"]
+        assert first["trainer"]["global_batch_size"] == expected
+    [first, *_] = planned(capsys, *words[:4], "--global-batch-size", "16", "trainer.accumulate_grad_batches=3")[
+        "layouts"
+    ]
+    assert first["trainer"]["accumulate_grad_batches"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (["--devices", "2", "--memory", "80"], 2, "--memory must be a number with a unit, got '80'"),
         (["--devices", "2"], 2, "--devices and --memory must be given together, got only --devices"),
-        (["--devices", "0", "--memory", "1GB"], 2, "--devices must be >= 1, got 0"),
+        (["--devices", "0", "--memory", "1GB"], 2, "--devices must be from 1 to 1,048,576, got 0"),
+        (["--devices", "9", "--memory", "1GB"], 2, "--nodes must divide --devices 9, got none, and 8 on each leave"),
+        (["--devices", "2", "--memory", "9" * 400 + "GB"], 2, "--memory must be a number with a unit"),
+        (["--nodes", "2"], 2, "--nodes 2 needs --devices"),
+        (["--devices", "2", "--memory", "1GB", "--bandwidth", "9GB"], 2, "--bandwidth 9GB is for the time of a step"),
+        (["--devices", "2", "--memory", "1GB", "--global-batch-size", "0"], 2, "--global-batch-size must be >= 1"),
+        (["--devices", "2", "--memory", "1GB", "trainer.accumulate_grad_batches=0"], 2, "accumulate_grad_batches=0"),
+        pytest.param(
+            ["--devices", "2", "--memory", "1GB", "data.num_rows=0"],
+            1,
+            "its training loader has no batch",
+            marks=pytest.mark.filterwarnings("ignore:Nothing is trained"),
+        ),
         (["--devices", "6", "--nodes", "4", "--memory", "1GB"], 2, "--nodes must divide --devices 6, got 4"),
         (["--devices", "2", "--memory", "1GB", "--gpu", "abacus"], 2, "--gpu must be a device whose peak is known"),
         (["--devices", "2", "--memory", "1GB", "data=null"], 1, "There is no training loader"),
