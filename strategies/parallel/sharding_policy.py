@@ -181,7 +181,7 @@ def large_layers(module: nn.Module) -> list[str]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Check that all parameters have a first dimension that can be cut, and so have their gradients.
+    """Check that all parameters have a first dimension that can be split, and gradients that can be reduced to shards.
 
     Raises:
         ModuleError: naming those that do not.
@@ -193,6 +193,7 @@ def check_parameters(module: nn.Module) -> None:
             "once before fit, or give its lazy layers their sizes."
         )
     check_dimensions(module)
+    check_gradients(module)
 
 
 def check_dimensions(module: nn.Module) -> None:
@@ -206,16 +207,6 @@ def check_dimensions(module: nn.Module) -> None:
         raise ModuleError(
             f"{', '.join(scalars[:5])} of {type(module).__name__} must have a dimension to shard, got shape []; give "
             "it one: nn.Parameter(torch.zeros(1))."
-        )
-    sparse = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
-    ]
-    if sparse:
-        raise ModuleError(
-            f"{', '.join(sparse[:5])} of {type(module).__name__} has sparse=True, and gradients that are sparse cannot "
-            "be sharded; leave sparse out, or use strategy='ddp'."
         )
 
 
