@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
+
+from ..distributed.nested import iterate_tensors
 
 _OF_FORM: Final = frozenset(
     {
@@ -38,15 +40,4 @@ class AbsentTensor(Tensor):
         name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _OF_FORM:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise next(_errors((args, kwargs)))
-
-
-def _errors(data: Any) -> Iterator[Exception]:
-    if isinstance(data, AbsentTensor):
-        yield data.error
-    elif isinstance(data, dict):
-        for value in data.values():
-            yield from _errors(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            yield from _errors(value)
+        raise next(tensor.error for tensor in iterate_tensors((args, kwargs)) if isinstance(tensor, AbsentTensor))
