@@ -258,7 +258,7 @@ class Two(Tuned):
     [
         (Manual, {}, {}, ConfigError, ("automatic optimization", "Manual")),
         (Two, {}, {}, ConfigError, ("one optimizer, got 2", "Two.configure_optimizers")),
-        (Tuned, {"attr_name": "rate"}, {}, ModuleError, ("rate of Tuned", "attr_name=", "update_attr=False")),
+        (Tuned, {"attr_name": "rate"}, {}, ModuleError, ("rate in Tuned", "attr_name=", "update_attr=False")),
         (Tuned, {}, {"strategy": LocalSGDStrategy(), "devices": 2}, ConfigError, ("'local_sgd'", "strategy='ddp'")),
         (Tuned, {}, {"strategy": ElasticStrategy("ddp"), "devices": 2}, ConfigError, ("'elastic'", "strategy='ddp'")),
         (Tuned, {}, {"strategy": ParameterServerStrategy(), "devices": 2}, ConfigError, ("'ps'", "strategy='ddp'")),

@@ -307,7 +307,7 @@ def test_a_backward_before_setup_or_beside_it_is_an_error(engine):
     with pytest.raises(RunError, match=r"none of the 0 has computed"):
         engine.backward(loss(net))
     net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(RunError, match=r"none of 1 has computed"):
+    with pytest.raises(RunError, match=r"none of the 1 has computed"):
         engine.backward(net.encode(torch.ones(2, 4)).sum())
     with pytest.raises(RunError, match=r"step\(\) of SGD was called without engine.backward"):
         optimizer.step()

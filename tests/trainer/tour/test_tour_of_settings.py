@@ -98,7 +98,7 @@ def a_validation_that_never_comes() -> None:
     fit(val_check_interval=100)
 
 
-@tour.answered_by(ConfigError, "accumulate_grad_batches=0", "1 or more")
+@tour.answered_by(ConfigError, "accumulate_grad_batches must be >= 1, got 0")
 def accumulation_over_no_batch() -> None:
     Trainer(accumulate_grad_batches=0)
 

@@ -216,7 +216,11 @@ def test_what_is_printed_fits_to_what_the_config_says(capsys):
         (["--nodes", "2"], 2, "--nodes 2 needs --devices"),
         (["--devices", "2", "--memory", "1GB", "--bandwidth", "9GB"], 2, "--bandwidth 9GB is for the time of a step"),
         (["--devices", "2", "--memory", "1GB", "--global-batch-size", "0"], 2, "--global-batch-size must be >= 1"),
-        (["--devices", "2", "--memory", "1GB", "trainer.accumulate_grad_batches=0"], 2, "accumulate_grad_batches=0"),
+        (
+            ["--devices", "2", "--memory", "1GB", "trainer.accumulate_grad_batches=0"],
+            2,
+            "accumulate_grad_batches must be >= 1, got 0",
+        ),
         pytest.param(
             ["--devices", "2", "--memory", "1GB", "data.num_rows=0"],
             1,
