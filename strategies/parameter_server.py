@@ -24,6 +24,7 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.replica import DDPOptions, Replica, copy_from_first
 from .parallel.sharded_module import overrides
+from .parallel.sharding_policy import sparse_layers
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
 from .servers.layout import deal
@@ -115,10 +116,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         """
         named = {n: p for n, p in module.named_parameters() if tables is None or n in tables.names}
         self.choices.check_number(self._num_servers, len(named))
-        for name, layer in module.named_modules() if tables is None else ():
-            is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-            if is_embedding and layer.sparse and layer.weight.requires_grad:
-                raise sparse_gradient(f"{name}.weight" if name else "weight")
+        for name, _ in sparse_layers(module) if tables is None else ():
+            raise sparse_gradient(f"{name}.weight" if name else "weight")
         return {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
 
     # --- in every process --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
 from ..torch_internals import ignore_in_ddp, is_without_memory
 from .compression import CommHook, Compression, check_compression, register_compression
+from .sharding_policy import sparse_layers
 from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
 
 
@@ -138,9 +139,8 @@ class Replica:
         )
         if options.comm_hook is not None:
             register_compression(self._wrapper, options.comm_hook)
-        for layer in self._module.modules():
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
-                layer.weight.register_hook(_with_values_of_its_own)
+        for _, layer in sparse_layers(self._module):
+            layer.weight.register_hook(_with_values_of_its_own)
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return a function that calls the module's step with as little overhead as possible."""

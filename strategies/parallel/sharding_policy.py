@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -210,17 +210,20 @@ def check_dimensions(module: nn.Module) -> None:
         )
 
 
+def sparse_layers(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """Yield the layers of a module that have sparse gradients, with their names."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            yield name, layer
+
+
 def check_gradients(module: nn.Module) -> None:
     """Check that no parameter has sparse gradients, which are not reduced to shards.
 
     Raises:
         ModuleError: naming the layers that have them.
     """
-    sparse = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
-    ]
+    sparse = [name for name, _ in sparse_layers(module)]
     if sparse:
         raise ModuleError(
             f"{', '.join(sparse[:5])} of {type(module).__name__} must have dense gradients to shard them, got "
