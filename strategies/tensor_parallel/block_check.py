@@ -101,6 +101,7 @@ class BlockCheck:
             run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
             inputs = private(map_tensors(_whole, (args, kwargs)))
             whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
+            skeleton.release()
             streams.rewind()
             try:
                 cut = _Trial.of(block.forward, private((args, kwargs)), names)

@@ -37,6 +37,15 @@ class Skeleton:
             mine._buffers.update({key: filled(b, _clone) for key, b in submodule._buffers.items()})  # noqa: SLF001
         return self._module(*args, **kwargs)
 
+    def release(self) -> None:
+        """Drop the tensors of the copy, whose modules may refer to each other and so live until garbage is collected.
+
+        Not before its gradients are computed: activation checkpointing runs it again.
+        """
+        for own in self._copies.values():
+            own._parameters.clear()  # noqa: SLF001
+            own._buffers.clear()  # noqa: SLF001
+
     def _copy(self, module: M) -> M:
         if module in self._copies:
             return self._copies[module]  # type: ignore[return-value]
@@ -47,7 +56,10 @@ class Skeleton:
         if isinstance(forward, MethodType) and forward.__self__ is module:
             attributes["forward"] = MethodType(forward.__func__, own)
         parameters, submodules = attributes["_parameters"], attributes["_modules"]
-        attributes["_parameters"] = {name: None if p is None else p.to("meta") for name, p in parameters.items()}
+        # detached: the graph of a copy would keep the whole parameters in memory
+        attributes["_parameters"] = {
+            name: None if p is None else p.detach().to("meta") for name, p in parameters.items()
+        }
         # hooks that are registered later, such as those of fully_shard, must not apply to the copy
         containers = [
             name for name in attributes if name == "_buffers" or name.endswith(("_hooks", "_hooks_with_kwargs"))

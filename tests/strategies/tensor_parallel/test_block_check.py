@@ -1,6 +1,7 @@
 """Correct plans compute what the whole module does; wrong ones are refused, naming the block."""
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -311,13 +312,38 @@ def refused(case, mesh):
     return None
 
 
+def held_whole(mesh):
+    """Return the number of whole weights in memory once the module is cut, and once it is checked."""
+    block = FeedForward(hidden=34, taken=34)
+    block.forward = block.forward  # the module refers to itself, so that only a garbage collection frees it
+    module = nn.Sequential(block)
+
+    def count():
+        tensors = (held for held in gc.get_objects() if type(held) in (torch.Tensor, nn.Parameter))
+        return sum(not t.is_meta and t.untyped_storage().nbytes() == 34 * 16 * 4 for t in tensors)
+
+    gc.collect()
+    gc.disable()
+    try:
+        plan = find_plan(module, {"0.up": "colwise", "0.down": "rowwise"})
+        check = BlockCheck(module, plan, mesh)
+        counts = [count()]
+        cut_module(module, plan, mesh)
+        counts.append(count())
+        with check:
+            module(torch.randn(3, 16))
+        return *counts, count()
+    finally:
+        gc.enable()
+
+
 def run_all():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    outcomes = {}
+    outcomes = {"whole weights": held_whole(mesh)}
     for function, cases in ((compare, RIGHT), (refused, WRONG)):
         for name, case in cases.items():
             try:
@@ -330,6 +356,11 @@ def run_all():
 @pytest.fixture(scope="module")
 def outcomes():
     return run_ranks(run_all, 2, timeout=960)
+
+
+def test_no_whole_weight_stays_in_memory(outcomes):
+    for rank in outcomes:
+        assert rank["whole weights"] == (2, 0, 0)
 
 
 @pytest.mark.parametrize("name", RIGHT)
