@@ -63,6 +63,7 @@ class ReplicaStrategy(Strategy):
             communication=copies if has_peers else 0.0,
             # after the first step, DDP rebuilds its buckets in the order in which gradients arrived
             between_steps=max(profile.gradient_bytes(whole), between_steps) if has_peers else 0.0,
+            holds_gradients=has_peers and self.options.gradient_as_bucket_view,
             traffic={"dp_replicate": sent} if has_peers else {},
         )
 

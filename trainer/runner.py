@@ -42,7 +42,6 @@ from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
 from .module.hooks import ModuleHooks
 from .planning.auto import choose
-from .planning.machine import this_machine
 from .planning.out_of_memory import comment_on_memory
 from .request import Request
 from .result import EndedRun, Result, result_of, take_over
@@ -179,9 +178,8 @@ class Runner:
         is_here = not environment.is_external and environment.num_nodes == 1 < environment.world_size
         if not (is_here and is_auto(self._given.strategy) and request.task == "fit"):
             return
-        machine = this_machine(self.hardware, request.module)
         trainer: Any = type(self._run)
-        choice = choose(trainer, self._given, machine, request.module, request.train_loaders, request.datamodule)
+        choice = choose(trainer, self._given, self.hardware, request.module, request.train_loaders, request.datamodule)
         if choice is None:
             return
         self.settings, self.strategy = choice.applied_to(self._given), choice.layout.make()

@@ -87,6 +87,7 @@ def estimate_held(
     communication: float = 0.0,
     whole_gradients: float = 0.0,
     between_steps: float = 0.0,
+    holds_gradients: bool = False,
     traffic: Mapping[str, float] | None = None,
 ) -> Estimate:
     """Return the estimate of a rank that holds a share of the training state.
@@ -95,10 +96,12 @@ def estimate_held(
         profile: of one micro-batch.
         share: the rank's fraction of each parameter, its gradient and its state.
         activations: of the rank.
-        gathered: see `Estimate`.
+        gathered: see `Estimate`; where parameters are gathered, they are freed before the update, and so is
+            `communication`.
         communication: see `Estimate`.
         whole_gradients: gradients of other ranks' shards that are held until they are reduced.
         between_steps: buffers that are allocated only while no activations are.
+        holds_gradients: whether the memory of the gradients is never freed, as that of DDP's buckets.
         traffic: see `Estimate`.
     """
     parameters, gradients = profile.parameter_bytes(share.parameters), profile.gradient_bytes(share.gradients)
@@ -108,13 +111,14 @@ def estimate_held(
     # at the update, the activations have been freed
     without_activations = max(update, between_steps)
     workspace = profile.buffer_bytes + max(in_backward, without_activations - activations.kept)
-    at_most = activations.kept + in_backward
-    overlap = 0.0
-    if profile.num_micro_batches == 1 and not (gathered or whole_gradients):
+    freed = gathered + communication if gathered else 0.0
+    # shards of gradients come as whole ones are freed
+    at_backward = max(gradients, whole_gradients) + activations.kept + in_backward + freed
+    if profile.num_micro_batches == 1 and not (freed or whole_gradients or holds_gradients):
         # part of what the first micro-batch needs has been freed when gradients are complete
-        most = max(activations.most_with_gradients, gradients)
-        together = max(most, gradients + without_activations)
-        overlap = max(0.0, gradients + max(at_most, without_activations) - together)
+        at_backward = max(activations.most_with_gradients, gradients)
+    most = max(at_backward, gradients + without_activations)
+    separate = gradients + whole_gradients + freed + max(activations.kept + in_backward, without_activations)
     return Estimate(
         parameters=parameters,
         gradients=gradients + whole_gradients,
@@ -123,7 +127,7 @@ def estimate_held(
         gathered=gathered,
         communication=communication,
         workspace=workspace,
-        overlap=overlap,
+        overlap=max(0.0, separate - most),
         traffic={axis: sent for axis, sent in (traffic or {}).items() if sent},
     )
 

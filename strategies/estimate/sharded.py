@@ -46,11 +46,10 @@ def estimate_sharded(
     dtypes = dtypes_of(profile, options)
     sizes = [_UnitSizes.of(unit, num_shards, *dtypes) for unit in plan.units]
     *units, root = sizes
-    gathered = root.computing + sum(sorted(size.computing for size in units)[-2:])
-    gathered += sum(_kept_gathered(size, unit) for size, unit in zip(units, plan.units, strict=False))
-    largest = max(sizes, key=lambda size: size.reducing)
-    # parameters of the next unit, gradients of one unit, and those of two units in the dtype in which they are sent
-    communication = max((size.computing for size in units), default=0.0) + largest.computing + 2 * largest.reducing
+    of_blocks = sum(sorted(size.computing for size in units)[-2:])
+    of_blocks += sum(_kept_gathered(size, unit) for size, unit in zip(units, plan.units, strict=False))
+    gathered = root.computing + of_blocks
+    communication = max(_beside_gathered(units, root), _at_the_end(root) - gathered)
     is_trained = profile.gradient_bytes(whole) / max(1.0, profile.parameter_bytes(whole))
     accumulates = profile.num_micro_batches > 1 and not options.sync_each_micro_batch
     whole_gradients = sum(size.reducing for size in sizes) * is_trained if accumulates else 0.0
@@ -66,11 +65,13 @@ def estimate_sharded(
     if not is_on_host:
         return estimate
     gradients = estimate.gradients - whole_gradients
+    overlap = max(0.0, estimate.overlap - min(gradients, whole_gradients))
     shards = estimate.parameters + gradients + estimate.optimizer
     # shards come to the device in forward and backward, and gradients leave it
     sent = profile.num_micro_batches * 2 * estimate.parameters + gradients
     traffic = {**estimate.traffic, "host": sent}
-    return replace(estimate, parameters=0.0, gradients=whole_gradients, optimizer=0.0, host=shards, traffic=traffic)
+    held = {"parameters": 0.0, "gradients": whole_gradients, "optimizer": 0.0, "host": shards, "overlap": overlap}
+    return replace(estimate, **held, traffic=traffic)
 
 
 class _UnitSizes:
@@ -98,6 +99,21 @@ def dtypes_of(profile: Profile, options: ShardingOptions) -> tuple[int | None, i
     else:
         computing, reducing = autocast, torch.float32 if autocast is not None else None
     return tuple(None if dtype is None else dtype.itemsize for dtype in (computing, reducing))  # type: ignore[return-value]
+
+
+def _beside_gathered(units: list[_UnitSizes], root: _UnitSizes) -> float:
+    """Return the bytes of other buffers while the largest unit computes its gradients.
+
+    These are the parameters of the next unit, the gradients of one unit, those of two units in the dtype in which they
+    are sent, and the gradients of the root so far, which computes outside of all units.
+    """
+    largest = max((size.computing + 2 * size.reducing for size in units), default=0.0)
+    return max((size.computing for size in units), default=0.0) + largest + root.computing
+
+
+def _at_the_end(root: _UnitSizes) -> float:
+    """Return the bytes of the root's gradients, and of its parameters or what is sent, after those of all units."""
+    return root.computing + max(root.computing, 2 * root.reducing)
 
 
 def _kept_gathered(size: _UnitSizes, unit: Unit) -> float:

@@ -8,13 +8,21 @@ from functools import partial
 from typing import Any, Final
 
 from ...callbacks.callback import Callback
-from ...strategies import ActivationCheckpointing, DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy, ZeroStrategy
+from ...strategies import (
+    ActivationCheckpointing,
+    DDPStrategy,
+    FSDPStrategy,
+    Hardware,
+    ParallelStrategy,
+    Strategy,
+    ZeroStrategy,
+)
 from ...strategies.errors import ConfigError, EchelonError
 from ...strategies.launch.launcher import launch_all
 from ..module.train_module import TrainModule
 from ..session.settings import Settings
 from .layouts import RunLayout
-from .machine import Machine, in_units
+from .machine import Machine, in_units, lift_limits, this_machine
 from .plan import PlannedLayout, Profiles, choose_micro_batch
 from .profiles import FitOnce, take_profiles
 from .profiling import ProfilingStrategy
@@ -56,28 +64,28 @@ class Choice:
 def choose(
     make_trainer: Callable[..., Any],
     settings: Settings,
-    machine: Machine,
+    hardware: Hardware,
     module: TrainModule,
     loaders: Any,
     datamodule: Any,
 ) -> Choice | None:
     """Return the first layout that fits; None if a profile is not possible, or would not change the choice.
 
-    The profile is taken in a separate process, so that neither the module nor its data is touched in this one.
+    The profile is taken in a separate process, so that neither the module nor its data is touched in this one; what a
+    limit leaves to a process for tensors is found there as well, in a worker like those that would train.
 
     Raises:
         ConfigError: if nothing fits, with the nearest layout and the smallest change that fits.
     """
+    machine = this_machine(hardware, module)
     held = _STATE_BYTES * sum(parameter.numel() for parameter in module.parameters())
     if 0 < held < _LITTLE * machine.memory:
         return None
-    climb = partial(_climb, make_trainer, _kept(settings), machine, module, loaders, datamodule)
+    place = hardware if machine.is_cpu else machine
+    climb = partial(_climb, make_trainer, _kept(settings), place, module, loaders, datamodule)
     answer: Choice | str | None = launch_all(climb, num_processes=1, timeout=_SECONDS)[0]
     if isinstance(answer, str):
-        raise ConfigError(
-            f"strategy='auto' finds no layout for {machine}, of which {machine.margin:.0%} stay free: {answer}. Take "
-            "more devices, or a smaller batch in the DataLoader."
-        )
+        raise ConfigError(f"{answer}. Take more devices, or a smaller batch in the DataLoader.")
     return answer
 
 
@@ -92,12 +100,23 @@ def _kept(settings: Settings) -> dict[str, Any]:
 def _climb(
     make_trainer: Callable[..., Any],
     kept: Mapping[str, Any],
-    machine: Machine,
+    place: Hardware | Machine,
     module: TrainModule,
     loaders: Any,
     datamodule: Any,
 ) -> Choice | str | None:
-    """Return the choice, or a text that explains why there is none; None if the module cannot be profiled."""
+    """Return the choice, or a text that explains why there is none; None if the module cannot be profiled.
+
+    Args:
+        make_trainer: makes the trainer that runs the profiles.
+        kept: its settings.
+        place: the machine, or the hardware of this one, whose memory is then found here.
+        module: the module to train.
+        loaders: its training loaders.
+        datamodule: its datamodule.
+    """
+    machine = place if isinstance(place, Machine) else this_machine(place, module, is_worker=True)
+    lift_limits()  # a profile allocates no tensors, but backward starts threads
     given = ActivationCheckpointing.of(kept["activation_checkpointing"])
     others = {name: value for name, value in kept.items() if name != "activation_checkpointing"}
 
@@ -135,7 +154,10 @@ def climb(
             break  # the rung after the choice, which the reason mentions
         at = len(tried) - 1 if planned.fits else None
     if at is None:
-        return _nothing_fits(tried, profiles, machine)
+        tight = [planned for planned in tried if planned.fits_without_margin(machine)]
+        if not tight:
+            return _nothing_fits(tried, profiles, machine)
+        at = tried.index(min(tight, key=lambda planned: planned.missing))
     planned = tried[at]
     return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _reason(tried, at, machine))
 
@@ -166,6 +188,8 @@ def _reason(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
         f"strategy='auto' takes {_name(planned)}: {in_units(planned.estimate.total)} of "
         f"{in_units(machine.memory)} on each of {machine.num_devices} devices"
     )
+    if not planned.fits:
+        text += f", of which less than {machine.margin:.0%} stay free"
     if at:
         before = tried[at - 1]
         text += f", where {_name(before)} needs {in_units(before.estimate.total)} and may take {in_units(before.limit)}"
@@ -177,7 +201,8 @@ def _reason(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
 def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machine) -> str:
     nearest = min(tried, key=lambda planned: planned.missing)
     text = (
-        f"the nearest, {_name(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
+        f"strategy='auto' finds no layout for {machine}, of which {machine.margin:.0%} stay free: the nearest, "
+        f"{_name(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
     )
     batch = profiles.batch_size * machine.num_devices
     smaller = choose_micro_batch(profiles, machine, nearest.layout, batch, recomputes=nearest.recomputes)

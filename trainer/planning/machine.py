@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import resource
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,10 +23,16 @@ _UNITS: Final = {
     **{f"{prefix}B": 1000.0**power for power, prefix in enumerate(("", "k", "M", "G", "T"))},
     **{f"{prefix}iB": 1024.0**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)},
 }
-_OF_A_PROCESS: Final = 130e6
-"""Bytes that a process on the CPU takes beside tensors and what is here, once it trains with others (seen: 116)."""
-_OF_COLLECTIVES: Final = 50e6
-"""What it takes beyond that where forward communicates: threads, with the stacks of eight more (seen: 64)."""
+_OF_A_WORKER: Final = 80e6
+"""Bytes that a new worker process holds beyond a program that has imported Echelon (seen: 80)."""
+_OF_A_RANK: Final = 40e6
+"""What a worker takes beside tensors once it trains with others on the CPU (seen: 32 to 48)."""
+_OF_COLLECTIVES: Final = 60e6
+"""What it takes beyond that where forward communicates: threads, with the stacks of eight more (seen: 60 to 64)."""
+_OF_AN_AXIS: Final = 75e6
+"""And for each further axis of the ranks: process groups, with the stacks of their threads."""
+_LIMITS: Final = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
+"""Limits of a process's memory, and the fields of ``/proc/self/status`` that count what it takes."""
 _MOST_DEVICES: Final = 1 << 20
 _OF_A_NODE: Final = 8
 """How many devices a node is taken to have where nothing is said."""
@@ -41,8 +48,12 @@ class Machine:
     memory: float
     """Bytes of each device."""
     is_cpu: bool = False
+    is_exact: bool = False
+    """Whether `memory` is what a limit leaves to the process, which nothing else uses."""
     beside_collectives: float = 0.0
     """Bytes of `memory` that a process does not have for tensors where forward communicates."""
+    beside_axis: float = 0.0
+    """Bytes that it does not have, beyond these, for each axis of the ranks after the first."""
     peak_flops: float | None = None
     """FLOP/s of each device in the dtype of computation; None if unknown."""
     bandwidth: float | None = None
@@ -56,7 +67,14 @@ class Machine:
 
         On a CPU, `memory` excludes what a process takes besides tensors, and there is less fragmentation.
         """
-        return 0.05 if self.is_cpu else 0.1
+        return (0.02 if self.is_exact else 0.05) if self.is_cpu else 0.1
+
+    def available(self, axes: Collection[str], *, forward_is_collective: bool) -> float:
+        """Return the bytes of a device for tensors if its process communicates along `axes`."""
+        if not forward_is_collective:
+            return self.memory
+        number = len({"dp_shard", *axes})
+        return max(0.0, self.memory - self.beside_collectives - self.beside_axis * (number - 1))
 
     @property
     def devices_of_node(self) -> int:
@@ -125,29 +143,46 @@ def nodes_for(num_devices: int, num_nodes: int | None) -> int:
     return number
 
 
-def this_machine(hardware: Hardware, module: nn.Module | None = None) -> Machine:
+def this_machine(hardware: Hardware, module: nn.Module | None = None, *, is_worker: bool = False) -> Machine:
     """Return the machine that this process runs on, limited to what a run would use.
 
-    Memory limits of the process count as if `module` took nothing here yet, as the plan counts it itself.
+    Args:
+        hardware: the devices.
+        module: counts as if it took nothing here yet, as the plan counts it itself.
+        is_worker: whether this is a worker process like those that a run would start.
     """
     if hardware.device_type == "cuda":
         properties = torch.cuda.get_device_properties(hardware.devices[0])
         return Machine(num_devices=len(hardware.devices), memory=float(properties.total_memory))
     number = len(hardware.devices)
     own = storages_bytes([*module.parameters(), *module.buffers()]) if module is not None else 0
-    memory = min(memory_of_host() / number, memory_of_process() + own) - _OF_A_PROCESS
-    return Machine(num_devices=number, memory=max(1.0, memory), is_cpu=True, beside_collectives=_OF_COLLECTIVES)
+    of_host, of_process = memory_of_host() / number, memory_of_process() + own
+    return Machine(
+        num_devices=number,
+        memory=max(1.0, min(of_host, of_process) - _OF_A_RANK - (0.0 if is_worker else _OF_A_WORKER)),
+        is_cpu=True,
+        is_exact=of_process < of_host,
+        beside_collectives=_OF_COLLECTIVES,
+        beside_axis=_OF_AN_AXIS,
+    )
 
 
 def memory_of_process() -> float:
     """Return the bytes that a process like this one may still take, within its limits; infinity if it has none."""
     taken = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     room = math.inf
-    for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+    for limit, field in _LIMITS:
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
             room = min(room, max(0.0, most - float(taken[field].split()[0]) * 1024))
     return room
+
+
+def lift_limits() -> None:
+    """Let this process take as much memory as it may permit itself, for what a run does not do."""
+    for limit, _ in _LIMITS:
+        most = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (most, most))
 
 
 def memory_of_host() -> float:

@@ -68,6 +68,10 @@ class PlannedLayout:
         """Whether the estimate is within the limit."""
         return self.estimate.total <= self.limit
 
+    def fits_without_margin(self, machine: Machine) -> bool:
+        """Return whether it fits if nothing stays free."""
+        return self.estimate.total <= self.limit / (1 - machine.margin)
+
     @property
     def missing(self) -> float:
         """By how many bytes it does not fit."""
@@ -197,7 +201,7 @@ def _planned(
     profile = replace(profiles.of(num_samples, recomputes=recomputes), num_micro_batches=number)
     estimate = strategy.estimate(profile, machine.hardware(uses_processes=strategy.uses_processes))
     flops = profile.flops * number * layout.num_readers / machine.num_devices
-    available = max(0.0, machine.memory - machine.beside_collectives * strategy.forward_is_collective)
+    available = machine.available(strategy.mesh_axes, forward_is_collective=strategy.forward_is_collective)
     return PlannedLayout(
         layout=layout,
         recomputes=recomputes,
