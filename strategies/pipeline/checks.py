@@ -32,12 +32,13 @@ def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:
     name = type(module).__name__
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
-            f"pp={schedule.num_ranks} needs a module with automatic_optimization=True, got a {name} without; return "
+            f"pp={schedule.num_ranks} needs a module with automatic_optimization=True, got {name} with False; return "
             "the loss, or use dp_shard instead of pp."
         )
     if sum("configure_sharding" in vars(kind) for kind in type(module).__mro__) > 1:
         raise ConfigError(
-            f"pp={schedule.num_ranks} cuts {name} itself, which overrides configure_sharding; leave one of them out."
+            f"pp={schedule.num_ranks} cuts {name} into stages itself, but {name} overrides configure_sharding; remove "
+            "one of them."
         )
     if is_built:
         check_is_cut(module, make_partition(module, schedule.num_stages))
@@ -53,7 +54,7 @@ def check_number(schedule: Schedule, num_micro_batches: int) -> None:
     if needed:
         raise ConfigError(
             f"accumulate_grad_batches must be {needed}, with schedule={schedule.name!r} and pp={schedule.num_ranks}, "
-            f"got {num_micro_batches} micro-batches a step; set it (or global_batch_size), or take schedule='gpipe'."
+            f"got {num_micro_batches} micro-batches per step; set it (or global_batch_size), or use schedule='gpipe'."
         )
 
 

@@ -125,8 +125,8 @@ def _dealt(module: nn.Module, parts: Sequence[Part], num_stages: int) -> tuple[t
         name = type(module).__name__
         raise ConfigError(
             f"{name} has {len(ends)} repeated blocks for {num_stages} stages (pp x virtual_stages); a block is one of "
-            f"several modules of one class in a ModuleList or a Sequential. Use fewer stages, or name the parts of "
-            f"each in {name}.configure_pipeline(num_stages)."
+            "several modules of one class in a ModuleList or a Sequential. Use fewer stages, or name the parts of "
+            f"each stage in {name}.configure_pipeline(num_stages)."
         )
     all_bytes, all_work = sum(part.num_bytes for part in parts) or 1, sum(part.work for part in parts) or 1
     costs = [part.num_bytes / all_bytes + part.work / all_work for part in parts]
@@ -161,7 +161,7 @@ def _named(module: nn.Module, parts: Mapping[str, Part], given: Any, num_stages:
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     if not is_list or len(given) != num_stages or any(isinstance(names, str) for names in given):
         raise ConfigError(
-            f"{where} must return {num_stages} lists of names, one a stage, got {given!r:.120}; return the names of "
+            f"{where} must return {num_stages} lists of names, one per stage, got {given!r:.120}; return the names of "
             "submodules, such as [['embed', 'blocks.0'], ['blocks.1', 'head']]."
         )
     stages = []
@@ -171,15 +171,15 @@ def _named(module: nn.Module, parts: Mapping[str, Part], given: Any, num_stages:
             meant = [part for part in parts if part == name or part.startswith(f"{name}.")]
             if not meant:
                 raise ConfigError(
-                    f"{where} names {name!r}, which is no part of the module; its parts are {', '.join(parts)}."
+                    f"{where} names {name!r}, which is not a part of the module; its parts are {', '.join(parts)}."
                 )
             own += [part for part in meant if part not in own]
         if not own:
-            raise ConfigError(f"{where} names nothing for one of the stages; give each stage at least one part.")
+            raise ConfigError(f"{where} names no parts for one of the stages; give each stage at least one part.")
         stages.append(tuple(own))
     missing = [part for part in parts if not any(part in own for own in stages)]
     if missing:
-        raise ConfigError(f"{where} names no stage for {', '.join(missing[:5])}; give each part a stage.")
+        raise ConfigError(f"{where} assigns no stage to {', '.join(missing[:5])}; give each part a stage.")
     return tuple(stages)
 
 
@@ -210,6 +210,6 @@ def check_is_cut(module: nn.Module, partition: Partition) -> None:
         first = known.setdefault(submodule, name)
         if first != name and partition.owners(first) != partition.owners(name):
             raise ModuleError(
-                f"{first} and {name} are one module on two stages; name both for each of these stages in "
+                f"{first} and {name} are the same module, on two stages; name both for each of these stages in "
                 f"{type(module).__name__}.{HOOK}(num_stages)."
             )

@@ -122,14 +122,14 @@ class Pipeline:
         text = str(error) if isinstance(error, RuntimeError) else ""
         if re.search(r"\bmeta\b", text):
             error.add_note(
-                "A parameter of another stage has no values here: it was used outside of its part, or its part was not "
-                "called by its forward. Call it, or name it for this stage, too, in configure_pipeline(num_stages)."
+                "A parameter of another stage has no values here: it was used outside its part, or its part was not "
+                "run by calling it. Call the part, or name it for this stage, too, in configure_pipeline(num_stages)."
             )
         if self.schedule.splits_backward and ("stage backward input" in text or "backward an extra time" in text):
             error.add_note(
-                f"schedule={self.schedule.name!r} computes backward in two halves, which code compiled in the module "
-                "and selective checkpoints of its own cannot; use Trainer(compile=True) or activation_checkpointing=, "
-                "or schedule='1f1b'."
+                f"schedule={self.schedule.name!r} computes backward in two halves, which does not work with code that "
+                "the module compiles itself or with its own selective checkpoints; use Trainer(compile=True) or "
+                "activation_checkpointing=, or schedule='1f1b'."
             )
 
     # --- parameters on several ranks ---------------------------------------------------------------------------------

@@ -129,11 +129,13 @@ def check_schedule(name: str, virtual_stages: int | None) -> None:
         return
     is_number = isinstance(virtual_stages, int) and not isinstance(virtual_stages, bool)
     if not is_number or virtual_stages < 1:
-        raise ConfigError(f"virtual_stages must be an int >= 1, got {virtual_stages!r}; give the stages of each rank.")
+        raise ConfigError(
+            f"virtual_stages must be an int >= 1, got {virtual_stages!r}; give the number of stages on each rank."
+        )
     allowed = {**dict.fromkeys(_ONE_STAGE, "1"), **dict.fromkeys(_V_SHAPED, "2")}.get(name)
     if allowed is not None and str(virtual_stages) != allowed:
         raise ConfigError(
-            f"virtual_stages must be {allowed} with schedule={name!r}, got {virtual_stages}; leave it out, or take "
+            f"virtual_stages must be {allowed} with schedule={name!r}, got {virtual_stages}; leave it out, or use "
             "another schedule, such as 'interleaved_1f1b'."
         )
 

@@ -105,9 +105,9 @@ class Pass:
         odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]
         if not tensors or odd:
             raise ModuleError(
-                f"{name}, the last part of stage {self.stage}, must return tensors to be sent to stage "
-                f"{self.stage + 1}, got {', '.join(odd) or type(output).__name__}; let it return a tensor, or a list, "
-                "tuple or dict of tensors."
+                f"{name}, the last part of stage {self.stage}, must return tensors to send to stage {self.stage + 1}, "
+                f"got {', '.join(odd) or type(output).__name__}; let it return a tensor, or a list, tuple or dict of "
+                "tensors."
             )
         self.output, self.has_ended = output, True
         if self.stage == 0:
@@ -117,8 +117,8 @@ class Pass:
     def _receive(self, name: str) -> Any:
         if self.has_received:
             raise ModuleError(
-                f"{name} was called twice in one step, and lies on stage {self.stage - 1}, whose output stage "
-                f"{self.stage} has once; call it once, or keep its stage and the next together."
+                f"{name} on stage {self.stage - 1} was called twice in one step, but stage {self.stage} receives its "
+                "output only once; call it once, or put both stages into one."
             )
         self.has_received = True
         self.logs = self.fills is None
@@ -133,15 +133,15 @@ class Pass:
         specs = self.shapes.get(name, [])
         if not specs:
             raise ModuleError(
-                f"{name} was called behind {self.partition.boundary(self.stage - 1)}, on stage {self.stage}, but lies "
-                f"on stage {self.staged.owners[name][0]}; register it behind the blocks, or name it for the stages "
-                f"that call it in {HOOK}(num_stages)."
+                f"{name} was called after {self.partition.boundary(self.stage - 1)}, on stage {self.stage}, but is on "
+                f"stage {self.staged.owners[name][0]}; register it after the blocks, or name it for the stages that "
+                f"call it in {HOOK}(num_stages)."
             )
         if number >= len(specs):
             raise ModuleError(
-                f"{name} was called {number + 1} times on stage {self.stage}, but {len(specs)} times on its own, "
-                f"stage {self.staged.owners[name][0]}; a step of a pipeline runs through the blocks once, alike for "
-                "all batches of the same shapes: call the model once, and use its output twice."
+                f"{name} was called {number + 1} times on stage {self.stage}, but {len(specs)} times on its own stage, "
+                f"stage {self.staged.owners[name][0]}; a pipeline step runs through the blocks once, and in the same "
+                "way for all batches of the same shapes: call the model once, and use its output twice."
             )
         value = float("nan") if self.fills is None else self.fills.get(name, 0.0)
 
@@ -152,8 +152,8 @@ class Pass:
                 return leaf.filled(value, self.staged.device)
             error = ModuleError(
                 f"{name} on stage {self.staged.owners[name][0]} returns a tensor of {leaf.dtype}, which the step uses "
-                f"on stage {self.stage}, where it is not; let the blocks pass it on in their outputs, or compute it on "
-                "the stage that needs it."
+                f"on stage {self.stage}, which does not have it; let the blocks pass it on in their outputs, or "
+                "compute it on the stage that needs it."
             )
             return AbsentTensor.like(leaf.shape, leaf.dtype, self.staged.device, error=error)
 
@@ -198,18 +198,19 @@ class Pass:
         expected = own[len(done)] if len(done) < len(own) else None
         if name in done:
             raise ModuleError(
-                f"{name} was called twice in one step; a block of a pipeline runs once. Use two blocks that share "
-                "parameters, or no pp."
+                f"{name} was called twice in one step; a pipeline runs each block once. Use two blocks that share "
+                "parameters, or leave out pp."
             )
         if name != expected:
             raise ModuleError(
-                f"{name} was called before {expected}; the blocks of a pipeline run in the order in which they are "
-                f"registered: register them so, or name the parts of each stage in order in {HOOK}(num_stages)."
+                f"{name} was called before {expected}; a pipeline runs blocks in the order in which they are "
+                "registered: register them in the order of their calls, or name the parts of each stage in order in "
+                f"{HOOK}(num_stages)."
             )
         if not self.has_received:
             raise ModuleError(
                 f"{name} of stage {self.stage} was called before {self.partition.boundary(self.stage - 1)} of stage "
-                f"{self.stage - 1}; register blocks in the order of their calls."
+                f"{self.stage - 1}; register the blocks in the order of their calls."
             )
 
     def _check_inputs(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
@@ -219,8 +220,8 @@ class Pass:
         for place, leaf in named_leaves({"args": args, "kwargs": kwargs}):
             if has_nan(leaf):
                 raise ModuleError(
-                    f"{name} ({type(part).__name__}) on stage {self.stage} got NaN in {place}: a value passes the cut "
-                    f"beside the output of {self.partition.boundary(self.stage - 1)}, from one of "
+                    f"{name} ({type(part).__name__}) on stage {self.stage} got NaN in {place}: a value that is not in "
+                    f"the output of {self.partition.boundary(self.stage - 1)} crosses the cut, from one of "
                     f"{', '.join(dict.fromkeys(self.stood_in)) or 'the parts'} of earlier stages. Let the blocks pass "
                     f"it on in their outputs, or name its part for stage {self.stage}, too, in {HOOK}(num_stages)."
                 )
@@ -235,19 +236,19 @@ class Pass:
         missing = [name for name in own if name not in self.calls]
         if missing:
             raise ModuleError(
-                f"{', '.join(missing[:3])} of stage {self.stage} was not called in the step; a step of a pipeline "
-                "calls every block once: call it by its forward, or leave it out of the module."
+                f"{', '.join(missing[:3])} of stage {self.stage} was not called in the step; a pipeline step calls "
+                "every block once: call it, or leave it out of the module."
             )
         if not was_cut and not self.is_last:
             raise ModuleError(
-                f"The step must call {self.partition.stages[self.stage + 1][0]} of stage {self.stage + 1}, got its end "
-                f"on stage {self.stage}; call every block once, by its forward, and return the loss."
+                f"The step must call {self.partition.stages[self.stage + 1][0]} of stage {self.stage + 1}, but it "
+                f"ended on stage {self.stage}; call every block once, and return the loss."
             )
 
     def _out_of_order(self, name: str, owner: int) -> ModuleError:
         boundary = self.partition.boundary(self.stage)
         return ModuleError(
-            f"{name}, which lies on stage {owner}, was called before {boundary} on stage {self.stage}; name it for the "
+            f"{name}, which is on stage {owner}, was called before {boundary} on stage {self.stage}; name it for the "
             f"stage that calls it in {HOOK}(num_stages), or register it before the blocks."
         )
 

@@ -185,9 +185,9 @@ class WindowRunner:
             boundary = failed.partition.boundary(failed.stage - 1)
             raise ModuleError(
                 f"The step must compute the loss from the output of {boundary} on stage {failed.stage}, got NaN from "
-                f"what {' and '.join(guilty)} of earlier stages returned: a value passes the cut beside it. Let the "
-                f"blocks pass it on in their outputs, or name its part for stage {failed.stage}, too, in "
-                "configure_pipeline(num_stages)."
+                f"what {' and '.join(guilty)} of earlier stages returned: a value that is not in this output crosses "
+                f"the cut. Let the blocks pass it on in their outputs, or name its part for stage {failed.stage}, too, "
+                "in configure_pipeline(num_stages)."
             )
 
     def _take(self, stage: int, index: int) -> tuple[list[Tensor], Any, Shapes | None]:
@@ -219,8 +219,8 @@ class WindowRunner:
             boundary = current.partition.boundary(stage)
             raise ModuleError(
                 f"{boundary}, the last part of stage {stage}, returned {', '.join(map(str, flat(shapes.received)))}, "
-                f"and {', '.join(map(str, flat(sent.received)))} for another batch of the same shapes; what passes "
-                "between stages must have a shape that follows from the shapes of the batch."
+                f"and {', '.join(map(str, flat(sent.received)))} for another batch of the same shapes; the shapes of "
+                "what passes between stages must depend only on the shapes of the batch."
             )
         following = stage + 1
         if self._schedule.rank_of(following) == self._rank:

@@ -177,10 +177,10 @@ def table_last(module: Model, tokens: Tensor) -> Tensor:
         (beside, r"blocks.2 \(Block\) on stage 1 got NaN in \['kwargs'\]\['added'\]"),
         (again, r"blocks.0 was called twice"),
         (backwards, r"blocks.1 was called before blocks.0"),
-        (skipping, r"blocks.2, which lies on stage 1, was called before blocks.1 on stage 0"),
-        (ending_early, r"The step must call blocks.2 of stage 1, got its end on stage 0"),
-        (head_first, r"head, which lies on stage 1, was called before blocks.1 on stage 0"),
-        (table_last, r"table was called behind blocks.1, on stage 1, but lies on stage 0"),
+        (skipping, r"blocks.2, which is on stage 1, was called before blocks.1 on stage 0"),
+        (ending_early, r"The step must call blocks.2 of stage 1, but it ended on stage 0"),
+        (head_first, r"head, which is on stage 1, was called before blocks.1 on stage 0"),
+        (table_last, r"table was called after blocks.1, on stage 1, but is on stage 0"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -301,9 +301,9 @@ def test_whole_numbers_that_an_earlier_stage_has_are_named_where_they_are_used()
     ("given", "message"),
     [
         ([["table"]], r"must return 2 lists of names"),
-        ([["table", "blocks.0"], ["blocks.7", "head"]], r"names 'blocks.7', which is no part of the module"),
-        ([["table", "blocks"], []], r"names nothing for one of the stages"),
-        ([["table"], ["blocks"]], r"names no stage for head"),
+        ([["table", "blocks.0"], ["blocks.7", "head"]], r"names 'blocks.7', which is not a part of the module"),
+        ([["table", "blocks"], []], r"names no parts for one of the stages"),
+        ([["table"], ["blocks"]], r"assigns no stage to head"),
     ],
 )
 def test_wrong_names_of_stages_are_refused(given: Any, message: str) -> None:
