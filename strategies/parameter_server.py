@@ -101,8 +101,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             return
         if not getattr(module, "automatic_optimization", True):
             raise ConfigError(
-                "strategy='ps' needs automatic optimization, in which it makes the updates, got a module with "
-                "automatic_optimization=False; use strategy='ddp', or let the trainer step the optimizers."
+                "strategy='ps' needs automatic optimization, because its servers update the parameters, got a module "
+                "with automatic_optimization=False; use strategy='ddp', or let the trainer step the optimizers."
             )
         if not overrides(module, "configure_model"):
             self._check_parameters(module, None if self.choices.serves_all else RemoteTables(module))
@@ -303,7 +303,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             RunError: outside of a fit.
         """
         if self._connection is None:
-            raise RunError("strategy.traffic needs a fit that goes on, found none; ask for it in a hook.")
+            raise RunError("strategy.traffic needs a running fit, found none; read it in a hook.")
         return self._connection.sent + self._connection.received
 
     def ledger(self, optimizer: Optimizer | None = None) -> Tensor:
@@ -316,7 +316,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             RunError: outside of a fit in async mode.
         """
         if self._connection is None or self.choices.bound is None or not self._served:
-            raise RunError("strategy.ledger() needs a fit in async mode that goes on, found none; call it in a hook.")
+            raise RunError("strategy.ledger() needs a running fit in async mode, found none; call it in a hook.")
         return self._served[optimizer if optimizer is not None else next(iter(self._served))].ledger()
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -369,8 +369,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         # after a fit that has failed, the servers may have answered some of the trainers only
         if served is None and self.collectives.all_reduce(float(isinstance(optimizer.state, ServedState)), "max"):
             raise RunError(
-                "The state of the optimizers must be here to be saved, got none: it was lost with a server, when the "
-                "fit failed. Save with weights_only=True, or go on with fit(..., ckpt_path='last')."
+                "The state of the optimizers cannot be saved, got none: it was lost with a server when the fit "
+                "failed. Save with weights_only=True, or resume with fit(..., ckpt_path='last')."
             )
         if served is None or not served.is_assigned:
             return state

@@ -41,7 +41,8 @@ class ServerChoices:
         is_number = isinstance(self.servers, int) and not isinstance(self.servers, bool)
         if self.servers != "nodes" and not (is_number and int(self.servers) >= 1):
             raise ConfigError(
-                f"servers must be >= 1, or 'nodes' for one on each node, got {self.servers!r}; 'ddp' needs none."
+                f"servers must be >= 1, or 'nodes' for one on each node, got {self.servers!r}; use strategy='ddp' to "
+                "train without servers."
             )
         for name, value, known in (("mode", self.mode, ("sync", "async")), ("dense", self.dense, ("servers", "ddp"))):
             if value not in known:
@@ -68,31 +69,31 @@ class ServerChoices:
         what = "parameter tensors" if self.serves_all else "tables of RemoteEmbedding"
         raise ConfigError(
             f"servers must be at most the number of {what}, got {num_servers} for {num_tensors}; use fewer servers"
-            + ("." if self.serves_all else ", or strategy='ddp' without any.")
+            + ("." if self.serves_all else ", or strategy='ddp', which needs none.")
         )
 
     def _check_staleness(self, *, uses_scaler: bool) -> None:
         if self.mode == "sync":
             if self.max_staleness is not None:
                 raise ConfigError(
-                    f"max_staleness={self.max_staleness!r} needs mode='async': in sync mode no trainer is ahead of "
+                    f"max_staleness={self.max_staleness!r} needs mode='async': in sync mode no trainer gets ahead of "
                     "another; leave it out, or set mode='async'."
                 )
             return
         if type(self.max_staleness) is not int or self.max_staleness < 0:
             raise ConfigError(
-                f"max_staleness must be >= 0 in async mode, got {self.max_staleness!r}; give the number of steps by "
-                "which a trainer may be ahead of the slowest, such as 4."
+                f"max_staleness must be >= 0 in async mode, got {self.max_staleness!r}; give the number of steps that "
+                "a trainer may be ahead of the slowest, such as 4."
             )
         if self.bound is None:
             return
         if self.dense == "ddp":
             raise ConfigError(
                 "dense='ddp' needs mode='sync', got 'async': all-reduce makes trainers wait for each other at each "
-                "step; leave out dense, or the mode."
+                "step; leave out dense or mode."
             )
         if uses_scaler:
             raise ConfigError(
-                "mode='async' does not work with precision='16-mixed', whose steps all trainers skip together; use "
-                "'bf16-mixed' or '32-true'."
+                "mode='async' does not work with precision='16-mixed', in which all trainers skip a step together; "
+                "use 'bf16-mixed' or '32-true'."
             )

@@ -161,7 +161,7 @@ class Connection:
             if stopped is not None:
                 raise ProcessError.of_server(
                     f"Server {stopped} of {self.num_servers} (process {self._processes.pids[stopped]}) was stopped by "
-                    f"a signal at the start of the run, and did not go on within {limit:g} s; start the run again."
+                    f"a signal at the start of the run, and did not resume within {limit:g} s; start the run again."
                 )
         self._look_at_notices()
 
@@ -180,7 +180,7 @@ class Connection:
         self._look_at_notices()
         return ProcessError(
             f"Rank {self.rank} did not meet the {self.num_servers} servers and {self.peers.num_trainers} trainers of "
-            f"the run ({_short(error)}): one of them has ended, or did not come within "
+            f"the run ({_short(error)}): one of them has ended, or did not connect within "
             f"start_timeout={self._timeouts.start.total_seconds():g} s; see the output of the others."
         )
 
@@ -231,9 +231,9 @@ class Connection:
             self._pong(call, partial(self._lost_trainer, rank))
         if is_over:
             raise ProcessError(
-                f"Server {index} of {self.num_servers} has waited for rank {', '.join(map(str, missing))} for "
-                f"timeout={self._timeouts.push.total_seconds():g} s, which is alive and pushes nothing; see its "
-                "output, or give the strategy a longer timeout."
+                f"Server {index} of {self.num_servers} has waited timeout={self._timeouts.push.total_seconds():g} s "
+                f"for rank {', '.join(map(str, missing))}, which is alive but pushes nothing; see its output, or give "
+                "the strategy a longer timeout."
             )
 
     def _pong(self, call: Future[T], blame: Callable[[BaseException], ProcessError]) -> T:
@@ -275,8 +275,8 @@ class Connection:
             if code is not None:
                 how = f"was killed by {Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 raise ProcessError.of_server(
-                    f"Server {index} of {self.num_servers} (process {processes.pids[index]}) {how}, and the run with "
-                    "it. Resume with ckpt_path='last'; see dmesg if it was the out-of-memory killer."
+                    f"Server {index} of {self.num_servers} (process {processes.pids[index]}) {how}, which ended the "
+                    "run. Resume with ckpt_path='last'; dmesg shows whether it was the out-of-memory killer."
                 ) from error
 
     def try_ask(self, request: str, index: int, *message: Any) -> Any:

@@ -84,8 +84,8 @@ def private_address(host: str) -> str:
     address = address_towards(host)
     if not ipaddress.ip_address(address).is_private:
         raise ConfigError(
-            f"MASTER_ADDR must lead to a private network for parameter servers, got {host!r}, towards which this "
-            f"machine listens at the public address {address}: whoever can connect there can run any program. Give "
-            "node 0's address in a private network, and keep others out of it."
+            f"MASTER_ADDR must be an address in a private network for parameter servers, got {host!r}, for which this "
+            f"machine listens on the public address {address}: anyone who can connect to it can run any program here. "
+            "Give node 0's address in a private network that others cannot reach."
         )
     return address

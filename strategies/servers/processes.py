@@ -66,12 +66,14 @@ class Nursery:
                 self.process.kill()  # a late answer would be taken for the answer to the next request
                 raise ProcessError(
                     f"The process that starts the servers (process {self.process.pid}) does not answer within "
-                    f"{self._patience:g} s; it was stopped by a signal, or the machine swaps. Start the run again."
+                    f"{self._patience:g} s; it was stopped by a signal, or the machine is swapping. Start the run "
+                    "again."
                 )
             except (EOFError, OSError) as error:
                 raise ProcessError(
-                    f"The process that starts the servers (process {self.process.pid}) is gone ({error!r}), and they "
-                    "with it; start the run again. See dmesg if the kernel's out-of-memory killer ended it."
+                    f"The process that starts the servers (process {self.process.pid}) has ended ({error!r}), and the "
+                    "servers with it; start the run again. dmesg shows whether it was the kernel's out-of-memory "
+                    "killer."
                 ) from error
 
     def stop(self) -> None:

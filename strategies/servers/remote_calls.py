@@ -68,7 +68,7 @@ class RemoteCalls:
         if self._connection is None:
             name = "remote" if how == "remote" else f"rpc_{how}"
             raise RunError(
-                f"strategy.{name} needs a fit that goes on, found none; call it between on_fit_start and on_fit_end."
+                f"strategy.{name} needs a running fit, found none; call it between on_fit_start and on_fit_end."
             )
         _check(func, args, kwargs, timeout)
         return self._connection.invoke(how, to, func, Arguments(tuple(args), kwargs or {}), timeout)
@@ -81,13 +81,15 @@ def _check(func: Any, args: Any, kwargs: Any, timeout: Any) -> None:
         ConfigError: for what cannot be called so.
     """
     if not callable(func):
-        raise ConfigError(f"func must be a function or a class, got {func!r:.60}; give it, and its arguments as args.")
+        raise ConfigError(
+            f"func must be a function or a class, got {func!r:.60}; give the function itself, and its arguments as "
+            "args."
+        )
     if not isinstance(args, tuple | list):  # the rows of a tensor would be arguments, and the letters of a string
-        raise ConfigError(f"args must be a tuple of arguments, got {args!r:.60}; write (value,) for one of them.")
+        raise ConfigError(f"args must be a tuple of arguments, got {args!r:.60}; write (value,) for a single one.")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise ConfigError(f"kwargs must be a dict of arguments by name, got {kwargs!r:.60}; give {{'name': value}}.")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         raise ConfigError(
-            f"timeout must be a number of seconds, or 0 for as long as it takes, got {timeout!r:.60}; give 5.0, for "
-            "example."
+            f"timeout must be a number of seconds, or 0 for no limit, got {timeout!r:.60}; give 5.0, for example."
         )

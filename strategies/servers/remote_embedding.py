@@ -89,8 +89,8 @@ class RemoteEmbedding(nn.Embedding):
     def _check_lost(self) -> None:
         if self._pull is not None or self.weight.isnan().all():
             raise ModuleError(
-                f"{self._name} must have its table, got none: it was lost with its server, when a fit failed. Load a "
-                "checkpoint, or go on with fit(..., ckpt_path='last')."
+                f"{self._name} must have its table, got none: it was lost with its server when a fit failed. Load a "
+                "checkpoint, or resume with fit(..., ckpt_path='last')."
             )
         self._is_lost = False  # it was loaded, or initialized again
 
@@ -102,7 +102,7 @@ class RemoteEmbedding(nn.Embedding):
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= self.num_embeddings:
             raise ModuleError(
-                f"{self._name} has rows 0 to {self.num_embeddings - 1}, got id {low if low < 0 else high}; give it "
+                f"{self._name} has rows 0 to {self.num_embeddings - 1}, got id {low if low < 0 else high}; set "
                 "num_embeddings above the largest id, or map ids to rows first."
             )
 

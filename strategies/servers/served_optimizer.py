@@ -310,8 +310,8 @@ class ServedOptimizer:
             if self._holders[name] == index and name in self._tables and gradient is not None:
                 if not gradient.is_sparse:
                     raise ModuleError(
-                        f"strategy='ps' pushes the rows of {name} that its layer was called for, got a gradient of the "
-                        "whole table, which is not in this process; look rows up by calling the layer alone, or leave "
+                        f"strategy='ps' pushes only the rows of {name} that its layer looked up, got a gradient of the "
+                        "whole table, which is not in this process; use the table only by calling its layer, or leave "
                         "out dense='ddp'."
                     )
                 whole = gradient.coalesce()

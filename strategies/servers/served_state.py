@@ -34,7 +34,8 @@ class ServedState(defaultdict[Tensor, Any]):
         if key in self._served:
             raise ModuleError(
                 f"strategy='ps' holds the optimizer's state of {self._served[key]} on a server, where hooks cannot "
-                "read or edit it, got state[...] of it; reset all of it by state.clear(), or use strategy='ddp'."
+                "read or edit it, got state[...] for it; reset the state of all parameters by state.clear(), or use "
+                "strategy='ddp'."
             )
         return super().__missing__(key)
 

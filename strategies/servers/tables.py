@@ -142,8 +142,8 @@ def _check(module: nn.Module, found: Mapping[str, RemoteEmbedding]) -> None:
         shared = [own for own, p in part.named_parameters(recurse=False) if id(p) in tables]
         if shared and not isinstance(part, RemoteEmbedding):
             raise ConfigError(
-                f"A RemoteEmbedding must have its table for itself with dense='ddp', got {name}.{shared[0]} which is "
-                "tied to it; leave out dense='ddp', or untie them."
+                f"A RemoteEmbedding must not share its table with dense='ddp', got {name}.{shared[0]}, which is tied "
+                "to it; leave out dense='ddp', or untie them."
             )
     for name, layer in found.items():
         if layer.max_norm is not None or layer.scale_grad_by_freq:

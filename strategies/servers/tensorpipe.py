@@ -69,8 +69,8 @@ class TensorPipe:
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=start_timeout.total_seconds(), _transports=["uv"])
         if _SERVICES or rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
             raise RunError(
-                "torch.distributed.rpc must not be initialised before a fit with parameter servers, found that it is; "
-                "leave out init_rpc, and call peers by trainer.strategy.rpc_sync."
+                "torch.distributed.rpc must not be initialized before a fit with parameter servers, found that it is; "
+                "remove init_rpc, and call peers by trainer.strategy.rpc_sync."
             )
         _SERVICES.append(service)
         self._store = _PatientStore(store, start_timeout, is_given_up)  # torch does not keep it alive
@@ -110,7 +110,7 @@ class TensorPipe:
         except PICKLING_ERRORS as error:  # by torch, before anything is sent
             raise ConfigError(
                 f"The arguments cannot be sent to {peer}: {error}; give tensors, numbers, lists, references and "
-                "functions that can be imported, and make other objects in the function."
+                "functions that can be imported, and create other objects inside the function."
             ) from error
         return result.wait() if how == "sync" else result
 
@@ -149,9 +149,9 @@ class _PatientStore(Store):
         end = time.monotonic() + (timeout or self._limit).total_seconds()
         while not self._store.check(keys):
             if self._is_given_up.is_set():
-                raise RuntimeError("the run has failed meanwhile")
+                raise RuntimeError("the run has failed in the meantime")
             if time.monotonic() > end:
-                raise RuntimeError(f"{', '.join(keys)} did not come in time")
+                raise RuntimeError(f"{', '.join(keys)} did not arrive in time")
             time.sleep(_LOOK)
 
     def set(self, key: str, value: Any) -> None:

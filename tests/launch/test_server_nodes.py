@@ -48,4 +48,4 @@ def test_a_public_address_is_refused(nodes):
         subprocess.run(words, check=True, timeout=80)
     for code, output in run(nodes, "nodes", "11.77.0.1", "29402"):
         assert code == 1
-        assert "MASTER_ADDR must lead to a private network for parameter servers, got '11.77.0.1'" in output
+        assert "MASTER_ADDR must be an address in a private network for parameter servers, got '11.77.0.1'" in output

@@ -60,7 +60,7 @@ def look_around(strategy):
     """Return what the user's calls give, and where the processes of the run listen."""
     with pytest.raises(ConfigError, match=r"to='server7' is not a peer.*trainer0, trainer1, server0, server1"):
         strategy.rpc_sync("server7", os.getpid)
-    with pytest.raises(RunError, match="needs a fit in async mode"):
+    with pytest.raises(RunError, match="needs a running fit in async mode"):
         strategy.ledger()
     pids = [strategy.rpc_sync(f"server{index}", os.getpid) for index in range(2)]
     reference = strategy.remote("server1", torch.add, (torch.ones(2), 1))
@@ -139,7 +139,7 @@ def test_the_users_calls_reach_named_peers_that_listen_on_loopback_and_are_gone_
     assert module.answers.tolist() == [[2, 2], [2, 2]]
     assert module.is_loopback
     assert not any(map(is_running, module.pids.tolist()))
-    with pytest.raises(RunError, match="rpc_sync needs a fit that goes on"):
+    with pytest.raises(RunError, match="rpc_sync needs a running fit"):
         strategy.rpc_sync("server0", os.getpid)
 
 

@@ -73,7 +73,7 @@ def test_a_table_with_two_names_is_trained_saved_and_back_under_both(kind, tmp_p
 
 
 def test_a_gradient_of_the_whole_table_is_refused():
-    with pytest.raises(ModuleError, match=r"pushes the rows of table.weight .*got a gradient of the whole table"):
+    with pytest.raises(ModuleError, match=r"pushes only the rows of table.weight .*got a gradient of the whole table"):
         fit(ParameterServerStrategy(dense="ddp"), 2, partial(Words, "decayed"))
 
 
