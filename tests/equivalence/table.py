@@ -60,10 +60,10 @@ def main():
 
 def column(ends, expected):
     """Return the table cells of a line."""
-    return [square(ends.get(case), expected[case][0] if case in ends else None) for case in CASES]
+    return [cell(ends.get(case), expected[case][0] if case in ends else None) for case in CASES]
 
 
-def square(ends, expected):
+def cell(ends, expected):
     """Return the text of a table cell; a dash if the line does not have the case."""
     if ends is None:
         return "-"

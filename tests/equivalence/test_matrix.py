@@ -12,7 +12,7 @@ from echelon.strategies.placement import BY_NAME
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 ONE_PROCESS = LINES[0]
 STRATEGIES = {line.strategy for line in LINES if line.is_named}
-SQUARES = [(line, case) for line in LINES for case in CASES if line.takes(case)]
+CELLS = [(line, case) for line in LINES for case in CASES if line.takes(case)]
 WITH_ENGINE = [line for line in LINES if line.has_engine]
 LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2 and line.is_named}
 
@@ -46,14 +46,14 @@ def check(end, expected, case):
     assert found.counts == 0, f"{end} for {expected}"
 
 
-@pytest.mark.parametrize(("line", "case"), SQUARES, ids=[f"{line.title}-{case.title}" for line, case in SQUARES])
+@pytest.mark.parametrize(("line", "case"), CELLS, ids=[f"{line.title}-{case.title}" for line, case in CELLS])
 def test_every_rank_ends_like_one_process(line, case, ends_of, expected_of):
     for end in ends_of(line)[case]:
         check(end, expected_of(line.network, case), case)
 
 
 @pytest.mark.parametrize("line", WITH_ENGINE, ids=[line.title for line in WITH_ENGINE])
-def test_a_loop_of_ones_own_ends_like_the_trainer_on_one_process(line, ends_of, expected_of):
+def test_a_custom_loop_ends_like_the_trainer_on_one_process(line, ends_of, expected_of):
     ends = {case: states for case, states in ends_of(line).items() if case.by_engine}
     assert len(ends) > 5
     for case, states in ends.items():

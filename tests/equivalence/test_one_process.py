@@ -130,7 +130,7 @@ class WeightedByFloat(Weighted):
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("module", [Weighted, WeightedByFloat])
-def test_a_loss_with_a_count_weighs_by_the_count_in_every_cut(module, clip):
+def test_a_loss_with_a_count_is_weighted_by_its_count_in_every_cut(module, clip):
     expected, _ = trained("one batch of 32", module, gradient_clip_val=clip)
     by_sample, _ = trained("one batch of 32", Net)
     assert not torch.allclose(weights(expected), weights(by_sample))
@@ -160,7 +160,7 @@ class Skipping(Net):
         return self.loss(x, y)
 
 
-def test_a_micro_batch_that_is_skipped_weighs_nothing():
+def test_a_skipped_micro_batch_has_no_weight():
     seed_everything(5)
     module = Skipping()
     trainer = fit(module, DataLoader(Samples(28), 4), accumulate_grad_batches=2, max_epochs=1)
@@ -171,7 +171,7 @@ def test_a_micro_batch_that_is_skipped_weighs_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:training_step returned None for all 4 batches")
-def test_a_step_whose_micro_batches_are_all_skipped_is_none():
+def test_a_step_whose_micro_batches_are_all_skipped_does_not_count():
     class SkipsAll(Net):
         def training_step(self, batch, batch_idx):
             return None
