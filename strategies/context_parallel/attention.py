@@ -138,8 +138,8 @@ class AttentionMode(TorchFunctionMode):
         if heads % size or key.ndim < 3 or key.shape[-3] % size:
             number = key.shape[-3] if key.ndim > 2 else 1
             raise ConfigError(
-                f"cp={size} with cp_exchange='ulysses' must divide the number of attention heads, got {heads} heads "
-                f"of queries and {number} of keys; choose another cp, or cp_exchange='allgather'."
+                f"cp={size} with cp_exchange='ulysses' must divide the number of attention heads, got {heads} query "
+                f"heads and {number} key heads; choose another cp, or cp_exchange='allgather'."
             )
         if mask is not None:
             mask = self._exchange.gather(mask, -2) if mask.shape[-2] != 1 else mask
@@ -156,9 +156,9 @@ class AttentionMode(TorchFunctionMode):
         if self.lengths is not None and length not in self.lengths:
             lengths = " or ".join(map(str, sorted(self.lengths)))
             raise ModuleError(
-                f"Attention under context parallelism must be over this rank's part of a sequence of the batch, "
+                "Attention under context parallelism must be over this rank's part of the batch's sequences, "
                 f"{lengths} tokens, got {length} keys. A class token, patches or a shorter sequence that the module "
-                "makes itself cannot be cut: make it in the data set, or use cp=1."
+                "creates itself cannot be cut: create it in the dataset, or use cp=1."
             )
         if query is not None and query.shape[-2] != length:
             raise ModuleError(
@@ -174,7 +174,7 @@ class AttentionMode(TorchFunctionMode):
             return self._exchange.gather(mask.contiguous(), -1)
         raise ModuleError(
             f"An attention mask under context parallelism must have a column for each of the {whole} keys of the whole "
-            f"sequence, got shape {tuple(mask.shape)}; pass is_causal=True for a causal one, or bring the mask in the "
+            f"sequence, got shape {tuple(mask.shape)}; pass is_causal=True for a causal one, or pass the mask in the "
             "batch, cut along its rows (the hook sequence_dims)."
         )
 
@@ -185,7 +185,8 @@ class AttentionMode(TorchFunctionMode):
         if call.bias_k is not None or call.add_zero_attn or call.static_k is not None or call.static_v is not None:
             raise ModuleError(
                 "nn.MultiheadAttention under context parallelism must have add_bias_kv=False and add_zero_attn=False, "
-                f"got add_bias_kv={call.bias_k is not None}, add_zero_attn={call.add_zero_attn}; or use cp=1."
+                f"got add_bias_kv={call.bias_k is not None}, add_zero_attn={call.add_zero_attn}; set both to False, or "
+                "use cp=1."
             )
         is_batched, padding = call.query.ndim == 3, call.key_padding_mask
         inputs = [x if is_batched else x.unsqueeze(1) for x in (call.query, call.key, call.value)]

@@ -67,8 +67,8 @@ def check_step(
         raise ModuleError(
             f"{type(module).__name__} computes different results from parts of a sequence (cp={context.size}) than "
             f"from the whole: {first}. Take positions from self.trainer.strategy.positions(length), shift targets in "
-            "the data set, do not pool over the sequence, and return Loss(total, count) where parts have different "
-            "numbers of tokens that count; or use cp=1."
+            "the dataset, do not pool over the sequence, and return Loss(total, count) if parts have different "
+            "numbers of tokens in the loss; or use cp=1."
         )
 
 
@@ -138,8 +138,8 @@ def _first_difference(whole: Sequence[_Output], parts: Sequence[_Output]) -> str
     for expected, own in zip(whole, parts, strict=False):
         if expected.name != own.name or expected.shapes != own.shapes:
             return (
-                f"the output of {own.name} has shapes {own.shapes}, and that of {expected.name} from whole sequences "
-                f"{expected.shapes}"
+                f"the output of {own.name} has shapes {own.shapes}, but that of {expected.name} from whole sequences "
+                f"has {expected.shapes}"
             )
         if _differ(expected.digests, own.digests, expected.tolerance):
             return f"the first output that differs is that of {own.name}"
@@ -155,4 +155,4 @@ def _loss_difference(whole: Tensor, parts: Tensor) -> str | None:
     expected, own = (values[0] / values[1].clamp(min=1e-300) for values in (whole, parts))
     if not whole[1] or not torch.isfinite(expected) or abs(expected - own) <= 1e-4 * abs(expected) + 1e-12:
         return None
-    return f"the loss is {own:.6g} from the parts, and {expected:.6g} from the whole sequences"
+    return f"the loss is {own:.6g} from the parts, but {expected:.6g} from the whole sequences"

@@ -51,9 +51,9 @@ class ContextParallel:
                 lengths[f"batch{name}"] = length = leaf.shape[dim]
                 if length % self.size:
                     raise DataError(
-                        f"The length of batch{name} must be a multiple of cp={self.size}, got shape "
-                        f"{tuple(leaf.shape)}, whose dimension {dim} is {length}; pad sequences in collate_fn, and "
-                        "leave the padding out of the loss."
+                        f"The length of batch{name} must be a multiple of cp={self.size}, got {length} in dimension "
+                        f"{dim} of shape {tuple(leaf.shape)}; pad sequences in collate_fn, and ignore the padding in "
+                        "the loss."
                     )
                 leaf = self.sequence_cut.take(leaf, dim)
             leaves.append(leaf)
@@ -76,7 +76,7 @@ class ContextParallel:
             if given.keys() != leaves.keys():
                 raise ConfigError(
                     f"sequence_dims of {type(module).__name__} must return a dimension or None for each of "
-                    f"{', '.join(leaves) or 'the batch'}, got {answer!r:.100}; return it in the batch's structure."
+                    f"{', '.join(leaves) or 'the batch'}, got {answer!r:.100}; return them in the batch's structure."
                 )
             return given
         dims = {
@@ -88,8 +88,8 @@ class ContextParallel:
             listed = ", ".join(f"batch{name}: {length}" for name, length in lengths.items())
             raise DataError(
                 f"Sequences under cp={self.size} are in dimension {self._sequence_dim} of each tensor, but the lengths "
-                f"differ ({listed}); say in {type(module).__name__}.sequence_dims(batch) which dimension of each "
-                "tensor is a sequence, None for those that are not."
+                f"differ ({listed}); return from {type(module).__name__}.sequence_dims(batch) which dimension of each "
+                "tensor is a sequence, or None for tensors without one."
             )
         return dims
 

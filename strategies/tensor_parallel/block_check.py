@@ -27,10 +27,12 @@ _TOLERANCE_OF_HALF: Final = 0.1
 _TOLERANCE_OF_TF32: Final = 0.02
 _CAUSES: Final = (
     "Usual causes: a fixed number of heads where the width is cut (write .view(batch, length, -1, head_dim)); packed "
-    "weights cut as one (use 'packed_colwise'); a norm, a softmax or a mean over cut features"
+    "weights cut as if they were one (use 'packed_colwise'); a norm, a softmax or a mean over cut features"
 )
 
-_CAUSE_OF_GRADIENTS: Final = "A whole layer among cut features needs the word 'replicated_with_grad_allreduce'"
+_CAUSE_OF_GRADIENTS: Final = (
+    "Usual cause: a whole layer between cut features, which needs the word 'replicated_with_grad_allreduce'"
+)
 
 
 class BlockCheck:
@@ -79,14 +81,14 @@ class BlockCheck:
         if is_mixed and not isinstance(error, ModuleError):
             between = ", or hidden states between two blocks" if self._plan.sequence_parallel else ""
             raise ModuleError(
-                f"a parameter of a cut layer{between} is used outside of the layer's forward ({str(error)[:60]}...); "
-                f"call the layer instead, or leave it out of tp_plan. Cut are: {_listed(self._plan.words)}."
+                f"a parameter of a cut layer{between} is used outside the layer's forward ({str(error)[:60]}...); call "
+                f"the layer instead, or leave it out of tp_plan. These layers are cut: {_listed(self._plan.words)}."
             ) from error
         if error is None and "" in self._skeletons:
             raise ModuleError(
                 f"{self._plan.source} cuts {_listed(self._plan.blocks(self._module)[''])}, which belong to "
-                f"{type(self._module).__name__} itself, whose step does not call its forward: the cut cannot be "
-                "checked. Put these layers into a submodule with a forward, or call self(...) in the step."
+                f"{type(self._module).__name__} itself, but its step does not call its forward, so that the cut cannot "
+                "be checked. Put these layers into a submodule with a forward, or call self(...) in the step."
             )
 
     def _compare(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,7 +110,7 @@ class BlockCheck:
             except Exception as error:
                 raise ModuleError(
                     f"the block {name!r} ({type(block).__name__}) fails when it is cut by {self._plan.source}: "
-                    f"{type(error).__name__}: {str(error)[:200]}. {self._causes()}; mend the block, or leave its "
+                    f"{type(error).__name__}: {str(error)[:200]}. {self._causes()}. Correct the block, or leave its "
                     "layers out of tp_plan."
                 ) from error
         self._judge(name, block, whole, cut)
@@ -122,13 +124,17 @@ class BlockCheck:
         value, difference = found
         raise ModuleError(
             f"the block {name!r} ({type(block).__name__}) does not compute the same when it is cut by "
-            f"{self._plan.source}: {value} differs by {difference:.1g} of its size. "
-            f"{self._causes(is_of_gradient=not output)}; mend the block, or leave its layers out of tp_plan."
+            f"{self._plan.source}: {value} has a relative difference of {difference:.1g}. "
+            f"{self._causes(is_of_gradient=not output)}. Correct the block, or leave its layers out of tp_plan."
         )
 
     def _causes(self, *, is_of_gradient: bool = False) -> str:
         causes = _CAUSE_OF_GRADIENTS if is_of_gradient else _CAUSES
-        return causes + ("; a layer that mixes positions, amid shards of them" if self._plan.sequence_parallel else "")
+        return causes + (
+            "; a layer that mixes positions, where each rank has only a shard of them"
+            if self._plan.sequence_parallel
+            else ""
+        )
 
     def _worst(self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor]) -> tuple[str, float] | None:
         """Return the value that differs most on any rank, relative to its size, if any differs. Collective."""

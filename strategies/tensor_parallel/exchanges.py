@@ -118,7 +118,7 @@ class TensorGroup:
         if tensor.shape[dim] % self.size:
             raise ModuleError(
                 f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension {dim}: its length must be a "
-                f"multiple of tp={self.size}; pad it, or leave sequence_parallel=False."
+                f"multiple of tp={self.size}; pad it, or set sequence_parallel=False."
             )
 
 

@@ -51,9 +51,9 @@ def find_plan(
             words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
     if not words:
         raise ConfigError(
-            f"nothing to cut was found in {type(module).__name__}, which consists of "
+            f"no layer to cut was found in {type(module).__name__}, which consists of "
             f"{', '.join(sorted({type(child).__name__ for child in module.modules() if child is not module})[:8])}; "
-            "give tp_plan={'name of a layer': 'colwise', ...}, see docs/model_parallel.md."
+            "give tp_plan={'name of a layer': 'colwise', ...}; see docs/model_parallel.md."
         )
     head = _head(module, words) if loss_parallel else None
     words |= {} if head is None or head in words else {head: "colwise_gather_output"}
@@ -61,7 +61,7 @@ def find_plan(
     plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers)
     if sequence_parallel and not plan.sharded_blocks(module):
         raise ConfigError(
-            f"sequence_parallel=True shards the sequence inside blocks that stand in a ModuleList or a Sequential, and "
+            "sequence_parallel=True shards the sequence inside blocks that are in a ModuleList or a Sequential, but "
             f"{type(module).__name__} has none around {', '.join(list(words)[:3])}; leave sequence_parallel out."
         )
     plan.layers(module)  # raises for a word that does not suit its layer
@@ -128,7 +128,7 @@ def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
     heads: list[str] = next((names for names in candidates if names), [])
     if len(heads) != 1:
         raise ConfigError(
-            f"loss_parallel=True cuts the layer that computes the logits, and {len(heads)} were found in "
+            f"loss_parallel=True cuts the layer that computes the logits, but {len(heads)} were found in "
             f"{type(module).__name__} ({', '.join(heads) or 'none'}); name it: tp_plan={{..., 'head': "
             "'colwise_gather_output'}."
         )

@@ -121,9 +121,9 @@ class TensorPlan:
                 first, other = cuts.setdefault(parameter, (full, cut))
                 if other != cut:
                     raise ConfigError(
-                        f"{full} and {first} are one tensor, but {self.source} cuts it in two ways, {cut} and {other}; "
-                        "give both layers words that match, such as 'embedding_rowwise' and 'colwise_gather_output', "
-                        "or leave both out."
+                        f"{full} and {first} are the same tensor, but {self.source} cuts it in two ways, {cut} and "
+                        f"{other}; give both layers words that match, such as 'embedding_rowwise' and "
+                        "'colwise_gather_output', or leave both out."
                     )
 
 

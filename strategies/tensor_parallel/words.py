@@ -59,12 +59,12 @@ def check_word(name: str, word: object) -> None:
         return
     if is_for_experts(word):
         raise ConfigError(
-            f"the plan's word {word!r} of {name!r} is for mixtures of experts and similar layers, which tp does not "
-            "cut; leave its layers out of tp_plan, and they stay whole."
+            f"the plan's word {word!r} for {name!r} is for mixtures of experts and similar layers, which tp does not "
+            "cut; leave these layers out of tp_plan to keep them whole."
         )
     raise ConfigError(
-        f"the plan of {name!r} must be a word or a ParallelStyle of torch, got {word!r}."
-        f"{did_you_mean(str(word), _WORDS)}"
+        f"the plan for {name!r} must be a word or a ParallelStyle of torch, got "
+        f"{word!r}.{did_you_mean(str(word), _WORDS)}"
     )
 
 

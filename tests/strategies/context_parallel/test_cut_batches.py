@@ -62,7 +62,7 @@ class Misnamed(nn.Module):
 @pytest.mark.parametrize(
     ("batch", "module", "error", "text"),
     [
-        (torch.zeros(2, 7), nn.Module(), DataError, r"multiple of cp=2, got shape \(2, 7\), whose dimension 1 is 7"),
+        (torch.zeros(2, 7), nn.Module(), DataError, r"multiple of cp=2, got 7 in dimension 1 of shape \(2, 7\)"),
         ([torch.zeros(2, 8), torch.zeros(2, 6)], nn.Module(), DataError, r"batch\[0\]: 8, batch\[1\]: 6"),
         (torch.zeros(8), nn.Module(), DataError, r"a sequence in dimension 1, got shapes \{'': \(8,\)\}"),
         ({"tokens": torch.zeros(2, 8)}, Misnamed(), ConfigError, r"each of \['tokens'\], got \{'token': 1\}"),

@@ -119,7 +119,7 @@ def test_an_evaluation_equals_that_of_whole_sequences_or_is_refused():
     [
         (OwnPositions, 16, ModuleError, "the first output that differs is that of places"),
         (Manual, 16, ConfigError, "needs a module with automatic_optimization=True"),
-        (Model, 15, DataError, r"multiple of cp=2, got shape \(4, 15\)"),
+        (Model, 15, DataError, r"multiple of cp=2, got 15 in dimension 1 of shape \(4, 15\)"),
     ],
 )
 def test_what_cannot_be_cut_ends_the_run_with_the_remedy(module, length, error, text):

@@ -169,7 +169,7 @@ def test_what_cannot_be_cut_is_refused_with_the_remedy():
     assert "a column for each of the 16 keys" in errors["mask"]
     assert "add_bias_kv=True" in errors["bias"]
     assert "cp_exchange='allgather'" in errors["heads"]
-    assert "got 3 heads of queries" in errors["heads"]
+    assert "got 3 query heads" in errors["heads"]
 
 
 def keep_for_backward():

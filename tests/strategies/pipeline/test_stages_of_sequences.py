@@ -230,5 +230,5 @@ def test_the_first_step_compares_the_parts_of_all_stages_with_whole_sequences(tm
         assert "is that of blocks.2" in told["OwnPositions"]
         assert told["validate"] == told["OwnPositions"]
         assert "the loss is nan from the parts" in told["MeanOfParts"]
-        assert "multiple of cp=2, got shape (2, 7)" in told["Model"]
+        assert "multiple of cp=2, got 7 in dimension 1 of shape (2, 7)" in told["Model"]
         assert told["steps without a token that counts"] == "1"  # their NaN is not blamed on a part elsewhere
