@@ -33,7 +33,7 @@ def check_folder(folder: Path) -> Iterator[Finding]:
             "run folder",
             f"{folder} cannot be written ({error.strerror or error})",
             f"{'give the path of a folder' if is_file else 'make it writable, such as mount -o remount,rw'}; or give "
-            "--folder, and default_root_dir of the Trainer, another",
+            "another folder to --folder and default_root_dir",
         )
         return
     finally:
@@ -61,9 +61,9 @@ def _try(folder: Path, inside: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
         written = (old / "file").stat().st_mtime
         now = time.time()
-        step = "rename of a folder"
+        step = "renaming a folder"
         old.rename(new)
-        step = "symbolic link"
+        step = "symbolic links"
         (inside / "link").symlink_to("new")
         os.replace(inside / "link", inside / "last")
     except OSError as error:
@@ -76,8 +76,8 @@ def _try(folder: Path, inside: Path) -> Iterator[Finding]:
     if abs(now - written) > _SKEW:
         yield Finding(
             "clock",
-            f"this machine's clock is {now - written:+.1f} s from that of the file system of {folder}: the newest "
-            "checkpoint may not look newest",
+            f"this machine's clock is {now - written:+.1f} s off the clock of the file system of {folder}: the newest "
+            "checkpoint may not be recognized as the newest",
             "timedatectl set-ntp true, or chronyc makestep, on this machine and on the file server",
             stops=False,
         )
@@ -87,7 +87,7 @@ def check_clock() -> Iterator[Finding]:
     """Check that the clock is plausible."""
     year = time.gmtime().tm_year
     if year < _FIRST_YEAR:
-        yield Finding("clock", f"this machine's clock is in the year {year}", "timedatectl set-ntp true")
+        yield Finding("clock", f"this machine's clock shows the year {year}", "timedatectl set-ntp true")
 
 
 def leave_mark(folder: Path, name: str) -> Path:

@@ -57,8 +57,10 @@ def check_torch() -> Iterator[Finding]:
         return
     if not torch.cuda.is_available():
         build = torch.version.cuda
-        reason = f"is built for CUDA {build}, but finds no device" if build else "is built for the CPU only"
-        remedy = "update the driver, and see nvidia-smi" if build else "pip install a build of torch for CUDA"
+        reason = f"is built for CUDA {build} but finds no device" if build else "is built for CPUs only"
+        remedy = (
+            "update the driver; nvidia-smi shows its version" if build else "install a build of torch for CUDA with pip"
+        )
         yield Finding("torch", f"this machine has NVIDIA devices, but torch {torch.__version__} {reason}", remedy)
     elif not dist.is_nccl_available():
         yield Finding("torch", f"torch {torch.__version__} has CUDA but no NCCL", "install torch from its own wheels")
@@ -75,27 +77,27 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
         could = "" if most == resource.RLIM_INFINITY or most >= _FEW_FILES else ", as root or in limits.conf"
         yield Finding(
             "file descriptors",
-            f"a process may open {files} files; workers of loaders, checkpoints and connections need more",
+            f"a process may open only {files} files; data loader workers, checkpoints and connections need more",
             f"ulimit -n {max(4 * _FEW_FILES, 4096)}{could}",
             stops=files < _FEWEST_FILES,
         )
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= size < _SMALLEST_FILE:
         yield Finding(
-            "file size", f"a file may have {_amount(size)} at most; checkpoints are larger", "ulimit -f unlimited"
+            "file size", f"a file may not be larger than {_amount(size)}; checkpoints are larger", "ulimit -f unlimited"
         )
     seconds, _ = resource.getrlimit(resource.RLIMIT_CPU)
     if 0 <= seconds < _SHORTEST_RUN:
         yield Finding(
             "processor time",
-            f"a process ends after {seconds} s of it, as on the login nodes of clusters",
+            f"a process is killed after {seconds} s of processor time, as on the login nodes of clusters",
             "ulimit -t unlimited, or run in a job",
         )
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= memory < 8 << 30:
         yield Finding(
             "address space",
-            f"a process may map {_amount(memory)}; torch alone maps several GB",
+            f"a process may map only {_amount(memory)} of memory; torch alone maps several GB",
             "ulimit -v unlimited",
             stops=False,
         )
@@ -105,7 +107,8 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
     if has_infiniband and 0 <= locked < _SMALLEST_FILE:
         yield Finding(
             "locked memory",
-            f"a process may lock {_amount(locked)}, and there is InfiniBand, which locks what it sends",
+            f"a process may lock only {_amount(locked)} of memory, but this machine has InfiniBand, which locks what "
+            "it sends",
             "ulimit -l unlimited, as root or in limits.conf",
         )
 
@@ -114,7 +117,7 @@ def check_shared_memory(path: Path = _SHARED) -> Iterator[Finding]:
     """Check the shared memory, which data loader workers and snapshots use."""
     if not path.is_dir():
         if sys.platform == "linux":
-            yield Finding("shared memory", f"there is no {path}", f"mount -t tmpfs tmpfs {path}")
+            yield Finding("shared memory", f"{path} does not exist", f"mount -t tmpfs tmpfs {path}")
         return
     usage = shutil.disk_usage(path)
     if not os.access(path, os.W_OK):
@@ -122,8 +125,8 @@ def check_shared_memory(path: Path = _SHARED) -> Iterator[Finding]:
     elif usage.free < _LITTLE_SHARED:
         yield Finding(
             "shared memory",
-            f"{path} has {_amount(usage.free)} left of {_amount(usage.total)}; workers of loaders pass batches there",
-            f"mount -o remount,size=8G {path}, docker run --shm-size=8g, or delete what lies there",
+            f"{path} has {_amount(usage.free)} left of {_amount(usage.total)}; data loader workers pass batches there",
+            f"mount -o remount,size=8G {path}, docker run --shm-size=8g, or delete files there",
             stops=usage.free < _LEAST_SHARED,
         )
 
@@ -143,8 +146,8 @@ def check_temporary(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
     if length > _LONGEST_SOCKET:
         yield Finding(
             "temporary files",
-            f"TMPDIR has {len(os.fsencode(folder))} bytes; the path of a socket in it would have {length}, and may "
-            f"have {_LONGEST_SOCKET}",
+            f"TMPDIR has {len(os.fsencode(folder))} bytes; the path of a socket in it would have {length}, but at most "
+            f"{_LONGEST_SOCKET} are possible",
             "export TMPDIR=/tmp",
         )
 
@@ -159,7 +162,7 @@ def check_threads(num_processes: int, environ: Mapping[str, str] = ENVIRON) -> I
     elif text and int(text) * num_processes > 2 * cores:
         yield Finding(
             "threads",
-            f"OMP_NUM_THREADS={text} in {num_processes} process(es), but {cores} core(s): they take turns",
+            f"OMP_NUM_THREADS={text} in {num_processes} process(es), but only {cores} core(s): threads take turns",
             f"export OMP_NUM_THREADS={max(1, cores // num_processes)}, or unset it"
             if int(text) > 1
             else f"start fewer processes, such as --nproc {cores}",
@@ -172,15 +175,15 @@ def check_timeouts(timeouts: NestedTimeouts) -> Iterator[Finding]:
     if timeouts.start > timeouts.collective:
         yield Finding(
             "timeouts",
-            f"processes wait {timeouts.start:g} s for each other at the start, but {timeouts.collective:g} s in a "
-            "collective, which ends first",
+            f"processes wait {timeouts.start:g} s for each other at the start, but only {timeouts.collective:g} s in a "
+            "collective, which then fails first",
             f"give a timeout above {timeouts.start:g} s, or a start_timeout below {timeouts.collective:g} s",
         )
     if timeouts.hang is not None and timeouts.hang >= timeouts.collective:
         yield Finding(
             "timeouts",
             f"a step counts as hanging after {timeouts.hang:g} s, but its collectives fail after "
-            f"{timeouts.collective:g} s, before anybody looks at stacks",
+            f"{timeouts.collective:g} s, before the stacks are read",
             f"give a hang_timeout below {timeouts.collective:g} s, or a longer timeout of the strategy",
         )
 

@@ -208,25 +208,26 @@ def _compare(
             yield Finding(
                 "network",
                 f"{where} cannot be reached ({way.error})",
-                "let nodes connect to each other at all ports: look at routes (ip route) and firewalls of both",
+                "let nodes connect to each other on all ports: check the routes (ip route) and firewalls of both",
             )
         elif way.bandwidth is None:
             yield Finding(
                 "network",
-                f"{where} answers, but does not get large messages ({way.error})",
-                "give all interfaces of the way one MTU: ip link set ... mtu 1500",
+                f"{where} answers but does not receive large messages ({way.error})",
+                "give all interfaces on the way the same MTU: ip link set ... mtu 1500",
             )
         elif way.latency > _SLOW:
             yield Finding(
                 "network",
-                f"{where} is {way.latency * 1000:.1f} ms away, there and back",
-                "use nodes of one network, or another interface: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=...",
+                f"{where} has a round-trip time of {way.latency * 1000:.1f} ms",
+                "use nodes of the same network, or another interface: export GLOO_SOCKET_IFNAME=... "
+                "NCCL_SOCKET_IFNAME=...",
                 stops=False,
             )
         if node == 0 and abs(way.clock) > max(_SKEW, way.latency or 0.0):
             yield Finding(
                 "clock",
-                f"the clock of {where} is {way.clock:+.1f} s from that of node 0",
+                f"the clock of {where} is {way.clock:+.1f} s off that of node 0",
                 "timedatectl set-ntp true, or chronyc makestep, on both",
                 stops=False,
             )
@@ -234,7 +235,8 @@ def _compare(
     if not is_shared:
         yield Finding(
             "run folder",
-            f"{run_folder} of node {node} is not that of node 0: sharded checkpoints and resuming need one for all",
+            f"{run_folder} is not the same folder on node {node} and on node 0: sharded checkpoints and resuming need "
+            "a shared one",
             "mount a file system that all nodes share, and give its path to --folder and as default_root_dir",
             stops=False,
         )
@@ -285,7 +287,8 @@ def _wait(store: Any, key: str, node: int) -> bytes:
         value: bytes = store.get(key)
     except Exception as error:
         raise ProcessError(
-            f"Node {node} did not answer within {PATIENCE:g} s; start the doctor on every node, and see its output."
+            f"Node {node} did not answer within {PATIENCE:g} s; start the doctor on every node, and see the output "
+            "there."
         ) from error
     return value
 

@@ -30,7 +30,8 @@ def check_loopback() -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             "loopback",
-            f"a connection to {LOOPBACK} fails ({error.strerror or error}): processes of one machine meet there",
+            f"a connection to {LOOPBACK} fails ({error.strerror or error}): processes of one machine connect to each "
+            "other there",
             "ip link set lo up",
         )
 
@@ -47,7 +48,8 @@ def check_interfaces(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
             if one not in names and not (is_prefix and any(name.startswith(one) for name in names)):
                 yield Finding(
                     "interfaces",
-                    f"{variable}={given} names {one!r}, which is not here; there are {', '.join(sorted(names))}",
+                    f"{variable}={given} names {one!r}, which does not exist; this machine has "
+                    f"{', '.join(sorted(names))}",
                     f"unset {variable}",
                 )
 
@@ -63,8 +65,8 @@ def check_port(port: int, address: str = LOOPBACK) -> Iterator[Finding]:
             other = free.getsockname()[1]
         yield Finding(
             "port",
-            f"port {port} of this machine cannot be taken ({os.strerror(error.errno)})",
-            f"end what holds it (ss -ltnp 'sport = :{port}'), or use another, such as {other}",
+            f"port {port} of this machine cannot be used ({os.strerror(error.errno)})",
+            f"end the process that holds it (ss -ltnp 'sport = :{port}'), or use another port, such as {other}",
         )
 
 
@@ -76,7 +78,7 @@ def check_name(host: str | None) -> Iterator[Finding]:
     except OSError:
         yield Finding(
             "name resolution",
-            f"this machine's name {name!r} has no address; libraries that ask for it wait, or fail",
+            f"this machine's name {name!r} has no address; libraries that look it up wait or fail",
             f"echo '{LOOPBACK} {name}' >> /etc/hosts",
             stops=False,
         )
@@ -89,8 +91,8 @@ def check_name(host: str | None) -> Iterator[Finding]:
                 export = "" if interface is None else f"export GLOO_SOCKET_IFNAME={interface}, or "
                 yield Finding(
                     "name resolution",
-                    f"this machine's name {name!r} leads to {address}, which other nodes cannot reach. Echelon goes "
-                    "round it; plain torchrun does not",
+                    f"this machine's name {name!r} resolves to {address}, which other nodes cannot reach. Echelon "
+                    "works around this; plain torchrun does not",
                     f"{export}give {name} the address {own} in /etc/hosts",
                     stops=False,
                 )
@@ -127,7 +129,7 @@ def check_way(host: str, port: int) -> Iterator[Finding]:
         yield Finding(
             "route",
             f"{host}:{port} ({', '.join(sorted(addresses))}) cannot be reached ({reason})",
-            "look at that node: is it up, is its link (ip link set ... up), does a firewall drop the port",
+            "check that node: is it up, is its link up (ip link set ... up), does a firewall block the port",
         )
 
 

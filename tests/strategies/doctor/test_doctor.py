@@ -320,7 +320,7 @@ def test_timeouts_that_do_not_nest_are_found_by_the_command(tmp_path, capsys):
 
 def test_a_sound_machine_has_no_finding(tmp_path, capsys):
     assert main(["doctor", "--folder", str(tmp_path / "new")]) == 0
-    assert capsys.readouterr().out == "Nothing is wrong.\n"
+    assert capsys.readouterr().out == "No problems were found.\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -372,5 +372,5 @@ def test_two_nodes_measure_the_way_between_them(tmp_path):
         assert code == 0, output
     text = ends[0][1]
     assert "node 1 (10.77.0.2)" in text and text.count(" MB/s") == 2 and " ms, " in text
-    assert "is not that of node 0" in text and "0 error(s)" in text
+    assert "is not the same folder on node 1 and on node 0" in text and "0 error(s)" in text
     assert list(tmp_path.glob("*/.echelon*")) == []

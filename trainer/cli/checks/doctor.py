@@ -32,10 +32,10 @@ on every node, with a table of latency and bandwidth between them:
   echelon launch --nproc 1 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 -m echelon doctor      on the first
   echelon launch --nproc 1 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 -m echelon doctor      on the second
 
-Nobody is asked but this machine, the host of --rdzv, and the nodes of the launch.
+It contacts only this machine, the host of --rdzv, and the nodes of the launch.
 
 exit codes:
-  0 nothing would stop a run   1 something would   2 wrong command
+  0 nothing would stop a run   1 a finding would stop it   2 wrong command
 """
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes will meet, as for echelon launch")
     parser.add_argument("--port", type=_port, metavar="N", help="a port of this machine that the run will take")
-    parser.add_argument("--nproc", type=_number, default=1, metavar="N", help="processes of this node (1)")
+    parser.add_argument("--nproc", type=_number, default=1, metavar="N", help="processes on this node (1)")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where the run will write (.)")
     for name, default, what in (
         ("start-timeout", 300.0, "how long processes wait for each other at the start"),
@@ -101,14 +101,14 @@ def describe(reports: Sequence[NodeReport]) -> str:
         for report in reports
         for ways in [list(enumerate(report.ways))]
     ]
-    lines += ["There and back, and bandwidth:", boxed(head, rows, "<" + ">" * len(reports))]
+    lines += ["Round trip and bandwidth:", boxed(head, rows, "<" + ">" * len(reports))]
     return "\n".join([*lines, _verdict([one for report in reports for one in report.findings])])
 
 
 def _cell(way: Way) -> str:
     if way.latency is None:
         return "unreachable"
-    speed = "nothing large arrives" if way.bandwidth is None else f"{way.bandwidth / 1e6:.0f} MB/s"
+    speed = "no large messages" if way.bandwidth is None else f"{way.bandwidth / 1e6:.0f} MB/s"
     return f"{way.latency * 1000:.2f} ms, {speed}"
 
 
@@ -119,7 +119,7 @@ def _as_values(reports: Sequence[NodeReport]) -> dict[str, Any]:
 def _verdict(found: Sequence[Finding]) -> str:
     stopping = sum(one.stops for one in found)
     if not found:
-        return "Nothing is wrong."
+        return "No problems were found."
     return f"{stopping} error(s), which would stop a run, and {len(found) - stopping} warning(s)."
 
 
@@ -136,7 +136,7 @@ def _endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
     if not options.rdzv:
         raise argparse.ArgumentError(None, "--rdzv is empty; give HOST or HOST:PORT, or leave it out")
     if options.port is not None:
-        raise argparse.ArgumentError(None, f"--port {options.port} stands beside --rdzv; write --rdzv HOST:PORT")
+        raise argparse.ArgumentError(None, f"--port {options.port} was given with --rdzv; write --rdzv HOST:PORT")
     try:
         host, port = parse_rendezvous_endpoint(options.rdzv, DEFAULT_PORT)
     except ValueError as error:
