@@ -81,16 +81,15 @@ def reconcile(environment: Environment, num_devices: int | None, num_nodes: int 
     nodes, local_world_size = num_nodes or 1, num_devices or 1
     if environment.node_rank >= nodes:
         raise ConfigError(
-            f"NODE_RANK={environment.node_rank}, but num_nodes={nodes}; ranks of nodes go from 0 to {nodes - 1}. "
-            "Give Trainer(num_nodes=...) the number of machines, or unset NODE_RANK if there is one."
+            f"NODE_RANK={environment.node_rank}, but num_nodes={nodes}; node ranks go from 0 to {nodes - 1}. Give "
+            "Trainer(num_nodes=...) the number of machines, or unset NODE_RANK if there is only one."
         )
     if nodes > 1 and environment.missing:
         missing = " and ".join(environment.missing) + (" are" if len(environment.missing) > 1 else " is")
         raise ConfigError(
-            f"num_nodes={nodes}, but {missing} not set and no launcher was found. "
-            f"Set, on each node, MASTER_ADDR to an address of node 0, MASTER_PORT to a free port of it (default "
-            f"{DEFAULT_PORT}) and NODE_RANK to 0 ... {nodes - 1}; or start the program with srun, mpirun or "
-            f"`echelon launch --nnodes {nodes}`."
+            f"num_nodes={nodes}, but {missing} not set and no launcher was found. Set, on each node, MASTER_ADDR to an "
+            f"address of node 0, MASTER_PORT to a free port of node 0 (default {DEFAULT_PORT}) and NODE_RANK to 0 ... "
+            f"{nodes - 1}; or start the program with srun, mpirun or `echelon launch --nnodes {nodes}`."
         )
     return replace(
         environment,
@@ -139,5 +138,5 @@ def _compare(environment: Environment, num_devices: int | None, num_nodes: int |
     if num_devices is not None and num_devices != environment.local_world_size:
         raise ConfigError(
             f"devices={num_devices}, but {launcher} started {environment.local_world_size} process(es) on this node, "
-            f"one for each device; leave devices out, or let {launcher} start {num_devices}."
+            f"and each uses one device; leave devices out, or let {launcher} start {num_devices}."
         )

@@ -37,8 +37,8 @@ class Hardware:
             devices *= count
         elif len(devices) < count:
             raise ConfigError(
-                f"{environment.describe()}, but this machine has {len(devices)} {self.device_type} devices; start one "
-                "process per device."
+                f"{environment.describe()}, but this machine has {len(devices)} {self.device_type} device(s); start "
+                "one process per device."
             )
         return replace(self, devices=devices[:count], num_nodes=environment.num_nodes, environment=environment)
 
@@ -72,10 +72,15 @@ def _device_type(accelerator: str) -> str:
         return accelerator
     if accelerator in ("auto", "gpu"):
         if accelerator == "gpu" and not available:
-            raise ConfigError("accelerator='gpu', but torch finds no GPU here; use accelerator='cpu' or 'auto'.")
+            raise ConfigError(
+                "accelerator='gpu', but torch finds no GPU on this machine; use accelerator='cpu' or 'auto'."
+            )
         return available[0] if available else "cpu"
     if accelerator not in available:
-        raise ConfigError(f"accelerator={accelerator!r}, but torch finds none here; use accelerator='cpu' or 'auto'.")
+        raise ConfigError(
+            f"accelerator={accelerator!r}, but torch finds no such device on this machine; use accelerator='cpu' or "
+            "'auto'."
+        )
     return accelerator
 
 

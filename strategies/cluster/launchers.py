@@ -48,8 +48,8 @@ def _check_ranks(environment: Environment) -> None:
     ):
         if rank >= total:
             raise ConfigError(
-                f"The variables of {e.launcher} give {name} {rank} of {total}, but such ranks go from 0 to "
-                f"{total - 1}; remove variables that another launch has left behind."
+                f"The variables of {e.launcher} give {name} {rank} of {total}, but these ranks go from 0 to "
+                f"{total - 1}; unset variables that another launch has left behind."
             )
 
 
@@ -58,7 +58,7 @@ def _read_manual(environ: Mapping[str, str]) -> Environment:
     if has_all(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") and number(environ, "WORLD_SIZE") > 1:
         raise ConfigError(
             f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but LOCAL_RANK or "
-            "LOCAL_WORLD_SIZE is not, and no launcher was found; set both of them too, or start the program with "
+            "LOCAL_WORLD_SIZE is not, and no launcher was found; set both of these too, or start the program with "
             "torchrun or `echelon launch`."
         )
     node_rank = first_number(environ, "NODE_RANK", "GROUP_RANK")

@@ -28,14 +28,13 @@ def read_mpi(environ: Mapping[str, str]) -> Environment | None:
     num_nodes = world_size // local_world_size
     if num_nodes * local_world_size != world_size or (rank - local_rank) % local_world_size:
         raise ConfigError(
-            f"mpirun placed {local_world_size} of {world_size} processes on this node, rank {rank} as its number "
-            f"{local_rank}; give every node the same number of slots, and fill one node after the other (--map-by "
-            "slot)."
+            f"mpirun placed {local_world_size} of {world_size} processes on this node, with rank {rank} as local_rank "
+            f"{local_rank}; give every node the same number of slots, and fill one node after another (--map-by slot)."
         )
     if num_nodes > 1 and not environ.get("MASTER_ADDR"):
         raise ConfigError(
             f"mpirun started {world_size} processes on {num_nodes} nodes, but MASTER_ADDR is not set, and mpirun does "
-            "not tell where rank 0 is; pass it on: mpirun -x MASTER_ADDR=<address of rank 0's node> ..."
+            "not tell processes where rank 0 is; pass it with mpirun -x MASTER_ADDR=<address of rank 0's node> ..."
         )
     return Environment(
         launcher="mpirun",

@@ -27,8 +27,8 @@ def read_slurm(environ: Mapping[str, str]) -> Environment | None:
     num_nodes = len(per_node)
     if sum(per_node) != world_size or node_rank >= num_nodes:
         raise ConfigError(
-            f"SLURM's variables contradict each other: {world_size} tasks in all, {per_node} on its {num_nodes} nodes, "
-            f"SLURM_NODEID={node_rank}; start the program itself with srun."
+            f"SLURM's variables contradict each other: {world_size} tasks in total, {per_node} on the {num_nodes} "
+            f"nodes, SLURM_NODEID={node_rank}; start the program itself with srun."
         )
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or LOOPBACK
     job, step = first_number(environ, "SLURM_JOB_ID", "SLURM_JOBID") or 0, number(environ, "SLURM_STEP_ID")
@@ -69,7 +69,8 @@ def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
             raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={tasks!r} is not of the form '2(x3),1'; start the program itself with srun."
+                f"SLURM_STEP_TASKS_PER_NODE={tasks!r} does not have the form '2(x3),1'; start the program itself with "
+                "srun."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -19,9 +19,12 @@ def number(environ: Mapping[str, str], name: str) -> int:
         ConfigError: if it is not set, or not a number.
     """
     text = environ.get(name, "")
+    if not text:
+        raise ConfigError(
+            f"{name} is not set, but other variables of the same launcher are; set it, or unset the others."
+        )
     if not text.isascii() or not text.isdigit():
-        problem = f"{name}={text!r} is not a number" if text else f"{name} is not set"
-        raise ConfigError(f"{problem}, but other variables of the same launcher are; set it, or unset the others.")
+        raise ConfigError(f"{name}={text!r} is not a number; set it to a number of 0 or more, or unset it.")
     return int(text)
 
 

@@ -210,14 +210,14 @@ def test_ray_may_place_different_numbers_of_workers():
         ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not a number"),
         ({**TORCHRUN, "RANK": "4"}, "torchrun give rank 4 of 4, but .* from 0 to 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "local_rank 1 of 1"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "9"}, r"9 tasks in all, \[2, 2, 2, 1\] on its 4 nodes"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "'2x3' is not of the form"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "9"}, r"9 tasks in total, \[2, 2, 2, 1\] on the 4 nodes"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "'2x3' does not have the form"),
         (
             {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"},
             "4 processes on 2 nodes, but MASTER_ADDR is not set",
         ),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "3"}, "2 of 3 processes on this node.*same number of slots"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "rank 2 as its number 1; .*by slot"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "rank 2 as local_rank 1; .*by slot"),
         (without(KUBEFLOW, "KUBERNETES_PORT"), "RANK=1 and WORLD_SIZE=3 are set, but LOCAL_RANK or LOCAL_WORLD_SIZE"),
     ],
 )
