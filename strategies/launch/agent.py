@@ -163,7 +163,7 @@ class Agent(LocalElasticAgent):
             if not self._running or time.monotonic() > end:
                 return
             _log.warning(
-                "Waiting for the exit of %s, which SIGKILL has not ended yet: the driver of a GPU may take long to "
+                "Waiting for the exit of %s, which SIGKILL has not ended yet: a GPU driver may take a long time to "
                 "free its memory.",
                 ", ".join(f"rank {rank} (process {pid})" for rank, pid in self._running.items()),
             )

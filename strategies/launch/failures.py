@@ -161,7 +161,7 @@ class WorkerExit:
         if self.failure is not None:
             return f"{rank} failed with {self.failure.text}"
         if self.exit_code >= 0:
-            return f"{rank} ended with exit code {self.exit_code} before the function had returned"
+            return f"{rank} ended with exit code {self.exit_code} before the function returned"
         try:
             name = signal.Signals(-self.exit_code).name
         except ValueError:
@@ -178,7 +178,10 @@ class WorkerExit:
             hint = {
                 -signal.SIGKILL: "Use less memory per process if it was the out-of-memory killer (see dmesg).",
                 0: "Return from the function instead of calling os._exit(), and look at the output of the process.",
-            }.get(self.exit_code, "Look at the output of the process; faulthandler.enable() shows where it was.")
+            }.get(
+                self.exit_code,
+                "Look at the output of the process; faulthandler.enable() adds the stack at a fatal signal.",
+            )
             return ProcessError.of_ranks(f"{self.describe()}; the other workers were stopped. {hint}", self.rank)
         error = _unpickled(failure)
         if error is None:

@@ -47,8 +47,8 @@ def preload(modules: Iterable[str], *, uses_cuda: bool = False) -> None:
         return
     if number := _in_a_child(_number_of_culprit, own):
         _log.warning(
-            "%s asks for CUDA devices when it is imported, and no worker could use one then; the workers import their "
-            "modules themselves, which takes longer. Call torch.cuda.is_available() in functions only.",
+            "%s asks for CUDA devices when it is imported, after which no worker could use one; so the workers import "
+            "their modules themselves, which takes longer. Call torch.cuda.is_available() only inside functions.",
             own[number - 1],
         )
         server._stop()  # noqa: SLF001

@@ -109,8 +109,8 @@ def _check_process() -> None:
     process = multiprocessing.current_process()
     if process.daemon:
         raise ConfigError(
-            f"A run of several processes was started in {process.name!r}, a daemon, which multiprocessing does not let "
-            "start processes. Start it in a process with daemon=False, or in one of "
+            f"A run of several processes was started in {process.name!r}, a daemon process, which multiprocessing does "
+            "not allow to start processes. Start it in a process with daemon=False, or in one of "
             "concurrent.futures.ProcessPoolExecutor instead of multiprocessing.Pool; or train on one device."
         )
 
@@ -243,7 +243,7 @@ def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> Pro
     stacks = [f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items()]
     return ProcessError(
         f"Rank {', '.join(map(str, ranks))} had not finished after timeout={timeout:g} s, and all were killed; raise "
-        "the limit, or see from their stacks where they stood:\n" + "\n".join(stacks)
+        "the limit, or see from their stacks where they were:\n" + "\n".join(stacks)
     )
 
 

@@ -18,8 +18,8 @@ _PREFIX: Final = "echelon-node-"
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MIN_FREE: Final = 1 << 20  # bytes that must be free for a folder to be useful
 _REMEDY: Final = (
-    "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with "
-    "medium: Memory at /dev/shm), or make room there"
+    "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory "
+    "at /dev/shm), or delete files there"
 )
 
 
@@ -83,7 +83,7 @@ def check_owner(folder: Path) -> None:
     if not _is_private(status):
         raise ProcessError(
             f"{folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, but must belong to "
-            f"user {os.geteuid()} alone, or its content is not trusted. Remove it, and let the agent make its own."
+            f"user {os.geteuid()} alone for its content to be trusted. Remove it, and let the agent create its own."
         )
 
 
@@ -129,7 +129,9 @@ def _unusable(path: Path, error: OSError, size: int | None = None) -> ProcessErr
     place = str(path) if size is None else f"{path} of {size} bytes"
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         free = free_bytes(path if path.is_dir() else path.parent)
-        return ProcessError(f"There is no room for the node's files in {place}, {free} bytes are free: {_REMEDY}.")
+        return ProcessError(
+            f"There is no room for the node's files in {place}, where {free} bytes are free: {_REMEDY}."
+        )
     return ProcessError(
         f"{place} cannot be used for the node's files: {error}. Let user {os.geteuid()} write there, or set TMPDIR to "
         "a folder where it can."

@@ -30,8 +30,8 @@ def blame_peer(group: ProcessGroup, error: BaseException) -> ProcessError | None
         errors = board.wait_for(ranks, _TIMEOUT, until=lambda errors: any(errors.values()))
     except RuntimeError:
         return ProcessError(
-            f"Rank {group.rank} of {group.world_size} lost the others: the store of the run is gone, and with it rank "
-            "0 or the launcher; see their output."
+            f"Rank {group.rank} of {group.world_size} lost the others: the store of the run is gone, because rank 0 or "
+            "the launcher has ended; see their output."
         )
     failed, reason = _culprits(ranks, errors)
     if not failed:
@@ -46,4 +46,4 @@ def _culprits(ranks: list[str], errors: Messages) -> tuple[list[str], str]:
     if failed:
         return failed, "; ".join(f"rank {rank} failed with {errors[rank]}" for rank in failed)
     silent = [rank for rank in ranks if rank not in errors]
-    return silent, f"rank {', '.join(silent)} ended without an error; it was killed, or left before the others"
+    return silent, f"rank {', '.join(silent)} ended without an error; it was killed or left before the others"

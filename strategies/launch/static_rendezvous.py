@@ -102,9 +102,9 @@ class Rendezvous(RendezvousHandler):
 
     def _missing(self, nodes: list[int]) -> ProcessError:
         return ProcessError(
-            f"Node {', '.join(map(str, nodes))} of {self.num_nodes} did not come to {self.address}:{self.port} within "
-            f"{self.limit.total_seconds():g} s (this is node {self.node_rank}); start the program there too, with its "
-            "own NODE_RANK and the same MASTER_ADDR and MASTER_PORT, or wait longer with start_timeout."
+            f"Node {', '.join(map(str, nodes))} of {self.num_nodes} did not connect to {self.address}:{self.port} "
+            f"within {self.limit.total_seconds():g} s (this is node {self.node_rank}); start the program there too, "
+            "with its own NODE_RANK and the same MASTER_ADDR and MASTER_PORT, or raise start_timeout."
         )
 
     def get_backend(self) -> str:

@@ -245,7 +245,7 @@ def _check_cuda() -> None:
         name = CULPRITS[0] if CULPRITS else "a module that the program named in set_forkserver_preload"
         raise ProcessError(
             f"This worker cannot use CUDA: {name} asked for devices when the fork server imported it; do not call "
-            "torch.cuda.is_available() while a module is imported, or leave it out of set_forkserver_preload."
+            "torch.cuda.is_available() while a module is imported, or leave that module out of set_forkserver_preload."
         )
 
 

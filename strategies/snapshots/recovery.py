@@ -52,7 +52,7 @@ class Recovery:
                 return index if self._complete(index, holders) else None
             if self._rank == 0:
                 _log.warning(
-                    "The snapshot of step %d in memory is not used: no node has %s as it was written.",
+                    "The snapshot of step %d in memory is not used: no node has an intact copy of %s.",
                     index.step,
                     ", ".join(sorted(missing)[:5]),
                 )

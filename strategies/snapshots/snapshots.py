@@ -176,7 +176,7 @@ class MemorySnapshots:
         except RuntimeError as error:  # from torch: a rank has died, or exceeds the timeout
             self.is_broken = True
             raise CheckpointError(
-                f"The snapshot of step {draft.step} in memory is not taken, and no more are in this round "
+                f"The snapshot of step {draft.step} in memory was not taken, and no more are taken in this round "
                 f"({str(error).splitlines()[0]}); check why a rank has ended or is so slow."
             ) from error
 
@@ -210,8 +210,8 @@ class MemorySnapshots:
             is_ready, reason = False, error
         if not self._beside.is_true_on_all(is_ready):
             raise CheckpointError(
-                f"The snapshot of step {draft.step} in memory is not taken: {reason}; give the node's shared "
-                "memory room for two copies of its state and of its neighbour's."
+                f"The snapshot of step {draft.step} in memory was not taken: {reason}; give the node's shared memory "
+                "room for two copies of its state and of its neighbor's."
             )
         if pairs:
             self._beside.send(pairs)
@@ -237,7 +237,7 @@ class MemorySnapshots:
 
 
 def _refusal(draft: Draft, rank: int, error: object) -> CheckpointError:
-    return CheckpointError(f"The snapshot of step {draft.step} in memory is not taken; see rank {rank}: {error}")
+    return CheckpointError(f"The snapshot of step {draft.step} in memory was not taken; see rank {rank}: {error}")
 
 
 def _place(

@@ -461,7 +461,7 @@ def free_port():
 def test_a_node_that_does_not_come_is_named(node_rank, missing):
     port = free_port()
     environment = of_two_nodes(node_rank, port)
-    with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not come to 127.0.0.1:{port} within 0.3 s"):
+    with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not connect to 127.0.0.1:{port} within 0.3 s"):
         launch(rank, static_agents(1, environment, timedelta(seconds=0.3)), is_local=False)
 
 

@@ -70,7 +70,7 @@ def test_a_folder_of_another_user_is_neither_removed_nor_trusted(tmp_path):
     os.chown(theirs, 12345, 12345)
     with NodeFolder.create(tmp_path):
         assert theirs.exists()
-    with pytest.raises(ProcessError, match=r"belongs to user 12345 with mode drwx------, .* not trusted"):
+    with pytest.raises(ProcessError, match=r"belongs to user 12345 with mode drwx------, .* to be trusted"):
         check_owner(theirs)
 
 
@@ -84,7 +84,7 @@ def test_what_others_may_open_or_only_has_the_name_is_neither_removed_nor_truste
     with NodeFolder.create(tmp_path):
         assert link.is_symlink() and target.exists() and opened.exists()
     for folder in (link, opened):
-        with pytest.raises(ProcessError, match="not trusted"):
+        with pytest.raises(ProcessError, match="to be trusted"):
             check_owner(folder)
     with pytest.raises(ProcessError, match="No such file"):
         check_owner(tmp_path / "absent")
@@ -112,6 +112,6 @@ def test_memory_is_there_before_it_is_mapped_or_its_lack_is_told(memory_path):
     assert file.read_bytes() == bytes(100_000)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     size = free_bytes(memory_path) + (1 << 40)
-    with pytest.raises(ProcessError, match=rf"no room .* of {size} bytes, \d+ bytes are free: .*--shm-size"):
+    with pytest.raises(ProcessError, match=rf"no room .* of {size} bytes, where \d+ bytes are free: .*--shm-size"):
         allocate(file, size)
     assert not file.exists()
