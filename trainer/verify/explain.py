@@ -78,10 +78,10 @@ def _first_output(scene: Scene) -> tuple[str, float, tuple[int, ...]] | None:
 def _of_output(first: First, scene: Scene, name: str, size: float, ranks: tuple[int, ...]) -> Divergence:
     begin = f"{_opening(first)} "
     if name == BATCH:
-        text = f"{begin}The batch itself differs, by {size:.1g}{_on(ranks)}: the samples of a step are not the same."
+        text = f"{begin}The batch itself differs, by {size:.1g}{_on(ranks)}: the step has other samples."
         causes = (
-            "a random transform outside the data set: in collate_fn, or in a hook of the transfer",
-            "a data set whose samples depend on the order in which they are read",
+            "a random transform outside the dataset: in collate_fn, or in a batch transfer hook",
+            "a dataset whose samples depend on the order in which they are read",
         )
         return Divergence(first.step, first.kind, first.size, "", "", ranks, text, causes)
     text = f"{begin}The first module in call order whose output differs is {_called(scene, name)}, by {size:.1g}"
@@ -97,8 +97,8 @@ def _causes_of_output(scene: Scene, name: str) -> tuple[str, ...]:
         causes.append(_random(scene))
     if isinstance(part, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch has no public name for all of them
         causes.append(
-            "batch statistics: each rank normalises by its own part of the batch. On GPUs sync_batchnorm=True shares "
-            "them; verify goes on behind these layers with freeze_batchnorm (--freeze-batchnorm)"
+            "batch statistics: each rank normalizes by its own part of the batch. On GPUs, sync_batchnorm=True shares "
+            "them; freeze_batchnorm (--freeze-batchnorm) lets verify compare what comes after these layers"
         )
     if scene.cuts_sequences:
         causes.append(
@@ -115,8 +115,8 @@ def _causes_of_output(scene: Scene, name: str) -> tuple[str, ...]:
             "ranks in the step, by self.trainer.strategy.all_reduce"
         )
     if scene.cuts_layers:
-        causes.append("heads or features counted by a fixed number, where a rank has a part of them (tp)")
-    causes.append("a function of the whole batch, such as a mean over it: a rank has a part only")
+        causes.append("a fixed number of heads or features, where a rank has only a part of them (tp)")
+    causes.append("a function of the whole batch, such as a mean over it: a rank has only a part")
     return tuple(causes[:3])
 
 
@@ -146,15 +146,15 @@ def _causes_of_gradient(scene: Scene, ranks: dict[int, Deviation], *, is_of_all:
         causes.append(_random(scene))
     others = {round(other.ratio, 6) for other in ranks.values()}
     if len(ranks) < len(scene.sizes) or len(others) > 1:
-        causes.append("ranks that disagree: this gradient is changed, or added to, after the ranks have averaged it")
+        causes.append("ranks that disagree: this gradient is changed after the ranks have averaged it")
     if _multiple(one.ratio) is not None:
-        causes.append("a sum counted twice: gradients or losses are added up over ranks where they are averaged")
+        causes.append("a sum counted twice: gradients or losses are summed over ranks that are averaged already")
     if math.isnan(one.ratio) or abs(one.ratio) < _CLOSE:
-        causes.append("a parameter that is left out: of the optimizer, of the graph, or of what ranks synchronize")
+        causes.append("a parameter that is left out of the optimizer, of the graph, or of what ranks synchronize")
     if is_of_all and len({size for own in scene.sizes for size in own}) > 1:
         causes.append(
-            "a loss that is a mean over unequal parts, or scaled by a number of the rank: return the mean over the "
-            "samples, or Loss(total, count) where another unit counts"
+            "a loss that is a mean over unequal parts, or scaled by a number that depends on the rank: return the "
+            "mean over the samples, or Loss(total, count) for a mean over another unit"
         )
     causes.append("a backward that depends on the rank: a hook on a tensor or parameter, or an autograd function")
     return tuple(causes[:3])
@@ -163,7 +163,7 @@ def _causes_of_gradient(scene: Scene, ranks: dict[int, Deviation], *, is_of_all:
 def _of_number(first: First, scene: Scene) -> Divergence:
     name = next(iter(first.names), "")
     ranks = tuple(first.names.get(name, {}))
-    pair = f": {first.numbers[0]:.10g} where one process has {first.numbers[1]:.10g}" if first.numbers else ""
+    pair = f": {first.numbers[0]:.10g}, but {first.numbers[1]:.10g} on one process" if first.numbers else ""
     module = name.rpartition(".")[0] if first.kind in ("parameters", "buffers", "gradients") else None
     opening = _opening(first)
     causes: tuple[str, ...] = ("an update outside the optimizer, or one that depends on the rank", _CAUSE_OF_NOTHING)
@@ -172,7 +172,7 @@ def _of_number(first: First, scene: Scene) -> Divergence:
         causes = (
             "a sum counted twice: a value that the module has reduced over ranks is reduced again by self.log",
             "a mean over unequal parts: give self.log the batch_size, or log a sum and a count",
-            "a value of one rank alone, or one that depends on the rank",
+            "a value from one rank only, or one that depends on the rank",
         )
     elif first.kind == "learning rate":
         text = f"{opening} The learning rate differs{pair}; gradients are the same."
@@ -184,7 +184,7 @@ def _of_number(first: First, scene: Scene) -> Divergence:
             "batch statistics: running averages of each rank's part",
         )
     elif first.kind == "number of steps":
-        text, causes = f"{opening} A rank took another number of steps.", (_CAUSE_OF_NOTHING,)
+        text, causes = f"{opening} A rank took a different number of steps.", (_CAUSE_OF_NOTHING,)
     else:
         names = ", ".join(repr(one) for one in list(first.names)[:3])
         text = f"{opening} {names} differ{'' if len(first.names) > 1 else 's'}{pair}{_on(ranks)}."

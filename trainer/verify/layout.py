@@ -40,8 +40,8 @@ class Layout:
         made = find_strategy(self.strategy, BY_NAME, argument="strategies")()
         if made.max_lead:
             raise ConfigError(
-                f"strategies must take one process's steps, got {made.name!r} in a mode in which a rank may be "
-                f"{made.max_lead} step(s) ahead of another, and each makes updates of its own; give it mode='sync'."
+                f"strategies must take the steps of one process, got {made.name!r} in a mode in which a rank may be "
+                f"{made.max_lead} step(s) ahead of another, and each makes its own updates; give it mode='sync'."
             )
         if not (made.uses_processes or made.uses_many_devices):
             object.__setattr__(self, "ranks", 1)
@@ -73,7 +73,7 @@ def layouts_of(given: Sequence[str | Strategy | Layout] | str, ranks: int) -> li
     names = [layout.name for layout in layouts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"strategies must differ, got {twice!r} twice; give each a Layout(..., name=) of its own.")
+        raise ConfigError(f"strategies must differ, got {twice!r} twice; give each its own Layout(..., name=).")
     return layouts
 
 
@@ -84,7 +84,7 @@ def _layout(given: str | Strategy | Layout, ranks: int) -> Layout:
         return Layout(given, ranks)
     name, colon, number = given.strip().partition(":")
     if colon and not (number.isascii() and number.isdigit()):
-        raise ConfigError(f"strategies has {given!r}, whose ranks must be a number; write such as '{name}:4'.")
+        raise ConfigError(f"strategies has {given!r}, whose ranks must be a number; write '{name}:4', for example.")
     return Layout(name, int(number) if colon else ranks)
 
 
@@ -107,5 +107,5 @@ def check_devices(layouts: Sequence[Layout], accelerator: str) -> str | None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores < most:
-        return f"{most} ranks share {cores} core(s): this is slow, and the numbers are the same."
+        return f"{most} ranks share {cores} core(s): this is slow, but does not change the numbers."
     return None

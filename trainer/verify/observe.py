@@ -123,8 +123,8 @@ def _global_batch_size(task: RankTask) -> int:
     size = look.global_batch_size
     if size is None:
         raise ConfigError(
-            f"verify needs one DataLoader that makes batches of samples with an index, got a {look.kind} "
-            "without; give one, such as over the first samples in a TensorDataset."
+            f"verify needs one DataLoader that batches samples by index, got a {look.kind} that does not; give one, "
+            "such as over the first samples in a TensorDataset."
         )
     if not task.module.automatic_optimization:  # the trainer does not cut their steps
         return math.ceil(size / task.multiple) * task.multiple

@@ -125,7 +125,7 @@ def _checked(
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"steps must be a number from 1, got {steps!r}; give how many optimizer steps to compare.")
     if tolerance is not None and not 0 < tolerance < 1:
-        raise ConfigError(f"tolerance must be between 0 and 1, got {tolerance!r}; give such as {TOLERANCE:g}.")
+        raise ConfigError(f"tolerance must be between 0 and 1, got {tolerance!r}; give {TOLERANCE:g}, for example.")
     if isinstance(data, tuple) and len(data) != 2:
         raise ConfigError(f"data must be a pair of a training and a validation loader, got {len(data)}; give two.")
     given = dict(settings or {})

@@ -251,7 +251,7 @@ def test_what_a_module_computes_in_float32_is_rounding():
         ({"strategies": "ddp,ddp"}, ["must differ", "'ddp x 2' twice"]),
         (
             {"strategies": [ParameterServerStrategy(mode="async", max_staleness=3)]},
-            ["must take one process's steps, got 'ps'", "3 step(s) ahead", "mode='sync'"],
+            ["must take the steps of one process, got 'ps'", "3 step(s) ahead", "mode='sync'"],
         ),
         ({"strategies": "ddp:0"}, ["ranks must be a number from 1", "got 0"]),
         ({"steps": 0}, ["steps must be a number from 1", "got 0"]),
@@ -269,7 +269,7 @@ def test_bad_input_is_refused_before_anything_starts(given, parts):
 
 def test_data_without_indices_is_refused():
     ready_made = DataLoader([[torch.ones(2, 4), torch.ones(2, 1)]] * 8, batch_size=None)
-    with raises(ConfigError, "one DataLoader that makes batches"):
+    with raises(ConfigError, "one DataLoader that batches samples by index"):
         verify(Sound(), ready_made, ["ddp"])
 
 

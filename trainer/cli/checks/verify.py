@@ -23,12 +23,12 @@ from ..output import printable
 
 _EPILOG = f"""\
 strategies:
-  names as for Trainer(strategy=...), each with its number of processes: ddp,fsdp:4,tp
+  names as for Trainer(strategy=...), optionally with a number of processes: ddp,fsdp:4,tp
   config stands for the strategy of the config itself, on trainer.devices processes
 
 Every layout trains the module of the config on its data, in float64 and on processes of this machine, and is compared
-with one process: loss, gradients, parameters and metrics of each step, and a step after each has loaded the checkpoint
-of the one before. Dropout is switched off. Of the trainer's settings these count:
+with one process: loss, gradients, parameters and metrics of each step, and a step after each layout has loaded the
+checkpoint of the one before. Dropout is switched off. These settings of the trainer are used:
   {", ".join(SETTINGS[:4])},
   {", ".join(SETTINGS[4:7])},
   {", ".join(SETTINGS[7:])}
@@ -43,8 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
-    parser.add_argument("--strategies", default="ddp,fsdp", metavar="NAMES", help="with commas between (ddp,fsdp)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes of those without a number (2)")
+    parser.add_argument("--strategies", default="ddp,fsdp", metavar="NAMES", help="separated by commas (ddp,fsdp)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="processes for strategies without a number (2)"
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps before the checkpoint (3)")
     parser.add_argument("--devices", default="cpu", metavar="KIND", help="cpu, or cuda with a GPU for each rank (cpu)")
     parser.add_argument("--freeze-batchnorm", action="store_true", help="keep the statistics of BatchNorm layers fixed")
@@ -52,9 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         metavar="X",
-        help=f"what counts as rounding ({TOLERANCE:g}; {OF_FLOAT32:g} where the module computes in float32)",
+        help=f"the difference that counts as rounding ({TOLERANCE:g}; {OF_FLOAT32:g} where the module computes in "
+        "float32)",
     )
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for each layout (600)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds allowed for each layout (600)"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
 
