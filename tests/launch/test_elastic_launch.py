@@ -67,7 +67,7 @@ def end(launch, folder):
         ("--nodes 3:2 train.py", "argument --nodes: must be a number from 1 or MIN:MAX such as 1:4, got '3:2'"),
         ("--nodes 1:4 train.py", "--nodes 4 needs --rdzv HOST[:PORT]"),
         ("--nodes 2 --nnodes 2 --rdzv a train.py", "argument --nnodes: not allowed with argument --nodes"),
-        ("--nodes 2 --node-rank 0 --rdzv 127.0.0.1 train.py", "--node-rank 0: elastic nodes get their ranks as they"),
+        ("--nodes 2 --node-rank 0 --rdzv 127.0.0.1 train.py", "--node-rank 0: elastic nodes get their ranks when they"),
     ],
 )
 def test_options_that_cannot_be(options, message, tmp_path, monkeypatch, capsys):

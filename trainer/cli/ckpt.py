@@ -150,7 +150,7 @@ def _change(first: Any, second: Any) -> str:
     changed = int((_bits(first) != _bits(second)).sum())
     kind = torch.complex128 if first.is_complex() else torch.float64
     largest = (first.to(kind) - second.to(kind)).abs().max().item()
-    return f"{_describe(first)}: {changed} bytes differ, by {largest:.3g} at most"
+    return f"{_describe(first)}: {changed} bytes differ, values by {largest:.3g} at most"
 
 
 def _bits(tensor: Tensor) -> Tensor:

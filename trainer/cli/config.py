@@ -92,7 +92,7 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
     try:
         trainer = Trainer(**settings, callbacks=[*callbacks, *further, _SaveConfig(config.text)])
     except ConfigError as error:
-        error.add_note("This is about the keys below trainer.")
+        error.add_note("This error is about the keys under trainer.")
         raise
     module = build_module(values)
     return Experiment(trainer, module, build(values.get("data"), "data"), config.values.get("ckpt_path"))

@@ -64,7 +64,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be resolved: {_reason(error)}; correct it there.") from None
+        raise ConfigError(f"{path} cannot be resolved: {_reason(error)}; correct the file.") from None
     assert isinstance(values, dict)
     brought = chosen(raw, named, str(path))
     for key, target in targets(values):
@@ -128,7 +128,7 @@ def _read(path: Path) -> DictConfig:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged file can make the reader raise anything
-        raise ConfigError(f"The config {str(path)!r} is not YAML: {_reason(error)}; correct it there.") from None
+        raise ConfigError(f"The config {str(path)!r} is not YAML: {_reason(error)}; correct the file.") from None
     if not isinstance(config, DictConfig):
         raise ConfigError(f"The config {str(path)!r} holds {config!r}; write keys and values: {', '.join(KEYS)}.")
     return config

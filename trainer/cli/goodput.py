@@ -22,7 +22,7 @@ from .output import draw_for_command
 _MEANINGS: Final[dict[Category, str]] = {
     "productive": "steps that count",
     "validation": "between steps; counts as well",
-    "redone": "steps whose work was lost",
+    "redone": "steps whose work is lost",
     "checkpoint": "training waited for a checkpoint",
     "data_wait": "training waited for the next batch",
     "start_up": "from a process's start to its first step",
@@ -41,7 +41,7 @@ examples:
   echelon goodput echelon_logs --since 3    from round 3 on, without the time before it
 
 exit codes:
-  0 done   1 the ledger cannot be read, or the figure not be written   2 there is no ledger
+  0 done   1 the ledger cannot be read, or the figure cannot be written   2 there is no ledger
 """
 
 
@@ -93,7 +93,7 @@ def render(goodput: Goodput) -> str:
     causes = [f"Round {one.round}: {one.cause}" for one in goodput.rounds if one.cause]
     lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
     if goodput.num_skipped:
-        lines.append(f"Skipped {goodput.num_skipped} lines that were torn, damaged or foreign.")
+        lines.append(f"Skipped {goodput.num_skipped} lines that are incomplete, damaged or not from a ledger.")
     return "\n".join(lines)
 
 
@@ -136,9 +136,7 @@ def _account(path: Path, since: int) -> Goodput:
     try:
         ledger = read_ledger(path)
     except OSError as error:
-        raise RunError(
-            f"The ledger {str(path)!r} cannot be read: {error.strerror}; look at its permissions."
-        ) from error
+        raise RunError(f"The ledger {str(path)!r} cannot be read: {error.strerror}; check its permissions.") from error
     if not ledger.rounds:
         raise RunError(f"{str(path)!r} holds no valid records, but {ledger.num_skipped} other lines; give another run.")
     if not 0 <= since < len(ledger.rounds):

@@ -96,8 +96,8 @@ def find_class(path: object, key: str) -> type[Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"{key}={path!r}: there is no module {error.name!r}; it must be installed, or lie beside the config file "
-            "or in the working directory."
+            f"{key}={path!r}: there is no module {error.name!r}; it must be installed, or be in the folder of the "
+            "config file or the working directory."
         ) from None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):

@@ -39,13 +39,13 @@ elastic, with Echelon's own agent: processes restart after faults, and when node
 and on one machine, for faults only:
   echelon launch --nproc 2 --max-restarts 3 train.py
 
-The program's Trainer takes the numbers of devices and nodes from the launch; devices= and num_nodes= that contradict
-it are errors. The cores are shared among the processes, unless OMP_NUM_THREADS says how many threads each gets.
+The program's Trainer takes the numbers of devices and nodes from the launch; devices= or num_nodes= that contradict
+it raise an error. The processes share the cores equally, unless OMP_NUM_THREADS says how many threads each gets.
 torchrun has more options, and a program that it starts runs in the same way.
 
 exit codes:
-  0 done   2 wrong command   else that of the process that failed first, or 128 + the signal that ended it
-  143 ended by SIGTERM; an elastic launch has saved a checkpoint, and left its run
+  0 done   2 wrong command   otherwise that of the process that failed first, or 128 + the signal that ended it
+  143 ended by SIGTERM; an elastic launch has saved a checkpoint and left its run
 """
 
 
@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
-    nodes.add_argument("--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, elastic even with a fixed number")
+    nodes.add_argument(
+        "--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, but elastic even with a fixed number"
+    )
     parser.add_argument("--node-rank", type=_count, metavar="R", help="the rank of this node; --rdzv points to node 0")
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
     parser.add_argument(
@@ -68,9 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run-id", default="echelon", metavar="ID", help="distinguishes elastic runs on one store")
     parser.add_argument(
-        "--grace", type=seconds, default=30.0, metavar="S", help="elastic: time to end a step when told to leave (30)"
+        "--grace",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="elastic: seconds to finish a step when told to leave (30)",
     )
-    parser.add_argument("--hang-timeout", type=seconds, metavar="S", help="elastic: how long a step may take (adapts)")
+    parser.add_argument(
+        "--hang-timeout", type=seconds, metavar="S", help="elastic: seconds that a step may take (adapts)"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the program")
@@ -134,11 +142,9 @@ def _check(options: argparse.Namespace) -> None:
     try:
         _check_nodes(options)
         if options.nproc == "gpu" and not torch.cuda.is_available():
-            raise ValueError(
-                "--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process each core"
-            )
+            raise ValueError("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process per core")
         if not options.module and not Path(options.program).is_file():
-            raise ValueError(f"there is no script {options.program!r} in {Path.cwd()}; for a module give -m")
+            raise ValueError(f"there is no script {options.program!r} in {Path.cwd()}; for a module, give -m")
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
 
@@ -151,23 +157,23 @@ def _check_nodes(options: argparse.Namespace) -> None:
         raise ValueError(f"{given} is for several nodes; give --nnodes, too")
     if most > 1 and endpoint is None:
         name = "nnodes" if options.nodes is None else "nodes"
-        raise ValueError(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes reach")
+        raise ValueError(f"--{name} {most} needs --rdzv HOST[:PORT]: an address of node 0 that all nodes can reach")
     if rank is not None and least != most:
         raise ValueError(f"--node-rank {rank} is for a fixed number of nodes, but --nnodes is {least}:{most}")
     if rank is not None and restarts:
         raise ValueError(
-            f"--max-restarts {restarts} on several nodes needs nodes that get their ranks as they join; "
-            "leave --node-rank out"
+            f"--max-restarts {restarts} on several nodes needs nodes that get their ranks when they join; leave "
+            "--node-rank out"
         )
     if rank is not None and options.nodes is not None:
-        raise ValueError(f"--node-rank {rank}: elastic nodes get their ranks as they join; leave it out")
+        raise ValueError(f"--node-rank {rank}: elastic nodes get their ranks when they join; leave it out")
     if rank is not None and rank >= most:
-        raise ValueError(f"--node-rank {rank} with --nnodes {most}: ranks of nodes go from 0 to {most - 1}")
+        raise ValueError(f"--node-rank {rank} with --nnodes {most}: node ranks go from 0 to {most - 1}")
     if endpoint is not None:
         try:
             address_towards(_host(endpoint))
         except (OSError, ValueError) as error:
-            reason = f"--rdzv {endpoint} cannot be used ({error}); give an address of node 0 that all nodes reach"
+            reason = f"--rdzv {endpoint} cannot be used ({error}); give an address of node 0 that all nodes can reach"
             raise ValueError(reason) from None
 
 

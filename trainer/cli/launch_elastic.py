@@ -91,7 +91,7 @@ def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
     except KeyboardInterrupt:
         return _report("ended by SIGINT", 130)
     except SystemExit:
-        return _report("ended by a signal, and saved; start it again to go on", 143)
+        return _report("ended by a signal after saving a checkpoint; start it again to resume", 143)
     except BaseException as error:
         from ...strategies.resilience.elastic_rendezvous import SpareError
 

@@ -49,9 +49,9 @@ COMMANDS: Final = {
     "validate": Command("Evaluate on the validation data.", "experiment"),
     "test": Command("Evaluate on the test data.", "experiment"),
     "predict": Command("Compute predictions, and write them to a file.", "experiment"),
-    "plan": Command("Show which layouts of a config fit which devices, and draw them.", "planning.plan"),
+    "plan": Command("Show which layouts of a config fit the devices, and draw them.", "planning.plan"),
     "rehearse": Command("Run one rank of a run of any size here, without memory or other ranks.", "planning.rehearse"),
-    "launch": Command("Start several processes of a program on this node; they train as one run.", "launch"),
+    "launch": Command("Start several processes of a program on this node, which train as one run.", "launch"),
     "rendezvous": Command(
         "Host the store where the nodes of elastic runs meet, until Ctrl-C or SIGTERM.", "rendezvous"
     ),

@@ -95,7 +95,7 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
     try:
         text = OmegaConf.to_yaml(config)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be written as YAML ({error}); correct it there.") from None
+        raise ConfigError(f"{path} cannot be written as YAML ({error}); correct the file.") from None
     kept = [override for override in overrides if not override.startswith("deploy.")]
     return _TARGETS[target].render(DeployedRun(read_deploy(given), text, path, kept))
 

@@ -18,14 +18,14 @@ on each node:
   echelon launch --nproc 4 --nodes 1:4 --rdzv 10.0.0.1:{DEFAULT_PORT} --run-id first train.py
 
 Without it, the node whose address --rdzv gives hosts the store, in a separate process, and a run does not survive the
-loss of that machine. One store serves any number of runs, each with its own --run-id; it keeps what they need to meet,
-and nothing of their training.
+loss of that machine. One store serves any number of runs, each with its own --run-id; it keeps what their nodes need to
+meet, and nothing of their training.
 
 Anyone who can connect to the port can run code on every node: make it reachable only from the nodes. The store listens
 on the given address; given a name, it would listen on all addresses of this machine.
 
 exit codes:
-  0 ended by Ctrl-C or SIGTERM   1 the address is taken, or not of this machine   2 wrong command
+  0 ended by Ctrl-C or SIGTERM   1 the address is in use, or not of this machine   2 wrong command
 """
 
 

@@ -16,8 +16,8 @@ from .output import printable
 _SHOWN: Final = 10
 _EPILOG: Final = """\
 exit codes:
-  0 every sample was used as often as it should be, in an unfinished epoch so far
-  1 some were not, or the ledger is not complete   2 there is no ledger, or a file is damaged
+  0 every sample was used as often as it should be (in an unfinished epoch: so far)
+  1 some samples were not, or the ledger is incomplete   2 there is no ledger, or a file is damaged
 """
 
 
@@ -62,9 +62,9 @@ def _repeated(epoch: EpochAudit) -> Iterator[str]:
     what = "index" if epoch.source.comes_once else "place"
     for repeated in epoch.repeated[:_SHOWN]:
         wheres = "; ".join(map(str, repeated.wheres[:_SHOWN]))
-        yield f"Epoch {epoch.key.epoch}: {what} {repeated.what} came {len(repeated.wheres)} times: {wheres}."
+        yield f"Epoch {epoch.key.epoch}: {what} {repeated.what} was used {len(repeated.wheres)} times: {wheres}."
     if len(epoch.repeated) > _SHOWN:
-        yield f"Epoch {epoch.key.epoch}: {len(epoch.repeated) - _SHOWN} more came too often."
+        yield f"Epoch {epoch.key.epoch}: {len(epoch.repeated) - _SHOWN} more were used too often."
 
 
 def _missing(epoch: EpochAudit) -> Iterator[str]:
@@ -74,4 +74,4 @@ def _missing(epoch: EpochAudit) -> Iterator[str]:
     stretches = [[value for _, value in group] for _, group in groupby(enumerate(epoch.missing), lambda x: x[1] - x[0])]
     texts = [f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in stretches[:_SHOWN]]
     more = ", ..." if len(stretches) > _SHOWN else ""
-    yield f"Epoch {epoch.key.epoch}: never came: {', '.join(texts)}{more}."
+    yield f"Epoch {epoch.key.epoch}: never used: {', '.join(texts)}{more}."

@@ -95,7 +95,10 @@ def test_help_for_a_class_shows_its_arguments_and_their_docstrings(folder, capsy
     assert main(["fit", "run.yaml", "--help-for", "torch.optim.AdamW"]) == 0
     assert "weight_decay: float = 0.01\n      " in capsys.readouterr().out
     assert main(["fit", "run.yaml", "--help-for", "modul"]) == 2
-    assert "--help-for='modul' is neither a class nor the key of one. Did you mean 'module'?" in capsys.readouterr().err
+    assert (
+        "--help-for='modul' is neither a class nor a key that has one. Did you mean 'module'?"
+        in capsys.readouterr().err
+    )
 
 
 def test_print_config_gives_every_default(folder, capsys):

@@ -245,17 +245,17 @@ def test_a_missing_argument_is_named(config: Path) -> None:
     ("text", "message"),
     [
         ("a: [1,", r"is not YAML: while parsing"),
-        ("seed: 1\nseed: 2", r"is not YAML: .* found duplicate key seed in .* line 2, column 1; correct it"),
+        ("seed: 1\nseed: 2", r"is not YAML: .* found duplicate key seed in .* line 2, column 1; correct the file"),
         ("- 1", r"holds \[1\]; write keys and values: seed, trainer, module, data, optimizer"),
         ("seed: !!python/object/apply:os.system ['true']", r"is not YAML: could not determine a constructor"),
         ("seed: ${nope}", r"seed: Interpolation key 'nope' not found; give it a value"),
         ("seed: ???", r"seed: Missing mandatory value: seed; give it a value in"),
         ("seed: ${seed}", r"seed: Recursive interpolation detected"),
-        ("a: " + "[" * 3000 + "]" * 3000, r"run.yaml' is not YAML: it is nested too deeply; correct it there"),
+        ("a: " + "[" * 3000 + "]" * 3000, r"run.yaml' is not YAML: it is nested too deeply; correct the file"),
         ("a: " + "{a: " * 300 + "1" + "}" * 300, r"is not YAML: it is nested too deeply"),
         ("a: &a [*a]", r"is not YAML: .* recursive"),
-        ("seed: " + "1" * 5000, r"is not YAML: Exceeds the limit .* correct it there"),
-        ("seed: 0x" + "f" * 5000, r"cannot be resolved: Exceeds the limit .* correct it there"),
+        ("seed: " + "1" * 5000, r"is not YAML: Exceeds the limit .* correct the file"),
+        ("seed: 0x" + "f" * 5000, r"cannot be resolved: Exceeds the limit .* correct the file"),
         ("null: 1", r"is not YAML: Incompatible key type"),
     ],
 )
@@ -291,9 +291,7 @@ def test_an_override_that_is_none_is_refused(config: Path, override: str, messag
 @pytest.mark.parametrize("path", ["os.getcwd", "subprocess.Popen", "numpy.ndarray", "config_partsx.Net"])
 @pytest.mark.parametrize("key", ["module", "module.encoder", "optimizer", "trainer.callbacks.0"])
 def test_an_override_cannot_bring_in_a_class_of_another_package(config: Path, key: str, path: str) -> None:
-    message = (
-        rf"{key}._target_='{path}' is not named in .*run.yaml, and is not from any of config_parts, echelon, torch"
-    )
+    message = rf"{key}._target_='{path}' is not named in .*run.yaml, and is not from config_parts or echelon or torch"
     for override in (f"{key}._target_={path}", f"{key}={{_target_: {path}}}"):
         with pytest.raises(ConfigError, match=message):
             load_config(config, [override])
@@ -302,7 +300,7 @@ def test_an_override_cannot_bring_in_a_class_of_another_package(config: Path, ke
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("torch.package.PackageImporter", r"must be a module, optimizer, scheduler, data set or sampler of torch"),
+        ("torch.package.PackageImporter", r"must be a module, optimizer, scheduler, dataset or sampler of torch"),
         ("echelon.trainer.cli.config.Path", r"is a class of 'pathlib', from which an override cannot choose"),
         ("echelon.strategies.elastic.partial", r"is a class of Python's own library"),
         ("echelon.strategies.strategy.Tensor", r"must be a module, optimizer"),
@@ -435,7 +433,10 @@ def test_every_setting_of_the_trainer_can_be_printed_and_read_again(config: Path
         ("torch.utils.data.dataloader.threading", r"has no class 'threading'"),
         ("torch.manual_seed", r"module 'torch' has no class 'manual_seed'"),
         ("torch.nn.Liner", r"module 'torch.nn' has no class 'Liner'. Did you mean 'Linear'\?"),
-        ("torchh.nn.Linear", r"there is no module 'torchh'; it must be installed, or lie beside the config file"),
+        (
+            "torchh.nn.Linear",
+            r"there is no module 'torchh'; it must be installed, or be in the folder of the config file",
+        ),
         ("torch.nn.Linear()", r"k='torch.nn.Linear\(\)' is not the path of a class; write it as package.module.Class"),
         ("Linear", r"is not the path of a class"),
         ("torch.__builtins__", r"is not the path of a class"),

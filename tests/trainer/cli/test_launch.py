@@ -31,7 +31,7 @@ ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli.main impo
         ("--nproc 2 --nnodes 2 train.py", "--nnodes 2 needs --rdzv HOST[:PORT]"),
         (
             "--nproc 2 --nnodes 2 --rdzv a --node-rank 2 train.py",
-            "--node-rank 2 with --nnodes 2: ranks of nodes go from",
+            "--node-rank 2 with --nnodes 2: node ranks go from",
         ),
         ("--nproc 2 --nnodes 2 --rdzv 0.0.0.256 train.py", "--rdzv 0.0.0.256 cannot be used"),
         ("--nproc 2 --nnodes 2 --rdzv a:b:c train.py", "--rdzv a:b:c cannot be used"),

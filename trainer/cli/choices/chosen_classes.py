@@ -41,8 +41,8 @@ def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
             continue
         if path.partition(".")[0] not in allowed:
             raise ConfigError(
-                f"{key}={path!r} is not named in {file}, and is not from any of {', '.join(sorted(allowed))}; an "
-                "override can choose only classes from these, so name the class in the file itself."
+                f"{key}={path!r} is not named in {file}, and is not from {' or '.join(sorted(allowed))}; an override "
+                "can only choose classes from these packages, so name the class in the file itself."
             )
         found[key] = path
     return found
@@ -65,6 +65,6 @@ def check_chosen(classes: Mapping[str, str], named: Iterable[object]) -> None:
             )
         if package == "torch" and not issubclass(cls, _OF_TORCH):
             raise ConfigError(
-                f"{key}={path!r} must be a module, optimizer, scheduler, data set or sampler of torch where an "
-                "override names it; name another class in the config file itself."
+                f"{key}={path!r} must be a module, optimizer, scheduler, dataset or sampler of torch if an override "
+                "names it; name other classes in the config file itself."
             )

@@ -28,7 +28,9 @@ def help_of(wanted: str, values: Mapping[str, Any]) -> str:
         return _described(find_class(section[TARGET], f"{wanted}.{TARGET}"), section[TARGET])
     if "." not in wanted:
         keys = [key for key, value in values.items() if is_target(value)]
-        raise ConfigError(f"--help-for={wanted!r} is neither a class nor the key of one.{did_you_mean(wanted, keys)}")
+        raise ConfigError(
+            f"--help-for={wanted!r} is neither a class nor a key that has one.{did_you_mean(wanted, keys)}"
+        )
     return _described(find_class(wanted, "--help-for"), wanted)
 
 

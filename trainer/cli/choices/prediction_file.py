@@ -39,8 +39,8 @@ class PredictionFile(BasePredictionWriter):
         self.path = Path(path)
         if self.path.suffix not in _WRITERS:
             raise ConfigError(
-                f"--output={str(path)!r} must end with one of {', '.join(_WRITERS)}, got {self.path.suffix!r}; it "
-                "chooses the format."
+                f"--output={str(path)!r} must end with one of {', '.join(_WRITERS)}, got {self.path.suffix!r}; the "
+                "suffix chooses the format."
             )
         if not self.path.parent.is_dir():
             raise ConfigError(f"--output={str(path)!r} is in a folder that does not exist; create {self.path.parent}.")
@@ -57,7 +57,7 @@ class PredictionFile(BasePredictionWriter):
             partial.replace(self.path)
         except OSError as error:
             raise ConfigError(
-                f"--output={str(self.path)!r} cannot be written ({error.strerror}); give another."
+                f"--output={str(self.path)!r} cannot be written ({error.strerror}); give another path."
             ) from error
         finally:
             partial.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ def _columns(batches: Sequence[Any]) -> dict[str, Tensor]:
         if found.keys() != rows.keys():
             raise ModuleError(
                 f"predict_step must return the same names for each batch, got {sorted(found)} after {sorted(rows)}; "
-                "write them with a BasePredictionWriter."
+                "write such predictions with a BasePredictionWriter."
             )
     return {name: torch.cat(parts) for name, parts in rows.items()}
 

@@ -85,7 +85,8 @@ class Deploy:
                 raise ConfigError(f"deploy.{name} must be {smallest} or more, got {value}.")
         if size(self.shared_memory, "shared_memory") >= size(self.memory, "memory"):
             raise ConfigError(
-                f"deploy.shared_memory={self.shared_memory!r} is part of deploy.memory={self.memory!r}; give less."
+                f"deploy.shared_memory={self.shared_memory!r} must be less than deploy.memory={self.memory!r}, of "
+                "which it is a part."
             )
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -95,7 +96,7 @@ class Deploy:
                 )
         for name, value in self.env.items():
             if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
-                raise ConfigError(f"deploy.env.{name}={value!r} is not a variable; give a name and a quoted text.")
+                raise ConfigError(f"deploy.env.{name}={value!r} is not a variable; give a name and a quoted string.")
 
     @property
     def min_nodes(self) -> int:

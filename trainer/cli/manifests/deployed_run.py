@@ -36,8 +36,8 @@ class DeployedRun:
         """
         if self.deploy.image is None:
             raise ConfigError(
-                f"deploy.image={self.deploy.image} in {self.path}, but this target runs containers; "
-                "give deploy.image=registry.example/name:tag, which holds Echelon and your code (see docs/deploy.md)."
+                f"deploy.image={self.deploy.image} in {self.path}, but this target runs containers; give "
+                "deploy.image=registry.example/name:tag, which contains Echelon and your code (see docs/deploy.md)."
             )
         return self.deploy.image
 

@@ -42,7 +42,7 @@ _HEAD: Final = ("Layout", "Recomputes", "Micro-batch", "Train state", "Activatio
 
 _EPILOG: Final = """\
 A step of the module runs on tensors without memory, with a batch of the config's data. docs/plan.md says what the
-numbers hold and what they leave out.
+numbers include and what they leave out.
 
 examples:
   echelon plan config.yaml                                     for this machine
@@ -51,7 +51,7 @@ examples:
   echelon plan config.yaml --devices 8 --memory 80GB --json module.depth=48
 
 exit codes:
-  0 a layout fits   1 none does, or the step failed   2 wrong command or config
+  0 a layout fits   1 no layout fits, or the step failed   2 wrong command or config
 """
 
 
@@ -60,15 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
-    parser.add_argument("--devices", type=int, metavar="N", help="the number of all devices (those of this machine)")
-    parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GB (that of this machine's)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="of the devices (8 devices a node)")
-    parser.add_argument("--global-batch-size", type=int, metavar="N", help="samples of a step (as the config says)")
-    parser.add_argument("--gpu", metavar="NAME", help="such as H100, for the time of a step at its peak")
-    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes a second that a device sends, such as 450GB")
+    parser.add_argument("--devices", type=int, metavar="N", help="the total number of devices (those of this machine)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="of each device, such as 80GB (that of this machine's devices)"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="of the devices (8 devices per node)")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", help="samples per step (as the config says)")
+    parser.add_argument("--gpu", metavar="NAME", help="such as H100, to show the time of a step at its peak")
+    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes per second that a device sends, such as 450GB")
     parser.add_argument("--node-bandwidth", metavar="SIZE", help="the same between nodes")
     parser.add_argument("--measure", action="store_true", help="run real steps here, for a module that needs values")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw it (plan.png)")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw the figure (plan.png)")
     parser.add_argument("--json", action="store_true", help="print JSON instead; draws only with --png")
     parser.add_argument("--all", action="store_true", help="show all layouts")
     parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     trainer = dict(config.values.get("trainer") or {})
     asked = options.global_batch_size
     if asked is not None and asked < 1:
-        raise ConfigError(f"--global-batch-size must be >= 1, got {asked}; give the samples of a step over all ranks.")
+        raise ConfigError(f"--global-batch-size must be >= 1, got {asked}; give the samples per step over all ranks.")
     Settings(**{name: trainer[name] for name in _OF_A_STEP if name in trainer})
     machine = _machine(options, Precision(trainer.get("precision", "32-true")))
     profiles = _profiles(config.values, trainer, measures=options.measure)
@@ -119,7 +121,7 @@ def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
         )
     if peak is None and options.bandwidth is not None:
         raise ConfigError(
-            f"--bandwidth {options.bandwidth} is for the time of a step, which needs the peak of a --gpu; give both."
+            f"--bandwidth {options.bandwidth} is for the time of a step, which also needs the peak of --gpu; give both."
         )
     if options.nodes is not None and options.devices is None:
         raise ConfigError(f"--nodes {options.nodes} needs --devices; give --devices and --memory as well.")
@@ -128,7 +130,7 @@ def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
         return replace(here, **speeds)
     if options.devices is None or memory is None:
         given = "--devices" if memory is None else "--memory"
-        raise ConfigError(f"--devices and --memory must be given together, got only {given}; give both, or none.")
+        raise ConfigError(f"--devices and --memory must be given together, got only {given}; give both, or neither.")
     number = nodes_for(options.devices, options.nodes)
     return Machine(num_devices=options.devices, num_nodes=number, memory=memory, **speeds)
 
@@ -183,20 +185,20 @@ def render(plan: Plan, title: str, trainer: Mapping[str, Any], *, shows_all: boo
     has_times = any(planned.seconds is not None for planned in plan.layouts)
     head = [*_HEAD, "Step"] if has_times else list(_HEAD)
     rows = [_row(planned, has_times=has_times) for planned in shown]
-    batch = f"{plan.global_batch_size:,} samples a step"
+    batch = f"{plan.global_batch_size:,} samples per step"
     lines = [f"{title}: {plan.machine}, {batch}", boxed(head, rows, "<<>>>><>" + (">" * (len(head) - 8)))]
     left = len(plan.layouts) - len(shown)
-    lines += ["All is less than the sum where activations have gone before the gradients are complete."]
-    lines += [f"{left} more with --all."] if left else []
+    lines += ["All is less than the sum if activations are freed before the gradients are complete."]
+    lines += [f"--all shows {left} more."] if left else []
     lines += [f"Not possible: {name}: {reason}" for name, reason in plan.refused.items() if shows_all]
     if plan.refused and not shows_all:
-        lines.append(f"Not possible: {', '.join(plan.refused)}; --all says why.")
+        lines.append(f"Not possible: {', '.join(plan.refused)}; --all shows why.")
     best = plan.best
     if best is None:
         nearest = plan.layouts[0]
         lines.append(
-            f"Nothing fits: the nearest, {_label(nearest)}, lacks {in_units(nearest.missing)} on each device. "
-            "Take more devices, or a smaller batch in the loader."
+            f"No layout fits: the closest, {_label(nearest)}, lacks {in_units(nearest.missing)} on each device. Use "
+            "more devices, or a smaller batch in the loader."
         )
         return "\n".join(lines)
     settings = {"trainer": settings_of(best, plan, trainer)}

@@ -36,7 +36,7 @@ def draw(plan: Plan, path: Path, title: str) -> None:
     """
     shown = plan.layouts[:_MOST]
     with figure_file(path, 11, 1.9 + 0.34 * len(shown), argument="--png") as figure:
-        figure.suptitle(f"{title}\n{plan.machine}, {plan.global_batch_size:,} samples a step", fontsize=11)
+        figure.suptitle(f"{title}\n{plan.machine}, {plan.global_batch_size:,} samples per step", fontsize=11)
         draw_bars(figure.subplots(), plan, shown)
 
 
@@ -72,7 +72,7 @@ def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
     axes.set_yticks(range(len(shown)), [_label(planned) for planned in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, end)
-    axes.set_xlabel(f"{name} on a device; the line is its memory, the dotted one what a plan uses of it")
+    axes.set_xlabel(f"{name} on a device; the solid line is its memory, the dotted line what a plan may use")
     axes.legend(ncols=len(_COLOURS), loc="lower center", bbox_to_anchor=(0.42, 1.0), frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -46,7 +46,7 @@ _SECONDS: Final = 3600.0
 
 _EPILOG: Final = """\
 The rank sets up, runs two steps on tensors without memory, and works out its files of a checkpoint. torch's fake
-process group stands for all others. docs/plan.md says what this finds, and what only a real run shows.
+process group replaces all other ranks. docs/plan.md says what this finds, and what only a real run shows.
 
 examples:
   echelon rehearse config.yaml --nodes 128 --nproc 8
@@ -54,7 +54,7 @@ examples:
   echelon rehearse config.yaml --nodes 4 --nproc 8 --json trainer.strategy=hsdp
 
 exit codes:
-  0 every rank asked would run   1 one would fail, or needs values   2 wrong command or config
+  0 every given rank would run   1 one would fail, or needs values   2 wrong command or config
 """
 
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
     parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes (as the config says)")
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes of a node (as the config says)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes per node (as the config says)")
     parser.add_argument("--rank", type=int, action="append", metavar="N", help="may be given several times (0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.rank or [0]
     wrong = [rank for rank in ranks if not 0 <= rank < nodes * nproc]
     if wrong:
-        raise ConfigError(f"--rank must be from 0 to {nodes * nproc - 1}, got {wrong[0]}; there are no other ranks.")
+        raise ConfigError(
+            f"--rank must be from 0 to {nodes * nproc - 1}, got {wrong[0]}; give the rank of a process of the run."
+        )
     # torch keeps much of a rank's mesh for the life of the process
     noted = [
         launch_all(
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _number(argument: str, given: int | None, of_config: Any) -> int:
     number = of_config if given is None else given
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{argument} must be >= 1, got {number!r}; give the number of the run to rehearse.")
+        raise ConfigError(f"{argument} must be >= 1, got {number!r}; give the number in the run to rehearse.")
     return number
 
 
@@ -155,7 +157,7 @@ def _fit(
     trainer.fit(module, datamodule=data)
     if not noted.num_steps and not noted.problems:
         noted.problems.append(
-            "It makes no step: the training loader has no batch, or max_steps and max_epochs allow none."
+            "It takes no step: the training loader has no batch, or max_steps and max_epochs allow none."
         )
 
 
@@ -168,7 +170,7 @@ def _seeded(values: Mapping[str, Any]) -> int:
 def _in_words(error: Exception, doing: str, values: Mapping[str, Any]) -> str:
     """Return what an error says, with its notes, and where it came."""
     if lacks_values(error):
-        error = needs_values(str(values["module"].get("_target_")), error, "leave that out where it is rehearsed")
+        error = needs_values(str(values["module"].get("_target_")), error, "leave that out for the rehearsal")
     text = str(error) or "no message"
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return "\n".join([f"In {doing}: {kind}{text}", *getattr(error, "__notes__", ())])
@@ -218,8 +220,8 @@ def _of_samples(noted: RehearsedRank) -> list[list[str]]:
     rest = f", the last of {shares.last_batch:,}" if shares.last_batch else ""
     first = ", ".join(map(str, noted.first_samples[:4])) + (", ..." if noted.first_samples[4:] else "")
     return [
-        ["samples", f"{shares.by_rank[noted.data_rank]:,} of {shares.num_entries:,} an epoch; the first are {first}"],
-        ["global batches", f"of {shares.global_batch_size:,}{rest}, dealt to {noted.data_size:,} ranks"],
+        ["samples", f"{shares.by_rank[noted.data_rank]:,} of {shares.num_entries:,} per epoch; the first are {first}"],
+        ["global batches", f"of {shares.global_batch_size:,}{rest}, divided among {noted.data_size:,} ranks"],
     ]
 
 
@@ -236,7 +238,7 @@ def _of_module(noted: RehearsedRank) -> list[list[str]]:
 
 def _of_step(noted: RehearsedRank) -> list[list[str]]:
     rows = [
-        [f"sent to {len(ranks)} ranks", f"{in_units(sent)} a step in {calls} calls, {ranks_in_words(ranks)}"]
+        [f"sent to {len(ranks)} ranks", f"{in_units(sent)} per step in {calls} calls, {ranks_in_words(ranks)}"]
         for ranks, calls, sent in noted.sent
         if sent
     ]

@@ -24,7 +24,7 @@ examples:
   echelon demo --strategy ddp --devices 2 --epochs 5
 
 exit codes:
-  0 done   1 the run failed, or a package is not installed   2 wrong option   130 interrupted (Ctrl-C)
+  0 done   1 the run failed, or a package is missing   2 wrong option   130 interrupted (Ctrl-C)
 """
 
 

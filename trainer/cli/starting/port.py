@@ -62,8 +62,8 @@ def _print_notes(file: Path, result: Ported) -> None:
     missing = len(result.notes) - departing
     print(
         printable(
-            f"{file}: {result.num_changes} places changed, {departing} notes on what departs, {missing} on what has no "
-            "counterpart"
+            f"{file}: {result.num_changes} places changed, {departing} notes on differences, {missing} on missing "
+            "counterparts"
         ),
         file=sys.stderr,
     )

@@ -38,9 +38,9 @@ def container(objects):
         ({"gpus": -1}, "deploy.gpus must be 0 or more, got -1."),
         ({"user": 0}, "deploy.user must be 1 or more, got 0."),
         ({"memory": "16"}, "deploy.memory='16' is not a size; give a number with Mi, Gi or Ti, such as '16Gi'."),
-        ({"memory": "1Gi"}, "deploy.shared_memory='2Gi' is part of deploy.memory='1Gi'; give less."),
+        ({"memory": "1Gi"}, "deploy.shared_memory='2Gi' must be less than deploy.memory='1Gi', of which it is a part."),
         ({"name": "My_run"}, "deploy.name='My_run' is not a valid name; give up to 40 lowercase letters, digits and"),
-        ({"env": {"A": 1}}, "deploy.env.A=1 is not a variable; give a name and a quoted text."),
+        ({"env": {"A": 1}}, "deploy.env.A=1 is not a variable; give a name and a quoted string."),
         ({"time": "24h\n#SBATCH"}, "deploy.time='24h\\n#SBATCH'"),
     ],
 )

@@ -119,7 +119,7 @@ def test_what_is_printed_can_be_pasted(capsys, config):
         main(["plan", "config.yaml", "--devices", "2", "--memory", "1GB", "--gpu", "H100", "--bandwidth", "10GB"]) == 0
     )
     printed = capsys.readouterr().out
-    assert f"Blocks, {PARAMETERS / 4e6:.1f} M parameters: 2 devices of 1.00 GB, 32 samples a step" in printed
+    assert f"Blocks, {PARAMETERS / 4e6:.1f} M parameters: 2 devices of 1.00 GB, 32 samples per step" in printed
     lines = printed.partition("The first in a config:\n")[2].partition("Drawn as")[0]
     assert yaml.safe_load(lines) == {"trainer": {"strategy": "ddp"}}
     assert "Step" in printed
@@ -128,7 +128,7 @@ def test_what_is_printed_can_be_pasted(capsys, config):
 
 def test_nothing_fits_is_said_with_the_nearest(capsys):
     assert main(["plan", "config.yaml", "--devices", "2", "--memory", "1MB"]) == 1
-    assert "Nothing fits: the nearest, " in capsys.readouterr().out
+    assert "No layout fits: the closest, " in capsys.readouterr().out
 
 
 def test_a_module_that_needs_values_is_measured(capsys, config):
