@@ -9,12 +9,12 @@ from .deployed_run import CONFIG, ENV, RUNS, DeployedRun
 from .yaml_text import yaml_text
 
 _NOTES: Final = {
-    "services.rendezvous": "no port is published: it asks for no password, so only this project may reach it",
+    "services.rendezvous": "no port is published: it needs no password, so only this project may reach it",
     "node.deploy": "`docker compose up --scale node=2`, at any time, and the run shrinks or grows",
     "init": "so that the command is not process 1, which ignores signals without a handler",
     "stop_grace_period": "from SIGTERM to SIGKILL: time to finish a step and to save a checkpoint",
-    "shm_size": "for snapshots and the workers of data loaders (64 MiB without this)",
-    "read_only": "files are written to /runs, /tmp and /dev/shm only",
+    "shm_size": "for snapshots and data loader workers (64 MiB without this)",
+    "read_only": "files are written only to /runs, /tmp and /dev/shm",
     "configs.config": "the run itself, as `echelon fit` takes it ($$ is $)",
 }
 

@@ -29,23 +29,23 @@ _LOCKED: Final = {
 _LITTLE: Final = {"cpu": "250m", "memory": "1Gi"}
 _NOTES: Final[Mapping[str, str]] = {
     "data.config.yaml": "the run itself, as `echelon fit` takes it",
-    "unhealthyPodEvictionPolicy": "pods that are not ready train nothing, and may always be drained",
-    "minAvailable": "drains leave this many nodes; the others save, end, and are replaced elsewhere",
-    "policyTypes": "neither the rendezvous nor gloo and NCCL, which listen at any port, ask for a password: only the "
-    "pods of this run may connect to each other",
+    "unhealthyPodEvictionPolicy": "pods that are not ready do not train, and may always be drained",
+    "minAvailable": "draining leaves this many nodes; the others save, end, and are replaced elsewhere",
+    "policyTypes": "the rendezvous, gloo and NCCL, which listen on any port, need no password: only the pods of this "
+    "run may connect to each other",
     "terminationGracePeriodSeconds": "from SIGTERM to SIGKILL: time to finish a step and to save a checkpoint",
-    "automountServiceAccountToken": "the run asks nothing of the cluster",
+    "automountServiceAccountToken": "the run does not call the Kubernetes API",
     "enableServiceLinks": "otherwise the variables of all services of the namespace are set",
     "shareProcessNamespace": "so that the command is not process 1, which ignores signals without a handler and has to "
     "reap orphans",
     "fsGroup": "the group that owns the volume of the runs",
     "startupProbe": "the node folder in shared memory exists once the agent runs. There is no liveness probe: the "
-    "agent itself watches the workers, and restarts them within seconds",
-    "readOnlyRootFilesystem": "files are written to /runs, /tmp and /dev/shm only",
+    "agent itself monitors the workers, and restarts them within seconds",
+    "readOnlyRootFilesystem": "files are written only to /runs, /tmp and /dev/shm",
     "limits": "the same as the requests: a machine that is short of memory evicts such pods last",
     "strategy": "two stores at once would split the run",
-    "emptyDir.medium": "shared memory, for snapshots and the workers of data loaders (64 MiB without this); it counts "
-    "as memory of the pod",
+    "emptyDir.medium": "shared memory, for snapshots and data loader workers (64 MiB without this); it counts as "
+    "memory of the pod",
 }
 """Comments for `yaml_text` on fields that may surprise a reader."""
 

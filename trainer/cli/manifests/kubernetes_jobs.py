@@ -10,9 +10,10 @@ from .kubernetes import Object, manifest
 
 _JOB_NOTES: Final = {
     "backoffLimitPerIndex": "a pod is given up after this many failures; maxFailedIndexes pods may be given up",
-    "successPolicy": "the nodes end together, and one that comes later finds the run over",
-    "podFailurePolicy": "the first rule that fits: evictions and preemption do not count, nor does 143, the exit "
-    "code of a node that was told to leave and has saved; 2 is a wrong command or config, which no restart corrects",
+    "successPolicy": "the nodes end together, and one that starts later finds that the run is over",
+    "podFailurePolicy": "the first rule that fits: evictions and preemption do not count, nor does 143, the exit code "
+    "of a node that was told to leave and has saved a checkpoint; 2 is a wrong command or config, which no restart "
+    "corrects",
 }
 
 
@@ -59,9 +60,9 @@ def render_pytorchjob(run: DeployedRun) -> str:
     }
     notes = {
         "elasticPolicy": "without it the operator requires a master, whose end would end the run; with it the job has "
-        "succeeded once a worker has. Echelon reads none of the variables that it sets",
+        "succeeded once a worker has. Echelon does not read the variables that it sets",
         "cleanPodPolicy": "pods that still run when the job has ended are not needed",
-        "restartPolicy": "codes from 128 are tried again (143: saved and left; 137: killed), 1 and 2 are not",
+        "restartPolicy": "exit codes from 128 are retried (143: saved and left; 137: killed), 1 and 2 are not",
     }
     return kubernetes.manifests(run, [manifest(run, "PyTorchJob", {"spec": spec})], notes)
 
@@ -97,7 +98,7 @@ def render_trainjob(run: DeployedRun) -> str:
     ]
     notes = {
         **_JOB_NOTES,
-        "mlPolicy": "no torch policy: it would set variables for torchrun, and Echelon has a rendezvous of its own",
+        "mlPolicy": "no torch policy: it would set variables for torchrun, but Echelon has its own rendezvous",
         "trainer.kubeflow.org/trainjob-ancestor-step": "Trainer applies the TrainJob to the container named node of "
         "the job with this label",
     }

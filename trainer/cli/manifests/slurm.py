@@ -10,14 +10,14 @@ from .deployed_run import DeployedRun
 
 _TEMPLATE: Final = """\
 #!/bin/bash
-# `sbatch` starts the run, `scancel` ends it after a checkpoint; what it writes goes on in one file.
+# `sbatch` starts the run, `scancel` ends it after a checkpoint; all output is appended to one file.
 {options}
-# {grace} s before the time is up this script is told so (and only this script: it tells the nodes):
+# {grace} s before the time is up, a signal tells this script (and only this script: it tells the nodes):
 #SBATCH --signal=B:USR1@{grace}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-# the loss of a node but the first is not the end of the job:
+# the loss of a node other than the first does not end the job:
 #SBATCH --no-kill
 
 set -u
@@ -28,10 +28,10 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # the step, save a checkpoint and end with 143.
 is_time_up=false
 trap 'is_heard=true; is_time_up=true; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-# Whoever cancels or preempts the job has signalled the nodes, too.
+# A cancellation or preemption of the job has also signaled the nodes.
 trap 'is_heard=true' TERM
 
-# One agent a node, which starts the processes there. The end of one is not the end of the others.
+# One agent per node, which starts the processes there. The end of one does not end the others.
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
     {launch} &
 nodes=$!
@@ -44,14 +44,14 @@ while $is_heard; do # a signal ends wait, not srun
 done
 {end}
 if [ "$code" -eq 143 ] && $is_time_up; then
-    scontrol requeue "$SLURM_JOB_ID" # it goes on from its newest checkpoint
+    scontrol requeue "$SLURM_JOB_ID" # it resumes from its newest checkpoint
 fi
 exit "$code"
 """
 
 _RENDEZVOUS: Final = """
-# Where the nodes meet: a process of this script, on the first node, so that no agent takes it along when it ends. The
-# address is that of the node's name, or of its first network if the name leads to loopback, as it does on Debian. The
+# Where the nodes meet: a process of this script, on the first node, so that it does not end with an agent. The
+# address is that of the node's name, or of its first network if the name resolves to loopback, as on Debian. The
 # signal that cancels the job reaches every process, but the nodes need this one to leave.
 addresses=$(getent ahostsv4 "$(hostname)"; hostname -I | tr ' ' '\\n')
 address=$(awk '$1 && !/^127\\./ {{ print $1; exit }}' <<< "$addresses")
@@ -59,7 +59,7 @@ address=${{address:-127.0.0.1}}
 port=$(({port} + SLURM_JOB_ID % 1000))
 (trap '' TERM && exec echelon rendezvous --listen "$address:$port") &
 rendezvous=$!
-# The agent of this node would start a store of its own if there were none.
+# Without this store, the agent of this node would start its own.
 until (: <> "/dev/tcp/$address/$port") 2>/dev/null; do
     kill -0 "$rendezvous" || exit 1
     sleep 0.5
