@@ -148,7 +148,7 @@ def parse_json(raw: bytes, place: str) -> Any:
         return json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError, MemoryError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else shown(str(error))
-        raise CheckpointError(f"{place} is not JSON that Echelon writes ({reason}); use another checkpoint.") from None
+        raise CheckpointError(f"{place} is not JSON as Echelon writes it ({reason}); use another checkpoint.") from None
 
 
 def _refuse_constant(name: str) -> float:

@@ -41,7 +41,7 @@ SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
 }
 
 _REMEDY: Final = (
-    "store numbers, strings, tensors, or lists and dicts of them (state_dict and load_state_dict can translate)"
+    "store numbers, strings, tensors, or lists and dicts of them (state_dict and load_state_dict can convert others)"
 )
 
 
@@ -123,7 +123,7 @@ class Encoder:
     def _sharded(self, value: Sharded, path: str, key: str) -> Any:
         odd = [name for name in value if type(name) is not str or name.startswith("$")]
         if odd:
-            raise CheckpointError(f"{path} is sharded and has the name {odd[0]!r}; use strings without a leading '$'.")
+            raise CheckpointError(f"{path} is sharded but has the name {odd[0]!r}; use strings without a leading '$'.")
         self.is_distributed = self._is_in_sharded = True
         self._is_own = value.is_owner
         self._sources.update(value.sources)
@@ -191,7 +191,7 @@ class Encoder:
             raise CheckpointError(f"{path} is {unfit}; make it a dense tensor before saving.")
         if tensor.dtype not in SAFETENSORS_DTYPES and not tensor.is_complex():
             raise CheckpointError(
-                f"{path} is a tensor of {tensor.dtype}, which safetensors has no name for; convert it before saving."
+                f"{path} is a tensor of {tensor.dtype}, which safetensors does not support; convert it before saving."
             )
         shard = _plain(Block.whole(local_shard(tensor).detach()))
         memory = _memory(shard.tensor)

@@ -34,7 +34,7 @@ def export(path: str | Path, destination: str | Path) -> Path:
     destination = Path(destination)
     if destination.suffix in _TORCH_SUFFIXES:
         raise CheckpointError(
-            f"destination={str(destination)!r} names a file of torch.save, which is pickled; give a folder or a "
+            f"destination={str(destination)!r} names a torch.save file, which would be pickled; give a folder or a "
             f"'.safetensors' file, or call torch.save(echelon.load_weights({str(path)!r}), {str(destination)!r})."
         )
     file = destination if destination.suffix == ".safetensors" else destination / _NAME

@@ -138,7 +138,7 @@ def explain(error: OSError) -> str:
         errno.EROFS: "save to a folder that can be written",
         errno.EACCES: "save to a folder that you may write, or change its permissions",
         errno.EPERM: "save to a folder that you may write, or change its permissions",
-        errno.EIO: "look at the disk's health, and save elsewhere",
+        errno.EIO: "check the health of the disk, and save elsewhere",
         errno.ENAMETOOLONG: "choose a shorter name",
     }
     remedy = remedies.get(error.errno or 0, "check the folder and its file system")

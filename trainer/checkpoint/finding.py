@@ -55,13 +55,14 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
                 continue
             verify(checkpoint.path)
         except CheckpointError as error:
-            _logger.warning("Passed over the checkpoint %s: %s", checkpoint.path, error)
+            _logger.warning("Skipped the checkpoint %s: %s", checkpoint.path, error)
             faults.append(str(error))
             continue
         return checkpoint.path
     if faults:
         raise CheckpointError(
-            f"No checkpoint in {_names(folders)} can be used; train from the start without one. {' '.join(faults)}"
+            f"No checkpoint in {_names(folders)} can be used; leave out ckpt_path to train from the start. "
+            f"{' '.join(faults)}"
         )
     return None
 
@@ -82,12 +83,12 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
         return path
     if path.is_symlink() and not path.exists():
         raise CheckpointError(
-            f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which is gone; give another path."
+            f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which no longer exists; give another path."
         )
     if path.is_file():
         raise CheckpointError(
-            f"ckpt_path={str(path)!r} is a file, but a checkpoint of Echelon is a folder; "
-            "for the weights of such a file, call echelon.load_weights."
+            f"ckpt_path={str(path)!r} is a file, but an Echelon checkpoint is a folder; to load the weights in a file, "
+            "call echelon.load_weights."
         )
     if not path.exists():
         raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
@@ -116,7 +117,7 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
     siblings = list_checkpoints(path.parent)
     index = next((index for index, checkpoint in enumerate(siblings) if checkpoint.path == path), None)
     if index is None:
-        raise CheckpointError(f"{path} is not a checkpoint folder and is left alone; delete it by hand.")
+        raise CheckpointError(f"{path} is not a checkpoint folder, so it is not deleted; delete it by hand.")
     manifest = siblings[index].manifest
     if lineage is not None and (manifest is None or manifest.lineage != lineage):
         owner = "a damaged checkpoint" if manifest is None else "a checkpoint of another run"

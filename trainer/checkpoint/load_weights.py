@@ -43,12 +43,12 @@ class Difference:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        shapes = [f"{name}: the module has {here}, the weights {there}" for name, here, there in self.mismatched]
+        shapes = [f"{name}: the module has {here}, the weights have {there}" for name, here, there in self.mismatched]
         return "\n".join(
             [
                 *_section("missing", self.missing),
                 *_section("unexpected", self.unexpected),
-                *_section("of another shape", shapes),
+                *_section("of different shape", shapes),
             ]
         )
 
@@ -148,9 +148,7 @@ def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
     if (folder / _SINGLE).is_file():
         return _plain(read_tensors(MappedFile(folder / _SINGLE)))
     if not (folder / _INDEX).is_file():
-        raise CheckpointError(
-            f"{folder} holds neither {MANIFEST} nor {_SINGLE} nor {_INDEX}; give a checkpoint, or a file."
-        )
+        raise CheckpointError(f"{folder} contains no {MANIFEST}, {_SINGLE} or {_INDEX}; give a checkpoint or a file.")
     try:
         names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
         if any(Path(name).name != name for name in names):
@@ -187,7 +185,5 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict; save module.state_dict().")
     weights = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
     if content and not weights:
-        raise CheckpointError(
-            f"{path} holds no tensors by name, but {list(content)[:_SHOWN]}; save module.state_dict()."
-        )
+        raise CheckpointError(f"{path} holds {list(content)[:_SHOWN]}, not tensors by name; save module.state_dict().")
     return weights

@@ -103,7 +103,7 @@ def _open_files(
         with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
             digests = dict(zip(compared, pool.map(MappedFile.digest, compared.values()), strict=True))
         faults += [
-            f"{name} has {digest} as its hash, not {manifest.files[name].sha256}: its content has changed"
+            f"{name} has the hash {digest}, not {manifest.files[name].sha256}: its content has changed"
             for name, digest in digests.items()
             if digest != manifest.files[name].sha256
         ]
@@ -135,7 +135,7 @@ def _read_state(file: MappedFile) -> dict[str, Any]:
         state = json.loads(file.content())
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
-            f"{file.path} is not JSON that Echelon writes ({error}); use another checkpoint."
+            f"{file.path} is not JSON as Echelon writes it ({error}); use another checkpoint."
         ) from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.path} holds a {type(state).__name__}, not an object; use another checkpoint.")

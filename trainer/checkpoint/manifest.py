@@ -126,10 +126,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}; give another."
+                f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}; give another "
+                "one."
             )
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one.")
+            raise CheckpointError(f"{path} is missing; the checkpoint is incomplete; use another one.")
         if path.stat().st_size > LARGEST_JSON:
             raise CheckpointError(
                 f"{path} has {path.stat().st_size} bytes, more than any manifest; use another checkpoint."
@@ -157,8 +158,8 @@ def _parse(content: Any, path: str) -> Manifest:
     check(content, {"format": FORMAT, "format_version": COUNT, "echelon_version": TEXT}, path)
     if content["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
-            f"The checkpoint has format version {content['format_version']!r}, this Echelon reads {FORMAT_VERSION}; "
-            f"read it with Echelon {shown(content['echelon_version'])}, which wrote it."
+            f"The checkpoint has format version {content['format_version']!r}, but this version of Echelon reads "
+            f"{FORMAT_VERSION}; read it with Echelon {shown(content['echelon_version'])}, which wrote it."
         )
     check(content, _SCHEMA, path)
     for names in content["parts"].values():

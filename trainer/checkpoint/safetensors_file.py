@@ -111,7 +111,7 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
         return {name: _block(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
-            f"{file.path} is not a sound safetensors file ({error}); use another checkpoint."
+            f"{file.path} is not a valid safetensors file ({error}); use another checkpoint."
         ) from None
 
 
@@ -132,7 +132,7 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
             raise ValueError(f"bytes {start} to {stop} follow byte {end}")
         end = stop
     if end != size:
-        raise ValueError(f"tensors of {end} bytes in all, but there are {size}")
+        raise ValueError(f"tensors of {end} bytes in total, but there are {size}")
 
 
 def _block(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None) -> Block:
@@ -202,7 +202,7 @@ def _check_blocks(name: str, blocks: Sequence[Block]) -> None:
     if not (spans and are_alike and _are_apart(spans) and _are_complete(spans)):
         found = ", ".join(f"{list(p.tensor.shape)} of {p.tensor.dtype} at {list(p.offsets)}" for p in blocks[:5])
         raise CheckpointError(
-            f"The {len(blocks)} shards of {name!r} do not make up its shape, found {found}; use another checkpoint."
+            f"The {len(blocks)} shards of {name!r} do not add up to its shape, found {found}; use another checkpoint."
         )
 
 

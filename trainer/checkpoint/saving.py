@@ -74,8 +74,8 @@ class EncodedState:
                 twice = sorted(ours.keys() & theirs.keys())
                 if twice:
                     raise CheckpointError(
-                        f"state[{part!r}] has the entry {twice[0]!r} on rank {rank} and on a lower one; "
-                        "give it one owner."
+                        f"state[{part!r}] has the entry {twice[0]!r} on rank {rank} and on a lower rank; give it one "
+                        "owner."
                     )
                 ours.update(theirs)
 
@@ -124,7 +124,9 @@ def encode_state(
     values: dict[str, Any] = {}
     for part, value in state.items():
         if not isinstance(part, str):
-            raise CheckpointError(f"state has a part {part!r} of type {type(part).__name__}; name parts by strings.")
+            raise CheckpointError(
+                f"state has a part {part!r} of type {type(part).__name__}; use strings as names of parts."
+            )
         encoders[part] = Encoder(is_first=is_first)
         values[part] = encoders[part].encode(value, f"state[{part!r}]", "" if part == MODEL else part)
     return EncodedState(

@@ -159,7 +159,7 @@ class SavingGroup:
         if error in messages:
             raise CheckpointError(messages[error])
         raise CheckpointError(
-            f"The checkpoint is not written: rank {rank} of {self.world_size} has not reported that its tensors are "
+            f"The checkpoint was not written: rank {rank} of {self.world_size} has not reported that its tensors are "
             "written; check why it ended or is so slow. Earlier checkpoints are untouched."
         )
 
@@ -176,8 +176,8 @@ def _check_written(folder: Path, rank: int, message: Mapping[str, Any]) -> Writt
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != file.size:
             raise CheckpointError(
-                f"Rank {rank} wrote {name} with {file.size} bytes, rank 0 finds {size} in {folder.parent}; "
-                "save to a folder that all nodes share."
+                f"Rank {rank} wrote {name} with {file.size} bytes, but rank 0 finds {size} in {folder.parent}; save to "
+                "a folder that all nodes share."
             )
     return WrittenFiles(files, message["parts"])
 
@@ -188,6 +188,6 @@ def _store_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's DistError is one
         raise CheckpointError(
-            f"The checkpoint is not written: the store of the run does not answer ({str(error).splitlines()[0]}); "
+            f"The checkpoint was not written: the store of the run does not answer ({str(error).splitlines()[0]}); "
             "check why the process that hosts it, often rank 0, has ended. Earlier checkpoints are untouched."
         ) from error

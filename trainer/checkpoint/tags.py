@@ -66,8 +66,8 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor] = _no_tensor, **readers
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"The checkpoint holds JSON that no checkpoint writer writes ({type(error).__name__}: {shown(str(error))});"
-            " use another one."
+            f"The checkpoint holds JSON that Echelon does not write ({type(error).__name__}: {shown(str(error))}); use "
+            "another one."
         ) from None
 
 

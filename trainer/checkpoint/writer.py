@@ -257,7 +257,7 @@ def _tidy(work: Callable[..., object], *arguments: object) -> None:
     try:
         work(*arguments)
     except CheckpointError as error:
-        _logger.error("%s Training goes on.", error)
+        _logger.error("%s Training continues.", error)
 
 
 def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:

@@ -81,7 +81,7 @@ def test_what_is_no_checkpoint_is_neither_overwritten_nor_removed(kind: str, tmp
             (target / "precious").write_text("precious")
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
         save(target, state())
-    with pytest.raises(CheckpointError, match="left alone"):
+    with pytest.raises(CheckpointError, match="so it is not deleted"):
         remove(target)
     save(tmp_path / "a.ckpt", state())
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
@@ -122,7 +122,7 @@ def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
 def test_removing_a_link_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", state())
     point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="left alone"):
+    with pytest.raises(CheckpointError, match="so it is not deleted"):
         remove(tmp_path / "last.ckpt")
     verify(tmp_path / "a.ckpt")
 

@@ -321,7 +321,9 @@ def test_a_format_of_the_future_is_refused_with_its_writer(newer: Path) -> None:
     raw = (newer / MANIFEST).read_bytes()
     head = raw[: raw.rindex(b',\n "sha256"')].replace(b'"format_version": 1', b'"format_version": 2')
     (newer / MANIFEST).write_bytes(head + b',\n "sha256": "' + sha256(head).hexdigest().encode() + b'"\n}\n')
-    with pytest.raises(CheckpointError, match="format version 2, this Echelon reads 1; read it with Echelon"):
+    with pytest.raises(
+        CheckpointError, match="format version 2, but this version of Echelon reads 1; read it with Echelon"
+    ):
         load(newer)
 
 

@@ -105,5 +105,5 @@ def test_a_foreign_folder_is_told_what_it_holds(tmp_path: Path) -> None:
 
 def test_a_link_to_a_deleted_checkpoint_says_so(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
-    with pytest.raises(CheckpointError, match="a link to gone.ckpt, which is gone"):
+    with pytest.raises(CheckpointError, match="a link to gone.ckpt, which no longer exists"):
         resolve(tmp_path / "last.ckpt")

@@ -79,7 +79,7 @@ COUNTERS = ("global_step", "epoch", "batches_in_epoch", "samples_seen", "skipped
 @pytest.mark.parametrize("name", COUNTERS)
 def test_a_counter_that_is_no_count_is_refused(checkpoint: Path, name: str, value: Any) -> None:
     forge(checkpoint, ("loop", name), value)
-    with pytest.raises(CheckpointError, match=rf"\['{name}'\] must be a whole number from 0|is not JSON that Echelon"):
+    with pytest.raises(CheckpointError, match=rf"\['{name}'\] must be a whole number from 0|is not JSON as Echelon"):
         go_on(checkpoint)
 
 

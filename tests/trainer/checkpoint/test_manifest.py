@@ -138,7 +138,7 @@ def test_shards_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     manifest.parts["model"] = ["model-00002-of-00002.safetensors"]
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
-    with pytest.raises(CheckpointError, match="shards of 'w' do not make up its shape"):
+    with pytest.raises(CheckpointError, match="shards of 'w' do not add up to its shape"):
         load(folder)
 
 

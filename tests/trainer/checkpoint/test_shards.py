@@ -185,13 +185,13 @@ def pieces_at(offsets: Iterable[Sequence[int]], shape: Sequence[int] = (2, 2)) -
 @pytest.mark.parametrize("lazily", [False, True])
 def test_blocks_that_make_up_no_tensor_are_refused(pieces: list[Block], lazily: bool) -> None:
     with pytest.raises(
-        CheckpointError, match=r"shards of 'x' do not make up its shape, found .*; use another checkpoint"
+        CheckpointError, match=r"shards of 'x' do not add up to its shape, found .*; use another checkpoint"
     ):
         collect({"x": pieces}, lazily=lazily)("x")
 
 
 def test_shards_of_different_numbers_of_dimensions_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="do not make up"):
+    with pytest.raises(CheckpointError, match="do not add up to"):
         collect({"x": [*pieces_at([(0, 0)]), Block(torch.zeros(2), (2,))]})("x")
 
 

@@ -147,7 +147,7 @@ def resume(folder: Path, module: Net, width: int = 4) -> None:
 
 def test_a_checkpoint_of_another_width_names_the_parameters_and_both_shapes(tmp_path: Path) -> None:
     fit(tmp_path, "single", 2, resume=False)
-    with pytest.raises(CheckpointError, match=r"net\.weight: the module has \(1, 6\), the weights \(1, 4\)"):
+    with pytest.raises(CheckpointError, match=r"net\.weight: the module has \(1, 6\), the weights have \(1, 4\)"):
         resume(tmp_path, Net(6), 6)
 
 

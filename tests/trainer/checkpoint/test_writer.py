@@ -119,8 +119,9 @@ def test_a_link_or_a_removal_that_is_not_possible_is_logged_and_ends_nothing(
     writer.point(tmp_path / "last.ckpt", tmp_path / "gone.ckpt")
     writer.remove(tmp_path / "gone.ckpt")
     writer.close()  # rank 0 alone would raise here, after the last step
-    assert "gone.ckpt, which is not a checkpoint; save it first. Training goes on." in caplog.text
-    assert "gone.ckpt is not a checkpoint folder and is left alone; delete it by hand. Training goes on." in caplog.text
+    assert "gone.ckpt, which is not a checkpoint; save it first. Training continues." in caplog.text
+    left_alone = "gone.ckpt is not a checkpoint folder, so it is not deleted; delete it by hand. Training continues."
+    assert left_alone in caplog.text
 
 
 def follow_up(writer: AsyncWriter, folder: Path) -> None:
