@@ -306,7 +306,9 @@ def sample_by(by):
 
 
 def refuse_a_sampler():
-    with pytest.raises(DataError, match="must deal to the 2 data ranks|Ranks 0 and 1 hold parts of one replica"):
+    with pytest.raises(
+        DataError, match="must divide the data among 2 data ranks|Ranks 0 and 1 hold parts of one replica"
+    ):
         sample_by("rank")
 
 

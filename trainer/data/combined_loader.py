@@ -60,7 +60,7 @@ class CombinedLoader:
         new = list(iterables)
         if len(new) != len(self.flattened):
             raise ConfigError(
-                f"flattened was set to {len(new)} loaders; it must be {len(self.flattened)}, one for each."
+                f"flattened was set to {len(new)} loaders, but must have {len(self.flattened)}: give one for each."
             )
         self._iterables = _refill(self._iterables, new)
 
@@ -83,7 +83,7 @@ class CombinedLoader:
         length = _LENGTHS[self.mode](lengths) if lengths else 0
         if length == math.inf:
             raise TypeError(
-                f"CombinedLoader(mode={self.mode!r}) has a loader without a length, so it has none; set limits."
+                f"CombinedLoader(mode={self.mode!r}) has a loader without a length, so it has no length; set limits."
             )
         return int(length)
 

@@ -177,7 +177,7 @@ class EvaluationData:
         if limit and 0 in counts:
             at = counts.index(0)
             warnings.warn(
-                f"Loader {at} to {stage} has no batches ({loaders[at]!r:.60}); nothing is read from it.", stacklevel=2
+                f"Loader {at} for {stage} has no batches ({loaders[at]!r:.60}); nothing is read from it.", stacklevel=2
             )
         return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed, source)
 

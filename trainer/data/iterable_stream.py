@@ -83,8 +83,8 @@ class IterableStream:
     def _skip(self, batches: Iterator[Any]) -> None:
         warnings.warn(
             f"{type(self._loader).__name__} cannot skip to a position: its first {self.position} batches are read "
-            "again and dropped, which is exact only if it yields the same batches each time. To resume at once, give "
-            "it state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
+            "again and discarded, which is exact only if it yields the same batches each time. To resume without "
+            "reading them, give it state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
             stacklevel=2,
         )
         for _ in islice(batches, self.position):

@@ -25,7 +25,9 @@ def limited(limit: int | float, length: int | None, name: str, what: str) -> Cou
         return math.inf if isinstance(limit, float) and limit else limit
     if isinstance(limit, int):
         if limit > length > 0:
-            warnings.warn(f"{name}={limit}, but the {what} loader has {length} batches: all are used.", stacklevel=2)
+            warnings.warn(
+                f"{name}={limit}, but the {what} loader has only {length} batches: all are used.", stacklevel=2
+            )
         return min(limit, length)
     count = int(length * limit)
     if count == 0 and limit > 0 and length > 0:

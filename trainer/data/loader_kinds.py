@@ -22,7 +22,7 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
     """Raise `DataError` unless these ranks can read batches from it, as far as can be told without reading."""
     if isinstance(loader, Dataset) and not _is_web_loader(loader):
         raise DataError(
-            f"{type(loader).__name__} is a data set and yields samples; pass DataLoader(dataset, batch_size=...) "
+            f"{type(loader).__name__} is a dataset and yields samples; pass DataLoader(dataset, batch_size=...) "
             "instead."
         )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
@@ -35,10 +35,10 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
         return
     if (sampler.num_replicas, sampler.rank) != (ranks.data_size, ranks.data_rank):
         raise DataError(
-            f"The loader's {type(sampler).__name__} must deal to the {ranks.data_size} data ranks, got "
+            f"The loader's {type(sampler).__name__} must divide the data among {ranks.data_size} data ranks, got "
             f"num_replicas={sampler.num_replicas} and rank={sampler.rank} on data rank {ranks.data_rank}. Build it in "
             "train_dataloader() or a similar hook, with num_replicas=self.trainer.strategy.data_size and "
-            "rank=self.trainer.strategy.data_rank; or leave it out: samples are dealt without it."
+            "rank=self.trainer.strategy.data_rank; or leave it out: samples are divided among ranks without it."
         )
 
 

@@ -250,4 +250,4 @@ def _note(error: Exception, micro_batch: MicroBatch | None) -> None:
     """Add a note to an error of the user's data set that names the samples."""
     if micro_batch is not None and isinstance(micro_batch.indices, list):
         listed = ", ".join(map(str, micro_batch.indices[:8])) + (", ..." if micro_batch.indices[8:] else "")
-        error.add_note(f"Raised while the samples [{listed}] of the training data were read into a batch.")
+        error.add_note(f"Raised while reading the samples [{listed}] of the training data into a batch.")

@@ -61,8 +61,8 @@ def compared(items: Iterator[T], strategy: Strategy, batch_of: Callable[[T], Any
 def _different(first: int, other: int, found: str) -> DataError:
     return DataError(
         f"Ranks {first} and {other} hold parts of one replica, whose loaders must give both the same batches, got "
-        f"{found}. Deal samples by trainer.strategy.data_rank and data_size (trainer.distributed_sampler_kwargs), not "
-        "by rank and world_size, and let random choices depend on the seed alone."
+        f"{found}. Divide samples by trainer.strategy.data_rank and data_size (trainer.distributed_sampler_kwargs), "
+        "not by rank and world_size, and make random choices depend only on the seed."
     )
 
 

@@ -118,10 +118,9 @@ def load_place(stream: Stream, state_dict: Mapping[str, Any]) -> None:
     if saved != stream.num_streams:
         position = position * saved // stream.num_streams
         warnings.warn(
-            f"{stream!r} yields different batches on each rank. It was saved by {saved} ranks, and "
-            f"{stream.num_streams} resume, each from position {position}: some samples of this epoch may come twice "
-            "or never. To resume exactly on any number of ranks, use a data set with indices, and no "
-            "DistributedSampler.",
+            f"{stream!r} yields different batches on each rank. It was saved by {saved} ranks and is resumed by "
+            f"{stream.num_streams}, each from position {position}: some samples of this epoch may be used twice or "
+            "never. To resume exactly on any number of ranks, use a dataset with indices, and no DistributedSampler.",
             stacklevel=2,
         )
     stream.position = position

@@ -62,7 +62,7 @@ class TrainData:
         if self.num_batches == 0:
             warnings.warn(
                 f"Nothing is trained: limit_train_batches={limit} of a training loader of length {self._known_length} "
-                "leaves no batch; check the data set, its filter, and drop_last.",
+                "leaves no batch; check the dataset, its filter, and drop_last.",
                 stacklevel=2,
             )
 
@@ -111,13 +111,13 @@ class TrainData:
         size = global_batch_size or self.global_batch_size
         if size is None or not self.is_shared:
             raise ConfigError(
-                f"Micro-batches of another size need one DataLoader that makes batches of samples, got "
+                "Micro-batches of another size need one DataLoader that batches samples itself, got "
                 f"{self.source!r:.80}; pass one, or choose the batch size of this data yourself."
             )
         if not self._ends_with_step:
             raise ConfigError(
                 f"limit_train_batches={self._limit} ends an epoch inside an optimizer step of {self._planned_per_step} "
-                f"micro-batches, which cannot be cut in another way; give a multiple of {self._planned_per_step}."
+                f"micro-batches, which cannot be cut differently; give a multiple of {self._planned_per_step}."
             )
         self._take(Cut(1, size, self._cut.ranks, micro_batch_size=micro_batch_size))
         length = math.inf if self._known_length is None else self._known_length
@@ -314,8 +314,8 @@ def _check_global_batch(cut: Cut, possible: int | None, source: Any) -> None:
         return
     if possible is None:
         raise ConfigError(
-            f"global_batch_size={asked} needs one DataLoader that makes batches of samples, got "
-            f"{source!r:.80}; use accumulate_grad_batches with this data."
+            f"global_batch_size={asked} needs one DataLoader that batches samples itself, got {source!r:.80}; use "
+            "accumulate_grad_batches with this data."
         )
     if asked < data_size:
         raise ConfigError(
@@ -324,6 +324,6 @@ def _check_global_batch(cut: Cut, possible: int | None, source: Any) -> None:
         )
     if asked != possible:
         raise ConfigError(
-            f"global_batch_size={asked} must be a multiple of the {data_size} ranks to which the loader's own "
-            f"sampler deals; give {possible}, or a sampler that does not deal."
+            f"global_batch_size={asked} must be a multiple of {data_size}, the number of ranks that the loader's own "
+            f"sampler divides the data among; give {possible}, or another sampler."
         )

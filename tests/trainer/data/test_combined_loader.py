@@ -84,7 +84,7 @@ def test_replacing_the_flat_loaders_keeps_the_structure():
     combined = CombinedLoader({"a": SHORT, "b": [LONG]})
     combined.flattened = [LONG, SHORT]
     assert combined.iterables == {"a": LONG, "b": [SHORT]}
-    with pytest.raises(ConfigError, match="flattened was set to 1 loaders; it must be 2"):
+    with pytest.raises(ConfigError, match="flattened was set to 1 loaders, but must have 2"):
         combined.flattened = [LONG]
     with pytest.raises(ConfigError, match=r"limits=\[1\] are 1 numbers for 2 loaders"):
         combined.limits = [1]
@@ -100,7 +100,7 @@ def test_a_loader_without_a_length_leaves_the_others_to_bound_it():
     assert len(CombinedLoader([stream, SHORT], "min_size")) == 2
     combined = CombinedLoader([stream, SHORT], "max_size")
     assert [batch for batch, _, _ in combined] == [[0, "a"], [1, "b"], [2, None]]
-    with pytest.raises(TypeError, match="has a loader without a length, so it has none; set limits"):
+    with pytest.raises(TypeError, match="has a loader without a length, so it has no length; set limits"):
         len(combined)
     combined.limits = 2
     assert len(combined) == 2

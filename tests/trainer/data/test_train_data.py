@@ -298,7 +298,9 @@ def test_a_distributed_sampler_of_the_users_is_respected(in_batch_sampler):
 
 def test_a_distributed_sampler_for_other_ranks_is_refused():
     data = loader(12, 2, sampler=DistributedSampler(samples(12), 2, 0))
-    with raises(DataError, "must deal to the 2 data ranks", "num_replicas=2 and rank=0 on data rank 1", "data_rank"):
+    with raises(
+        DataError, "must divide the data among 2 data ranks", "num_replicas=2 and rank=0 on data rank 1", "data_rank"
+    ):
         train_data(data, DataRanks(1, 2))
 
 
@@ -322,7 +324,7 @@ def test_a_rank_goes_on_with_a_stream_of_its_own_and_other_ranks_as_near_as_can_
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert second == [[10, 11], [12, 13], [14, 15], [16, 17]]
     alone = train_data(DataLoader(Stream(0, 20), 2), DataRanks())
-    with pytest.warns(UserWarning, match="saved by 2 ranks, and 1 resume, each from position 4"):
+    with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 1, each from position 4"):
         assert alone.resume_epoch(0, states, 2) == 4
 
 

@@ -187,5 +187,5 @@ def test_a_stream_that_is_read_again_says_so(memory_path):
     seed_everything(1)
     build = lambda: Run(Small(), DataLoader(Stream(), 3), None)  # noqa: E731
     fit(build(), memory_path, stop_after=3)
-    with pytest.warns(UserWarning, match="its first 3 batches are read again and dropped"):
+    with pytest.warns(UserWarning, match="its first 3 batches are read again and discarded"):
         fit(build(), memory_path, ckpt_path="last")
