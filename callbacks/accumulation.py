@@ -28,9 +28,9 @@ class GradientAccumulationScheduler(Callback):
             )
         for epoch, count in scheduling.items():
             if not _is_at_least(epoch, 0):
-                raise ConfigError(f"scheduling must map whole numbers from 0, got the epoch {epoch!r}; change it.")
+                raise ConfigError(f"scheduling must map epochs from 0, got the epoch {epoch!r}; give whole numbers.")
             if not _is_at_least(count, 1):
-                raise ConfigError(f"scheduling[{epoch}] must be 1 or more micro-batches, got {count!r}; change it.")
+                raise ConfigError(f"scheduling[{epoch}] must be 1 or more micro-batches, got {count!r}.")
         self.scheduling = {0: 1, **scheduling}
 
     def going_to_accumulate_grad_batches(self) -> bool:

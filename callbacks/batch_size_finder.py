@@ -68,9 +68,7 @@ class BatchSizeFinder(Callback):
         max_val: int = 8192,
     ) -> None:
         if mode not in self.SUPPORTED_MODES:
-            raise ConfigError(
-                f"BatchSizeFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}; give one."
-            )
+            raise ConfigError(f"BatchSizeFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}.")
         counts = {
             "steps_per_trial": steps_per_trial,
             "init_val": init_val,
@@ -79,9 +77,9 @@ class BatchSizeFinder(Callback):
         }
         for name, value in counts.items():
             if value < 1:
-                raise ConfigError(f"BatchSizeFinder: {name} must be 1 or more, got {value}; give a larger number.")
+                raise ConfigError(f"BatchSizeFinder: {name} must be 1 or more, got {value}.")
         if not 0 <= margin < 1:
-            raise ConfigError(f"BatchSizeFinder: margin must be from 0 to below 1, got {margin}; give 0.05, say.")
+            raise ConfigError(f"BatchSizeFinder: margin must be >= 0 and < 1, got {margin}; give 0.05, for example.")
         self._mode, self._steps_per_trial, self._init_val = mode, steps_per_trial, init_val
         self._max_trials, self._batch_arg_name = max_trials, batch_arg_name
         self._margin, self._max_val = margin, max_val
@@ -102,7 +100,7 @@ class BatchSizeFinder(Callback):
         """
         tunable = cast(Tunable, trainer)
         if tunable.fast_dev_run:
-            _log.info("BatchSizeFinder tries nothing in a development run (fast_dev_run=%s).", tunable.fast_dev_run)
+            _log.info("BatchSizeFinder does not search in a development run (fast_dev_run=%s).", tunable.fast_dev_run)
             return
         self.validate(module, trainer.strategy, tunable.find_attribute)
         whole = tunable.samples_per_step
@@ -115,7 +113,9 @@ class BatchSizeFinder(Callback):
         if tunable.find_attribute(self._batch_arg_name):
             tunable.set_attribute(self._batch_arg_name, size, is_saved=False)
         parts = trainer.accumulate_grad_batches
-        say(f"BatchSizeFinder sets micro-batches of {size} samples, {parts} a step; a step still has {whole}.")
+        say(
+            f"BatchSizeFinder sets micro-batches of {size} samples, {parts} per step; a step still has {whole} samples."
+        )
 
     def validate(self, module: nn.Module, strategy: Strategy, find_attribute: Callable[..., str | None]) -> None:
         """Raise if this run cannot be searched; also called in the user's process, before others start.
@@ -133,7 +133,8 @@ class BatchSizeFinder(Callback):
         if num_processes > 1:
             raise ConfigError(
                 f"BatchSizeFinder needs one process, got {num_processes}: the others would wait for the one whose "
-                "memory runs out; run it with devices=1 and give that batch_size, or ask `echelon plan` what fits."
+                "memory runs out; run it with devices=1 and give that batch_size, or see what fits with `echelon "
+                "plan`."
             )
         refuse_trials("BatchSizeFinder", module, strategy)
         name = self._batch_arg_name
@@ -188,7 +189,7 @@ class BatchSizeFinder(Callback):
                 raise
             if size == 1:
                 error.add_note(
-                    "BatchSizeFinder: a micro-batch of 1 sample does not fit into memory; take a smaller model."
+                    "BatchSizeFinder: a micro-batch of 1 sample does not fit into memory; use a smaller model."
                 )
                 raise
             let_go_of(error)

@@ -160,7 +160,7 @@ class ChaosMonkey(Callback):
                 os._exit(event.code)
             case "raise":
                 raise RuntimeError(
-                    f"This error was injected: chaos has {str(event)!r}; remove that to train without it."
+                    f"This error was injected: chaos has {str(event)!r}; remove this entry to train without it."
                 )
             case "hang":
                 while True:

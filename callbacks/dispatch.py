@@ -142,7 +142,7 @@ def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Map
             callback.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The saved state of callback {callback.state_key!r} does not fit it: {error!r}; resume with the "
+                f"The saved state of callback {callback.state_key!r} does not match it: {error!r}; resume with the "
                 "callback as it was, or without it."
             ) from error
     return sorted(remaining)

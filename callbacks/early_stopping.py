@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if patience < 0:
-            raise ConfigError(f"patience must be a number of checks from 0, got {patience}; change it.")
+            raise ConfigError(f"patience must be 0 or more checks, got {patience}.")
         self.monitor, self.mode = monitor, mode
         self.min_delta, self.patience = abs(min_delta), patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite

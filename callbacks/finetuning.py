@@ -52,8 +52,9 @@ class BaseFinetuning(Callback):
         if world_size > 1 or num_devices > 1:
             raise ConfigError(
                 f"{type(self).__name__} needs one process with one device, got world_size={world_size} and "
-                f"{num_devices} devices a process: gradients of unfrozen parameters would not be reduced with the "
-                "rest; give devices=1, or freeze by requires_grad_(False), fit the head, and fit all in a second run."
+                f"{num_devices} devices per process: gradients of unfrozen parameters would not be reduced with the "
+                "rest; give devices=1, or freeze the backbone with requires_grad_(False), fit the head, and fit all "
+                "layers in a second run."
             )
 
     # --- hooks -------------------------------------------------------------------------------------------------------
@@ -157,8 +158,9 @@ class BaseFinetuning(Callback):
         new = [parameter for parameter in params if parameter not in held]
         if len(new) < len(params):
             warnings.warn(
-                f"{len(params) - len(new)} of {len(params)} unfrozen parameters are in {type(optimizer).__name__} "
-                "already, and are not added again; in configure_optimizers give it those with requires_grad only.",
+                f"{len(params) - len(new)} of {len(params)} unfrozen parameters are already in "
+                f"{type(optimizer).__name__}, and are not added again; in configure_optimizers, give it only "
+                "parameters with requires_grad=True.",
                 stacklevel=2,
             )
         return new

@@ -138,7 +138,7 @@ class GoodputMonitor(Callback):
             self._close()
             raise ConfigError(
                 f"GoodputMonitor cannot write {str(self._path)!r} ({error.strerror}); give the trainer a logger or "
-                "default_root_dir with a folder that can be written to."
+                "default_root_dir in a folder that can be written."
             ) from error
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -281,7 +281,8 @@ class GoodputMonitor(Callback):
         except OSError as error:
             self._close()
             warnings.warn(
-                f"The goodput ledger ends here, as it cannot be written any more ({error.strerror}); free disk space.",
+                f"The goodput ledger ends here, because it can no longer be written ({error.strerror}); free some disk "
+                "space.",
                 stacklevel=2,
             )
 

@@ -29,5 +29,5 @@ class LambdaCallback(Callback):
             if function is None:
                 continue
             if not callable(function):
-                raise ConfigError(f"{name} must be a function of the hook's arguments, got {function!r}; change it.")
+                raise ConfigError(f"{name} must be a function of the hook's arguments, got {function!r}.")
             setattr(self, name, function)

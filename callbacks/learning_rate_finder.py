@@ -67,11 +67,12 @@ class LearningRateFinder(Callback):
             )
         if num_training_steps < 2:
             raise ConfigError(
-                f"LearningRateFinder: num_training_steps must be 2 or more, got {num_training_steps}; give 100, say."
+                f"LearningRateFinder: num_training_steps must be 2 or more, got {num_training_steps}; give 100, for "
+                "example."
             )
         if mode not in self.SUPPORTED_MODES:
             raise ConfigError(
-                f"LearningRateFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}; give one."
+                f"LearningRateFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}."
             )
         if early_stop_threshold is not None and early_stop_threshold <= 1:
             raise ConfigError(
@@ -95,14 +96,16 @@ class LearningRateFinder(Callback):
         """
         tunable = cast(Tunable, trainer)
         if tunable.fast_dev_run:
-            _log.info("LearningRateFinder tries nothing in a development run (fast_dev_run=%s).", tunable.fast_dev_run)
+            _log.info(
+                "LearningRateFinder does not search in a development run (fast_dev_run=%s).", tunable.fast_dev_run
+            )
             return
         self.validate(module, trainer.strategy, tunable.find_attribute)
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"LearningRateFinder needs one optimizer, got {len(trainer.optimizers)} from "
-                f"{type(module).__name__}.configure_optimizers: one loss says nothing about several rates; return one "
-                "with groups, or try rates in short runs."
+                f"{type(module).__name__}.configure_optimizers: one loss does not tell which of several rates is good; "
+                "return one optimizer with groups, or try rates in short runs."
             )
         curve = LearningRateCurve(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
         if trainer.is_global_zero:

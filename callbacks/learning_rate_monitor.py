@@ -71,15 +71,15 @@ class LearningRateMonitor(Callback):
         """Find all parameter groups and name them."""
         if not trainer.loggers:
             raise ConfigError(
-                "LearningRateMonitor needs a logger, got a Trainer with logger=False; drop the callback, or pass a "
+                "LearningRateMonitor needs a logger, got a Trainer with logger=False; remove the callback, or pass a "
                 "logger."
             )
         groups = _groups_of(trainer)
         for name, count in Counter(group.name for group in groups).items():
             if count > 1:
                 raise ConfigError(
-                    f"LearningRateMonitor: {count} parameter groups would be logged as {name!r}; "
-                    "give each group, or each scheduler's config, a name of its own."
+                    f"LearningRateMonitor: {count} parameter groups would be logged as {name!r}; give each group, or "
+                    "each scheduler's config, its own name."
                 )
         self.lrs = {group.name: [] for group in groups}
         self.last_momentum_values = {f"{group.name}-momentum": None for group in groups}

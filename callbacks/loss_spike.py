@@ -58,12 +58,12 @@ class LossSpikePolicy(Callback):
         max_consecutive: int = 10,
     ) -> None:
         if action not in ("skip", "stop", "rollback"):
-            raise ConfigError(f"action must be 'skip', 'stop' or 'rollback', got {action!r}; change it.")
+            raise ConfigError(f"action must be 'skip', 'stop' or 'rollback', got {action!r}.")
         if not threshold > 0:
-            raise ConfigError(f"threshold must be a number of deviations above 0, got {threshold}; change it.")
+            raise ConfigError(f"threshold must be a number of deviations > 0, got {threshold}.")
         for name, value in {"window": window, "warmup": warmup, "max_consecutive": max_consecutive}.items():
             if value < 1:
-                raise ConfigError(f"{name} must be 1 or more steps, got {value}; change it.")
+                raise ConfigError(f"{name} must be 1 or more steps, got {value}.")
         self._action, self._threshold, self._warmup, self._max_consecutive = action, threshold, warmup, max_consecutive
         self._statistics = {"loss": _Running(window), "grad_norm": _Running(window)}
         self._losses: list[Tensor] = []
@@ -133,7 +133,7 @@ class LossSpikePolicy(Callback):
             if not trainer.is_global_zero:
                 return
             if path is None:
-                _log.warning("There is no checkpoint to roll back to yet: only the update is skipped.")
+                _log.warning("There is no checkpoint to roll back to yet, so only the update is skipped.")
             else:
                 _log.warning(
                     "Rolled back to %s (step %d); the data read since then is skipped.", path, trainer.global_step

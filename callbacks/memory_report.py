@@ -37,7 +37,7 @@ class MemoryReport(Callback):
 
     def __init__(self, num_steps: int = 2) -> None:
         if num_steps < 1:
-            raise ConfigError(f"num_steps must be 1 or more, got {num_steps}; change it.")
+            raise ConfigError(f"num_steps must be 1 or more, got {num_steps}.")
         self._num_steps = num_steps
         self.measured: dict[str, float] = {}
         """In bytes, on the rank with the most; filled by the report, on every rank."""

@@ -90,14 +90,14 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
     ) -> None:
         if save_top_k < -1:
-            raise ConfigError(f"save_top_k must be a count, 0 for none or -1 for all, got {save_top_k}; change it.")
+            raise ConfigError(f"save_top_k must be a number >= 1, 0 for none or -1 for all, got {save_top_k}.")
         if monitor is None and save_top_k > 1:
             raise ConfigError(
-                f"save_top_k={save_top_k} needs a metric to rank by, got monitor=None; set monitor, or keep the newest "
-                "with monitor='step', mode='max'."
+                f"save_top_k={save_top_k} needs a metric to rank checkpoints by, got monitor=None; set monitor, or "
+                "keep the newest with monitor='step', mode='max'."
             )
         if save_last not in (None, True, False, "link"):
-            raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}; change it.")
+            raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}.")
         check_mode("ModelCheckpoint", mode)
         self.dirpath = "" if dirpath is None else str(local_path("dirpath", dirpath))
         self.monitor, self.mode = monitor, mode

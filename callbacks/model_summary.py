@@ -232,7 +232,7 @@ def human(number: int) -> str:
 
 def _check_depth(max_depth: int) -> None:
     if not isinstance(max_depth, int) or max_depth < -1:
-        raise ConfigError(f"max_depth must be a depth, 0 for the totals or -1 for all, got {max_depth!r}; change it.")
+        raise ConfigError(f"max_depth must be a number of levels, 0 for the totals or -1 for all, got {max_depth!r}.")
 
 
 def _parts(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
@@ -280,8 +280,9 @@ def _try_forward(
                 module(example)
     except Exception as error:  # noqa: BLE001 - training can do without the user's forward
         warnings.warn(
-            f"{type(module).__name__}.example_input_array does not fit its forward ({type(error).__name__}: {error}); "
-            "the summary has no sizes. Set it to an input of forward: a tensor, a tuple, or a dict of arguments.",
+            f"{type(module).__name__}.example_input_array does not match its forward ({type(error).__name__}: "
+            f"{error}); the summary has no sizes. Set it to an input of forward: a tensor, a tuple, or a dict of "
+            "arguments.",
             stacklevel=3,
         )
         return {}, None

@@ -77,8 +77,8 @@ class NaNGuard(Callback):
         for batch_idx, loss in zip(self._batches, self._losses, strict=True):
             if not bool(torch.isfinite(loss).all()):
                 return 0, (
-                    f"The loss is {loss.item()} {where} {batch_idx}); look at that batch, lower the learning rate, "
-                    "or find the operation with Trainer(detect_anomaly=True)."
+                    f"The loss is {loss.item()} {where} {batch_idx}); check that batch, lower the learning rate, or "
+                    "find the operation with Trainer(detect_anomaly=True)."
                 )
         if not parameters:
             return 2, ""
@@ -89,9 +89,9 @@ class NaNGuard(Callback):
             if id(p) in checked and p.grad is not None and not bool(torch.isfinite(values_here(p.grad)).all())
         ]
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-        although = " although the loss is" if self._losses else ""
+        although = " although the loss is finite" if self._losses else ""
         return 1, (
-            f"The gradient of {', '.join(bad[:_NAMED]) or 'a parameter outside of the module'}{more} is not finite "
+            f"The gradient of {', '.join(bad[:_NAMED]) or 'a parameter outside the module'}{more} is not finite "
             f"{where} {self._batches or [trainer.batch_position]}){although}; lower the learning rate, set "
             "gradient_clip_val, or find the operation with Trainer(detect_anomaly=True)."
         )

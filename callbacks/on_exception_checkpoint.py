@@ -28,7 +28,7 @@ class OnExceptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
-            raise ConfigError(f"filename must be a name, got {filename!r}; give one without an extension.")
+            raise ConfigError(f"filename must be a name without an extension, got {filename!r}.")
         self.dirpath, self.filename = str(local_path("dirpath", dirpath)), filename
         self._is_training = False
 
@@ -64,6 +64,6 @@ def refuse_several(name: str, world_size: int) -> None:
     """
     if world_size > 1:
         raise ConfigError(
-            f"{name} needs world_size=1, got {world_size}: after an error on one rank the others cannot save with it; "
-            "give ModelCheckpoint(every_n_train_steps=...), or use an ElasticStrategy."
+            f"{name} needs world_size=1, got {world_size}: after an error on one rank, the others cannot save a "
+            "checkpoint with it; give ModelCheckpoint(every_n_train_steps=...), or use an ElasticStrategy."
         )

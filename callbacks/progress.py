@@ -81,5 +81,5 @@ class TQDMProgressBar(ProgressDisplay):
 
     def _drawn(self, name: str, bar: Bar | None) -> Any:
         if not isinstance(bar, TqdmBar) or bar.tqdm is None:
-            raise RunError(f"TQDMProgressBar.{name} is not drawn, found {bar!r}; read it in a hook while it is.")
+            raise RunError(f"TQDMProgressBar.{name} is not shown, found {bar!r}; read it in a hook while it is shown.")
         return bar.tqdm

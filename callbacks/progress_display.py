@@ -49,7 +49,7 @@ class ProgressDisplay(Callback):
     def __init__(self, refresh_rate: int = 1, leave: bool = False, *, seconds_between_lines: float = 30.0) -> None:
         for name, value in {"refresh_rate": refresh_rate, "seconds_between_lines": seconds_between_lines}.items():
             if value < 0:
-                raise ConfigError(f"{type(self).__name__}: {name} must be 0 or more, got {value}; change it.")
+                raise ConfigError(f"{type(self).__name__}: {name} must be 0 or more, got {value}.")
         self._refresh_rate = refresh_rate
         self._leave = leave
         self._seconds_between_lines = seconds_between_lines

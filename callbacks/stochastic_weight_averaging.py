@@ -47,18 +47,16 @@ class StochasticWeightAveraging(WeightAveraging):
         super().__init__(device, use_buffers=True, avg_fn=avg_fn)
         lrs = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
         if not lrs or any(not lr > 0 for lr in lrs):
-            raise ConfigError(
-                f"swa_lrs must be a learning rate above 0, or one for each group, got {swa_lrs!r}; change it."
-            )
+            raise ConfigError(f"swa_lrs must be a learning rate above 0, or one for each group, got {swa_lrs!r}.")
         is_fraction = isinstance(swa_epoch_start, float)
         if not (0.0 <= swa_epoch_start <= 1.0 if is_fraction else swa_epoch_start >= 1):
             raise ConfigError(
-                f"swa_epoch_start must be an epoch from 1, or a fraction up to 1.0, got {swa_epoch_start!r}; change it."
+                f"swa_epoch_start must be an epoch from 1, or a fraction up to 1.0, got {swa_epoch_start!r}."
             )
         if annealing_epochs < 0:
-            raise ConfigError(f"annealing_epochs must be 0 or more, got {annealing_epochs}; change it.")
+            raise ConfigError(f"annealing_epochs must be 0 or more, got {annealing_epochs}.")
         if annealing_strategy not in ("cos", "linear"):
-            raise ConfigError(f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}; change it.")
+            raise ConfigError(f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}.")
         self._swa_lrs, self._epoch_start = lrs, swa_epoch_start
         self._annealing_epochs, self._annealing_strategy = annealing_epochs, annealing_strategy
         self._first_epoch = 0
@@ -88,7 +86,10 @@ class StochasticWeightAveraging(WeightAveraging):
             )
         groups = len(trainer.optimizers[0].param_groups)
         if len(self._swa_lrs) not in (1, groups):
-            raise ConfigError(f"swa_lrs must be 1 or {groups} (parameter groups), got {self._swa_lrs}; change it.")
+            raise ConfigError(
+                f"swa_lrs must have 1 value or {groups}, the number of parameter groups, got {self._swa_lrs}; give one "
+                "for each group."
+            )
         start = self._epoch_start
         if isinstance(start, float):
             if trainer.max_epochs == -1:

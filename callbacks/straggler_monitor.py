@@ -159,8 +159,8 @@ class StragglerMonitor(Callback):
             own = getattr(ranks[straggler.rank], name)
             parts.append(f"{name.replace('_', ' ')} {1000 * own:.3g} ms (others {1000 * usual:.3g})")
         advice = {
-            "compute": "its compute is too long: look at its device (clock, temperature) and at what else runs there",
-            "data_wait": "its data wait is too long: look at its loader, its disk or network, and its free processors",
+            "compute": "its compute is too long: check its device (clock, temperature) and what else runs there",
+            "data_wait": "its data wait is too long: check its loader, its disk or network, and its free processors",
         }
         return (
             f"Rank {straggler.rank} ({self._places[straggler.rank]}) is {straggler.slowdown:.2f}x slower than the "

@@ -56,7 +56,7 @@ class ThroughputMonitor(Callback):
         limits = {"window_size": window_size, "flops_per_batch": flops_per_batch, "available_flops": available_flops}
         for name, value in limits.items():
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be above 0, got {value}; change it.")
+                raise ConfigError(f"{name} must be above 0, got {value}.")
         self._batch_size_fn = batch_size_fn
         self._length_fn = length_fn
         self._window_size = window_size

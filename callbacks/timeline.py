@@ -42,7 +42,7 @@ class Timeline(Callback):
 
     def __init__(self, path: str | Path | None = None, *, step: int = 5) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-            raise ConfigError(f"step must be an optimizer step from 1, got {step!r}; change it.")
+            raise ConfigError(f"step must be an optimizer step from 1, got {step!r}.")
         need_matplotlib()
         self._path = None if path is None else local_path("path", path)
         self._step = step
@@ -71,8 +71,8 @@ class Timeline(Callback):
         """Refuse a strategy without stages."""
         if not strategy.has_stages:
             raise ConfigError(
-                f"Timeline draws the stages of a pipeline, which strategy={strategy.name!r} does not have here; use "
-                "strategy='pp' or ParallelStrategy(pp=...) on several devices, or leave Timeline out."
+                f"Timeline draws the stages of a pipeline, which strategy={strategy.name!r} does not have in this run; "
+                "use strategy='pp' or ParallelStrategy(pp=...) on several devices, or leave Timeline out."
             )
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
@@ -120,7 +120,7 @@ class Timeline(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             draw_timeline(window, path)
         except (OSError, RunError) as error:
-            warnings.warn(f"Timeline cannot be drawn ({error}); training goes on.", stacklevel=2)
+            warnings.warn(f"Timeline cannot be drawn ({error}); training continues.", stacklevel=2)
             return
         self.file = str(path)
         tell(trainer.loggers, "log_image", "timeline", [str(path)], trainer.global_step)

@@ -192,7 +192,7 @@ def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None)
             raise ValueError
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{name} must be a timedelta, its arguments as a dict, or 'DD:HH:MM:SS', got {value!r}; change it."
+            f"{name} must be a timedelta, its arguments as a dict, or 'DD:HH:MM:SS', got {value!r}."
         ) from None
     return duration
 

@@ -51,7 +51,7 @@ class WeightAveraging(Callback):
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ConfigError(
-                f"avg_fn={avg_fn!r} and multi_avg_fn={multi_avg_fn!r} exclude each other; pass one of them."
+                f"avg_fn={avg_fn!r} and multi_avg_fn={multi_avg_fn!r} cannot be combined; pass one of them."
             )
         self._device, self._use_buffers = device, use_buffers
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
@@ -209,7 +209,7 @@ class EMAWeightAveraging(WeightAveraging):
         if not 0.0 <= decay <= 1.0:
             raise ConfigError(f"decay must be from 0 to 1, got {decay}; give 0.999, for example.")
         if update_every_n_steps < 1:
-            raise ConfigError(f"update_every_n_steps must be 1 or more, got {update_every_n_steps}; change it.")
+            raise ConfigError(f"update_every_n_steps must be 1 or more, got {update_every_n_steps}.")
         super().__init__(device, use_buffers, multi_avg_fn=ExponentialAverage(decay))
         self._every_n_steps = update_every_n_steps
         self._from_step = update_starting_at_step or 0

@@ -49,4 +49,6 @@ def figure_file(path: Path, width: float, height: float, *, argument: str) -> It
     try:
         figure.savefig(path, format="png")
     except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}; give {argument} another file.") from error
+        raise RunError(
+            f"{str(path)!r} cannot be written: {error.strerror}; give another file to {argument}."
+        ) from error

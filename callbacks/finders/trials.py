@@ -23,13 +23,13 @@ def refuse_trials(owner: str, module: nn.Module, strategy: Strategy) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{owner} needs automatic optimization, got {type(module).__name__} with automatic_optimization=False, "
-            "which makes its own steps; use short runs (max_steps) to compare settings."
+            "which takes its own steps; use short runs (max_steps) to compare settings."
         )
     if not strategy.can_try_steps:
         raise ConfigError(
-            f"{owner} needs steps that can be undone, got strategy={strategy.name!r}, which keeps some of what they "
-            "change elsewhere; search with strategy='ddp' or in one process, where steps are the same, and set what "
-            "is found."
+            f"{owner} needs steps that can be undone, got strategy={strategy.name!r}, which keeps some of what steps "
+            "change elsewhere; search with strategy='ddp' or in one process, where steps are the same, and set the "
+            "result."
         )
 
 

@@ -31,8 +31,8 @@ class CheckpointName:
         leftover = _FIELD.sub("", template)
         if not template or "{" in leftover or "}" in leftover or any(not name for name, _ in _FIELD.findall(template)):
             raise ConfigError(
-                f"filename={template!r} is not a template for names; write fields as {{name}} or {{name:.2f}}, "
-                "such as '{epoch}-{val_loss:.2f}'."
+                f"filename={template!r} is not a valid template; write fields as {{name}} or {{name:.2f}}, such as "
+                "'{epoch}-{val_loss:.2f}'."
             )
         self._template = template
         self._insert_metric_name = insert_metric_name

@@ -139,6 +139,6 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 def _taken(folder: Path, holder: dict[str, Any] | None) -> CheckpointError:
     who = "another process" if holder is None else f"process {holder['pid']} on {shown(holder['host'])}"
     return CheckpointError(
-        f"The folder {folder} must belong to one run, but {who} saves into it; give ModelCheckpoint another dirpath, "
-        "or wait until that run has ended."
+        f"The folder {folder} must belong to one run, but {who} is saving into it; give ModelCheckpoint another "
+        "dirpath, or wait until that run has ended."
     )

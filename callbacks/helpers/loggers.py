@@ -43,7 +43,7 @@ def refuse_incomplete(logger: object) -> None:
     if 0 < len(missing) < len(_REQUIRED):
         raise ConfigError(
             f"logger must have {', '.join(_REQUIRED)}, got a {type(logger).__name__} without {', '.join(missing)}; "
-            "define what is missing."
+            "define these."
         )
 
 
@@ -66,7 +66,7 @@ def _begins(logger: Logger) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{type(logger).__name__} cannot start ({error}); fix its folder or connection, or give another logger."
+            f"{type(logger).__name__} cannot start ({error}); check its folder or connection, or give another logger."
         ) from error
 
 
@@ -77,8 +77,8 @@ def outlives_disk_errors(logger: Logger) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{type(logger).__name__} cannot write ({error}); training goes on. Free some space, or fix the folder or "
-            "connection: what Echelon's loggers hold back is written at the next checkpoint, or when the run ends.",
+            f"{type(logger).__name__} cannot write ({error}); training continues. Free some space, or check the folder "
+            "or connection: Echelon's loggers write what they have kept at the next checkpoint, or when the run ends.",
             stacklevel=3,
         )
 

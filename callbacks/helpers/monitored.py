@@ -91,9 +91,9 @@ class MonitoredMetric:
             return
         self._has_warned = True
         warnings.warn(
-            f"{self._owner}(monitor={self._monitor!r}) got nan at global_step {trainer.global_step}, which ranks as "
-            "the worst value; look at what is logged, or add NaNGuard() to the callbacks to stop at the first loss "
-            "that is not finite.",
+            f"{self._owner}(monitor={self._monitor!r}) got nan at global_step {trainer.global_step}, which counts as "
+            "the worst value; check what is logged, or add NaNGuard() to the callbacks to stop at the first loss that "
+            "is not finite.",
             stacklevel=2,
         )
 
@@ -113,7 +113,7 @@ class MonitoredMetric:
 def check_mode(owner: str, mode: str) -> None:
     """Raise `ConfigError` unless `mode` is ``min`` or ``max``."""
     if mode not in _MODES:
-        raise ConfigError(f"mode of {owner} must be 'min' or 'max', got {mode!r}; change it.")
+        raise ConfigError(f"mode of {owner} must be 'min' or 'max', got {mode!r}.")
 
 
 def describe_logged(metrics: Mapping[str, object], wanted: str) -> str:
@@ -121,4 +121,4 @@ def describe_logged(metrics: Mapping[str, object], wanted: str) -> str:
     if not metrics:
         return f"nothing was logged at all: call self.log({wanted!r}, value) in a step of the module."
     names = ", ".join(repr(name) for name in sorted(metrics))
-    return f"logged were {names}: monitor one of them, or call self.log({wanted!r}, value)."
+    return f"{names} were logged: monitor one of them, or call self.log({wanted!r}, value)."

@@ -38,10 +38,10 @@ class SaveSchedule:
         }
         for name in ("every_n_train_steps", "every_n_epochs"):
             if (count := given[name]) is not None and (not isinstance(count, int) or count < 0):
-                raise ConfigError(f"{name} must be a count, or 0 for never, got {count!r}; change it.")
+                raise ConfigError(f"{name} must be a number >= 1, or 0 for never, got {count!r}.")
         if sum(bool(value) or isinstance(value, timedelta) for value in given.values()) > 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-            raise ConfigError(f"{values} exclude each other; give each a ModelCheckpoint of its own.")
+            raise ConfigError(f"{values} cannot be combined; give each its own ModelCheckpoint.")
         self.is_default = all(value is None for value in given.values())
         """Whether no schedule was chosen."""
         if self.is_default:

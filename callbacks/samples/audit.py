@@ -104,7 +104,7 @@ def samples_folder(run: str | Path) -> Path:
         if next(folder.glob("attempt_*.samples"), None) is not None:
             return folder
     raise DataError(
-        f"{run} holds no ledger of samples: no {FOLDER}/attempt_*.samples. Give the folder of a run that had "
+        f"{run} contains no ledger of samples: no {FOLDER}/attempt_*.samples. Give the folder of a run that had "
         "SampleLedger() among its callbacks."
     )
 

@@ -36,8 +36,8 @@ def test_the_factor_of_an_epoch_is_that_of_the_last_start_before_it() -> None:
     ("scheduling", "message"),
     [
         ({}, "scheduling must name an epoch, got scheduling={}"),
-        ({-1: 2}, "scheduling must map whole numbers from 0, got the epoch -1"),
-        ({"0": 2}, "scheduling must map whole numbers from 0, got the epoch '0'"),
+        ({-1: 2}, "scheduling must map epochs from 0, got the epoch -1"),
+        ({"0": 2}, "scheduling must map epochs from 0, got the epoch '0'"),
         ({1: 0}, r"scheduling\[1\] must be 1 or more micro-batches, got 0"),
         ({1: 2.0}, r"scheduling\[1\] must be 1 or more micro-batches, got 2.0"),
     ],

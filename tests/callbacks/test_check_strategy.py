@@ -56,5 +56,5 @@ def test_what_only_the_processes_know_is_refused_there(tmp_path: Path) -> None:
 def test_several_devices_of_one_process_are_another_matter(tmp_path: Path) -> None:
     settings = {"max_epochs": 1, "strategy": "dp", "devices": 2}
     quiet(tmp_path, callbacks=[Alone(), OnExceptionCheckpoint(tmp_path / "at")], **settings).fit(Regression(), loader())
-    with raises(ConfigError, "got world_size=1 and 2 devices a process", "in a second run"):
+    with raises(ConfigError, "got world_size=1 and 2 devices per process", "in a second run"):
         quiet(tmp_path, callbacks=BackboneFinetuning(), **settings).fit(Regression(), loader())

@@ -98,7 +98,7 @@ def test_layers_of_a_users_own_choice_are_unfrozen_one_after_the_other(tmp_path:
     assert not torch.equal(module.backbone[1].weight, norm)
     assert module.backbone[1].track_running_stats
     optimizer = torch.optim.SGD([module.head.weight], lr=1.0)
-    with pytest.warns(UserWarning, match="1 of 2 unfrozen parameters are in SGD already"):
+    with pytest.warns(UserWarning, match="1 of 2 unfrozen parameters are already in SGD"):
         BaseFinetuning.unfreeze_and_add_param_group(module.head, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
 

@@ -165,7 +165,7 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"action": "retreat"}, "action must be 'skip', 'stop' or 'rollback', got 'retreat'"),
-        ({"threshold": 0.0}, "threshold must be a number of deviations above 0, got 0.0"),
+        ({"threshold": 0.0}, "threshold must be a number of deviations > 0, got 0.0"),
         ({"window": 0}, "window must be 1 or more steps, got 0"),
     ],
 )

@@ -147,7 +147,7 @@ def test_each_validation_inside_an_epoch_can_be_the_best(tmp_path: Path) -> None
 
 def test_a_monitor_that_is_never_logged_is_an_error_that_lists_what_was(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"monitor='vall_loss'.*logged were 'train_loss', 'val_loss': monitor one of them"
+        ConfigError, match=r"monitor='vall_loss'.*'train_loss', 'val_loss' were logged: monitor one of them"
     ):
         fit(tmp_path, ModelCheckpoint(monitor="vall_loss"), Scripted([0.3, 0.2, 0.1]))
 
@@ -368,16 +368,16 @@ def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"mode": "least"}, "mode of ModelCheckpoint must be 'min' or 'max', got 'least'"),
-        ({"save_top_k": -2}, "save_top_k must be a count, 0 for none or -1 for all, got -2"),
+        ({"save_top_k": -2}, "save_top_k must be a number >= 1, 0 for none or -1 for all, got -2"),
         ({"save_last": "yes"}, "save_last must be True, False or 'link', got 'yes'"),
-        ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank by, got monitor=None; set monitor"),
+        ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank checkpoints by, got monitor=None; set monitor"),
         ({"dirpath": "s3://bucket/run"}, "dirpath must be a local path, got the URL 's3://bucket/run'"),
-        ({"filename": "{epoch"}, r"filename='\{epoch' is not a template"),
+        ({"filename": "{epoch"}, r"filename='\{epoch' is not a valid template"),
         (
             {"every_n_train_steps": 10, "every_n_epochs": 1},
-            "every_n_train_steps=10, every_n_epochs=1 exclude each other",
+            "every_n_train_steps=10, every_n_epochs=1 cannot be combined",
         ),
-        ({"every_n_epochs": -1}, "every_n_epochs must be a count, or 0 for never, got -1"),
+        ({"every_n_epochs": -1}, "every_n_epochs must be a number >= 1, or 0 for never, got -1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -87,7 +87,7 @@ def test_the_example_leaves_modes_buffers_gradients_and_random_numbers_alone() -
 
 
 def test_an_example_that_does_not_fit_is_a_warning_that_names_it() -> None:
-    with pytest.warns(UserWarning, match=r"Net\.example_input_array does not fit its forward \(RuntimeError"):
+    with pytest.warns(UserWarning, match=r"Net\.example_input_array does not match its forward \(RuntimeError"):
         summary = summarize(Net(torch.randn(4, 9)))
     assert summary.flops is None
     assert summary.layers[0].out_size is None
@@ -118,7 +118,9 @@ def test_fit_prints_the_summary_in_the_precision_of_the_run(tmp_path: Path, caps
 
 
 def test_a_depth_below_minus_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_depth must be a depth, 0 for the totals or -1 for all, got -2"):
+    with pytest.raises(
+        ConfigError, match="max_depth must be a number of levels, 0 for the totals or -1 for all, got -2"
+    ):
         ModelSummary(max_depth=-2)
 
 
@@ -175,5 +177,5 @@ def test_a_scripted_submodule_has_no_sizes():
 
 @pytest.mark.parametrize("depth", ["x", 1.5, -2])
 def test_another_depth_is_refused(depth):
-    with pytest.raises(ConfigError, match=f"max_depth must be a depth, .*, got {depth!r}"):
+    with pytest.raises(ConfigError, match=f"max_depth must be a number of levels, .*, got {depth!r}"):
         ModelSummary(max_depth=depth)

@@ -40,5 +40,5 @@ def test_a_run_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_impossible_is_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "filename must be a name, got ''"):
+    with raises(ConfigError, "filename must be a name without an extension, got ''"):
         OnExceptionCheckpoint(tmp_path, "")

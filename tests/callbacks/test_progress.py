@@ -187,7 +187,7 @@ def test_users_change_the_look_of_bars(tmp_path: Path, monkeypatch: pytest.Monke
         trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches(), batches(4))
     assert "step/s" in seen.screen[0]
     assert "validating with my bar" in seen.written
-    with pytest.raises(RunError, match=r"train_progress_bar is not drawn, found None"):
+    with pytest.raises(RunError, match=r"train_progress_bar is not shown, found None"):
         bar.train_progress_bar  # noqa: B018
 
 

@@ -266,10 +266,10 @@ def test_swa_overrules_a_schedule_by_steps(tmp_path: Path) -> None:
     [
         (EMAWeightAveraging, {"decay": 1.5}, "decay must be from 0 to 1, got 1.5"),
         (EMAWeightAveraging, {"update_every_n_steps": 0}, "update_every_n_steps must be 1 or more, got 0"),
-        (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, "avg_fn=.*exclude each other"),
+        (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, "avg_fn=.*cannot be combined"),
         (StochasticWeightAveraging, {"swa_lrs": 0.0}, "swa_lrs must be .*, got 0.0"),
         (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start must be .*, got 1.5"),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 0}, "swa_epoch_start must be .*, got 0;"),
+        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 0}, "swa_epoch_start must be .*, got 0\\."),
         (
             StochasticWeightAveraging,
             {"swa_lrs": 0.1, "annealing_strategy": "sin"},

@@ -108,7 +108,7 @@ class PyTorchProfiler(Profiler):
         smallest = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1), "repeat": (repeat, 0)}
         for name, (value, least) in smallest.items():
             if value < least:
-                raise ConfigError(f"PyTorchProfiler: {name} must be >= {least}, got {value}; change it.")
+                raise ConfigError(f"PyTorchProfiler: {name} must be >= {least}, got {value}.")
         self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         self._record_shapes = record_shapes
         self._profile_memory = profile_memory

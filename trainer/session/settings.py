@@ -307,7 +307,7 @@ def _check_counts(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value < smallest:
             meaning = " (-1 means no limit)" if smallest == -1 else ""
-            raise ConfigError(f"{name} must be >= {smallest}{meaning}, got {value}; change it.")
+            raise ConfigError(f"{name} must be >= {smallest}{meaning}, got {value}.")
     if settings.gradient_clip_val is not None and not settings.gradient_clip_val >= 0:
         raise ConfigError(
             f"gradient_clip_val must be above 0, got {settings.gradient_clip_val}; give such a number, or None for no "

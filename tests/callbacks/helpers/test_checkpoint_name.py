@@ -38,7 +38,7 @@ def test_a_metric_not_yet_logged_reads_0() -> None:
 
 @pytest.mark.parametrize("template", ["{epoch", "epoch}", "{}", "{:.2f}", "{{epoch}}", ""])
 def test_a_broken_template_is_refused_at_once(template: str) -> None:
-    with pytest.raises(ConfigError, match="is not a template for names; write fields as"):
+    with pytest.raises(ConfigError, match="is not a valid template; write fields as"):
         CheckpointName(template)
 
 

@@ -42,7 +42,7 @@ def holder_of(folder: Path, *of_round: str) -> tuple[subprocess.Popen[str], int]
 def test_another_process_is_refused_until_the_holder_is_dead_though_its_child_lives(tmp_path: Path) -> None:
     process, child = holder_of(tmp_path)
     try:
-        with pytest.raises(CheckpointError, match=rf"process {process.pid} on .* saves into it; give .* dirpath"):
+        with pytest.raises(CheckpointError, match=rf"process {process.pid} on .* is saving into it; give .* dirpath"):
             FolderLock().take(tmp_path, run=1, patience=0.2)
         process.kill()
         process.wait()

@@ -122,4 +122,4 @@ def test_the_command_says_what_is_exact_and_what_is_not(tmp_path: Path, capsys: 
     assert "index 5 was used 3 times: rank 0 in step 1 of attempt 1; rank 1 in step 2 of attempt 1; rank 1" in out
     assert "Epoch 0: never used: 4, 6." in out
     assert main(["samples", str(tmp_path)]) == 2
-    assert "holds no ledger of samples" in capsys.readouterr().err
+    assert "contains no ledger of samples" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def steps_of(logger: Any) -> list[int]:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*cannot write.*training goes on", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+    "ignore:.*cannot write.*training continues", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("how", ["deleted", "blocked"])
@@ -90,7 +90,7 @@ def test_it_is_said_once_and_the_run_ends_well_if_the_disk_never_comes_back(tmp_
     saver = ModelCheckpoint(tmp_path / "ckpt")
     settings = {"callbacks": [Breaks("blocked", -1), saver], "enable_checkpointing": True, "log_every_n_steps": 1}
     trainer = quiet(tmp_path, logger=logger, max_epochs=5, **settings)
-    with pytest.warns(UserWarning, match=f"{kind.__name__} cannot write .* training goes on"):
+    with pytest.warns(UserWarning, match=f"{kind.__name__} cannot write .* training continues"):
         trainer.fit(Logging(), loader())
     assert trainer.global_step == 20
     assert Path(saver.best_model_path).is_dir()

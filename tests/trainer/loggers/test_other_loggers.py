@@ -113,7 +113,7 @@ def test_a_logger_that_lacks_a_method_is_refused_by_its_name(as_list: bool) -> N
 
         def log_metrics(self, metrics: Any, step: int) -> None: ...
 
-    with raises(ConfigError, "a Half without log_hyperparams;", "define what is missing"):
+    with raises(ConfigError, "a Half without log_hyperparams;", "define these"):
         quiet(logger=[Half()] if as_list else Half())
     trainer = quiet()
     with raises(ConfigError, "a Half without log_hyperparams;"):

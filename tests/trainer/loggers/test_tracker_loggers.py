@@ -227,7 +227,7 @@ def test_a_store_that_refuses_ends_no_run_and_gets_what_was_held_back(tmp_path: 
     logger, _ = both(tmp_path)
     logger.open()
     trainer = quiet(tmp_path, logger=logger, callbacks=[Refusing(tmp_path / "runs")], max_epochs=2, log_every_n_steps=1)
-    with pytest.warns(UserWarning, match="MLFlowLogger cannot write .*; training goes on"):
+    with pytest.warns(UserWarning, match="MLFlowLogger cannot write .*; training continues"):
         trainer.fit(Logging(), loader())
     assert [step for step, _ in points(logger, "loss_step")] == list(range(1, 9))
 
