@@ -21,7 +21,11 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config, its overrides, and what to do with them."""
     parser.epilog = _EPILOG
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file with seed, trainer, module, data, ckpt_path")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a YAML file with seed, trainer, module, data, optimizer, lr_scheduler, ckpt_path",
+    )
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
     parser.add_argument(
         "--print-config",

@@ -48,7 +48,7 @@ COMMANDS: Final = {
     "fit": Command("Train the module, with validation as the config says.", "experiment"),
     "validate": Command("Evaluate on the validation data.", "experiment"),
     "test": Command("Evaluate on the test data.", "experiment"),
-    "predict": Command("Compute predictions, and write them to a file.", "experiment"),
+    "predict": Command("Compute predictions; --output writes them to a file.", "experiment"),
     "plan": Command("Show which layouts of a config fit the devices, and draw them.", "planning.plan"),
     "rehearse": Command("Run one rank of a run of any size here, without memory or other ranks.", "planning.rehearse"),
     "launch": Command("Start several processes of a program on this node, which train as one run.", "launch"),

@@ -18,13 +18,13 @@ def comment_on_memory(session: Session, error: BaseException) -> None:
     error.add_note(
         f"Out of memory: rank {session.strategy.rank} held {in_units(held.parameters)} of parameters, "
         f"{in_units(held.gradients)} of gradients and {in_units(held.optimizer)} of optimizer state; activations, and "
-        "what operations need for a moment, took the rest."
+        "temporary memory of operations, took the rest."
     )
     cuts = _cuts(session, progress.micro_batch.size, state)
     if cuts:
         error.add_note(
-            f"With the same global batch, and so the same steps, less is needed with {', or '.join(cuts)}; "
-            "`echelon plan` says what fits."
+            f"With the same global batch, and so the same steps, these need less: {', or '.join(cuts)}; `echelon plan` "
+            "shows what fits."
         )
 
 
@@ -40,5 +40,5 @@ def _cuts(session: Session, num_samples: int, state: float) -> list[str]:
     parameters = list(session.module.parameters())
     is_whole = shared_bytes(parameters, strategy.memory_share.parameters) == shared_bytes(parameters, lambda _: 1.0)
     if is_whole and strategy.world_size > 1:
-        cuts.append(f"strategy='fsdp', which leaves {in_units(state / strategy.world_size)} of that on each rank")
+        cuts.append(f"strategy='fsdp', which keeps {in_units(state / strategy.world_size)} of that on each rank")
     return cuts

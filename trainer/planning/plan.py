@@ -171,15 +171,16 @@ def _sizes(profiles: Profiles, layout: RunLayout, global_batch_size: int) -> Ite
     share = global_batch_size // layout.num_readers
     if share < 1 or global_batch_size % layout.num_readers:
         raise ConfigError(
-            f"{layout.num_readers} ranks cannot share a global batch of {global_batch_size} evenly; give "
-            f"--global-batch-size a multiple of {layout.num_readers}."
+            f"{layout.num_readers} ranks cannot share a global batch of {global_batch_size} evenly; set "
+            f"--global-batch-size to a multiple of {layout.num_readers}."
         )
     batch = profiles.batch_size
     if not profiles.can_accumulate:
         if share != batch and not profiles.halved:
             raise ConfigError(
-                f"A step by hand takes one batch, here of {share} samples on each of {layout.num_readers} ranks, and "
-                f"what it needs is known of {batch} only; give the loader batches of {share}."
+                f"Manual optimization takes one batch per step, here of {share} samples on each of "
+                f"{layout.num_readers} ranks, but was measured only for {batch}; set the loader's batch size to "
+                f"{share}."
             )
         yield share
         return

@@ -210,12 +210,12 @@ def take_profile(fit: Fit, module: TrainModule, strategy: ProfilingStrategy) -> 
     name, profile = type(module).__name__, first.profile
     if profile is None:
         raise ModuleError(
-            f"{name} made no step to profile: its training loader has no batch; give it one batch or more, and "
-            "max_steps and max_epochs that allow a step."
+            f"{name} took no step to profile: its training loader has no batch; give it one batch or more, and allow a "
+            "step by max_steps and max_epochs."
         )
     if not profile.trained and any(parameter.requires_grad for parameter in profile.parameters):
         raise ModuleError(
-            f"{name} made a step in which no parameter got a gradient, and so there is nothing to plan; return the "
+            f"{name} took a step in which no parameter got a gradient, so that there is nothing to plan; return the "
             "loss of the first batch, or call manual_backward on it."
         )
     return profile
@@ -239,7 +239,7 @@ def needs_values(
     own = own or [frame for frame in frames if torch_folder / "optim" in Path(frame.filename).parents]
     where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "the step"
     return ModuleError(
-        f"{name} needs the values of a tensor at {where}, and a tensor without memory has none "
+        f"{name} needs the values of a tensor at {where}, but a tensor without memory has none "
         f"({type(error).__name__}); {remedy}."
     )
 

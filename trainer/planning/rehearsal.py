@@ -140,11 +140,13 @@ def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[Any]:
         ConfigError: for a rank that does not exist, or in a process that has joined a process group.
     """
     if not 0 <= rank < world_size:
-        raise ConfigError(f"--rank must be from 0 to {world_size - 1}, got {rank}; there are {world_size} ranks.")
+        raise ConfigError(
+            f"--rank must be from 0 to {world_size - 1}, got {rank}, because there are {world_size} ranks."
+        )
     if dist.is_initialized():
         raise ConfigError(
-            f"A rehearsal must run in a process of its own, got rank {dist.get_rank()} of {dist.get_world_size()}; run "
-            "`echelon rehearse` outside of a run."
+            f"A rehearsal must run in its own process, got rank {dist.get_rank()} of {dist.get_world_size()}; run "
+            "`echelon rehearse` outside a run."
         )
     variables: Mapping[str, int | str] = {
         "RANK": rank,

@@ -154,7 +154,7 @@ class TakeNotes(Callback):
     def _note_samples(self, trainer: Run) -> None:
         noted, settings, loader = self._noted, self._settings, getattr(trainer, "train_dataloader", None)
         if not isinstance(loader, DataLoader):
-            noted.warnings.append(f"The samples of a {type(loader).__name__} are known only by reading it.")
+            noted.warnings.append(f"The samples of a {type(loader).__name__} can only be known by reading it.")
             return
         ranks = DataRanks(
             noted.data_rank, noted.data_size, is_dealing=bool(settings.get("use_distributed_sampler", True))
@@ -162,7 +162,7 @@ class TakeNotes(Callback):
         cut = Cut(int(settings.get("accumulate_grad_batches", 1)), settings.get("global_batch_size"), ranks)
         noted.shares = shares = shares_of_epoch(loader, cut, self._seed)
         if shares is None:
-            noted.warnings.append("Each rank reads data of its own, or of a length that nobody knows.")
+            noted.warnings.append("Each rank reads its own data, or data of unknown length.")
             return
         noted.first_samples = shares.first
         if not shares.is_complete:
@@ -173,7 +173,7 @@ class TakeNotes(Callback):
             noted.problems.append(
                 f"{noted.data_size} ranks share a global batch of {min(shares.global_batch_size, shares.num_entries)} "
                 "samples, and some have none in the first step, where every rank needs one; use larger batches, or "
-                "fewer ranks that read."
+                "fewer data ranks."
             )
 
     def _note_memory(self, trainer: Run, module: nn.Module) -> None:
@@ -226,8 +226,8 @@ def axes_of(strategy: Strategy) -> Iterator[Axis]:
 def far_axes(axes: Sequence[Axis], local_world_size: int) -> list[str]:
     """Return a warning for each axis that spans nodes but should not."""
     return [
-        f"{axis.name}={axis.degree} leaves the node ({local_world_size} ranks each): it exchanges activations in every "
-        "layer, over the network between nodes."
+        f"{axis.name}={axis.degree} spans several nodes of {local_world_size} ranks: it exchanges activations in every "
+        "layer over the network between nodes."
         for axis in axes
         if axis.name in _NODE_AXES and axis.ranks[0] // local_world_size != axis.ranks[-1] // local_world_size
     ]

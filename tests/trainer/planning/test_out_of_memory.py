@@ -48,4 +48,4 @@ def on_ranks():
 
 
 def test_ranks_with_whole_replicas_are_told_of_shards():
-    assert "strategy='fsdp', which leaves 60.0 kB of that on each rank" in run_ranks(on_ranks, 2)[0]
+    assert "strategy='fsdp', which keeps 60.0 kB of that on each rank" in run_ranks(on_ranks, 2)[0]

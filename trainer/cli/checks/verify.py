@@ -34,7 +34,7 @@ checkpoint of the one before. Dropout is switched off. These settings of the tra
   {", ".join(SETTINGS[7:])}
 
 exit codes:
-  0 all are the same   1 one differs, or fails   2 wrong command or config
+  0 all layouts take the same steps   1 one differs, or fails   2 wrong command or config
 """
 
 
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
-    parser.add_argument("--strategies", default="ddp,fsdp", metavar="NAMES", help="separated by commas (ddp,fsdp)")
+    parser.add_argument(
+        "--strategies", default="ddp,fsdp", metavar="NAMES", help="strategies, separated by commas (ddp,fsdp)"
+    )
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="processes for strategies without a number (2)"
     )

@@ -62,11 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
     parser.add_argument("--devices", type=int, metavar="N", help="the total number of devices (those of this machine)")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="of each device, such as 80GB (that of this machine's devices)"
+        "--memory", metavar="SIZE", help="memory of each device, such as 80GB (that of this machine's devices)"
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="of the devices (8 devices per node)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes (8 devices per node)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="samples per step (as the config says)")
-    parser.add_argument("--gpu", metavar="NAME", help="such as H100, to show the time of a step at its peak")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="the kind of device, such as H100, to show the time of a step at its peak"
+    )
     parser.add_argument("--bandwidth", metavar="SIZE", help="bytes per second that a device sends, such as 450GB")
     parser.add_argument("--node-bandwidth", metavar="SIZE", help="the same between nodes")
     parser.add_argument("--measure", action="store_true", help="run real steps here, for a module that needs values")

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
     parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes (as the config says)")
     parser.add_argument("--nproc", type=int, metavar="N", help="processes per node (as the config says)")
-    parser.add_argument("--rank", type=int, action="append", metavar="N", help="may be given several times (0)")
+    parser.add_argument(
+        "--rank", type=int, action="append", metavar="N", help="a rank to rehearse; may be given several times (0)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("--traceback", action="store_true", help="show where an error that Echelon reports was raised")
 

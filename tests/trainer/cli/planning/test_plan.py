@@ -161,7 +161,7 @@ def test_the_optimizer_of_the_config_counts(capsys, config):
         ("numpy", "loss.detach().numpy()"),
         ("format", 'f"{loss:.3f}"'),
         ("no gradient", "returned a loss without gradient; compute it from the parameters"),
-        ("nothing", "made a step in which no parameter got a gradient"),
+        ("nothing", "took a step in which no parameter got a gradient"),
     ],
 )
 def test_a_step_that_cannot_be_profiled_says_why(capsys, config, how, said):
