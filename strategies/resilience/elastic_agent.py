@@ -131,7 +131,7 @@ class ElasticAgent(Agent):
                     store.set("echelon/round", str(self._meeting.notices.count("rounds") - 1))
                 return int(store.get("echelon/round"))
             except DistStoreError as error:  # a node has not sent what the others wait for
-                _log.info("The nodes meet again because one of them did not answer: %s", error)
+                _log.info("The nodes meet again, because one of them did not answer: %s", error)
             except ProcessError as error:
                 with contextlib.suppress(RuntimeError):  # the store is gone
                     if (report := self._meeting.notices.read(_GIVEN_UP)) is not None:
@@ -234,11 +234,11 @@ class ElasticAgent(Agent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart the workers, after a round has ended or because nodes have joined."""
         if self._running:
-            _log.info("Nodes come: the workers of round %d are asked to end", self._round.number)
+            _log.info("Nodes join: the workers of round %d are asked to end", self._round.number)
             self._stop(self._grace)
             if not (self._ended_without_result() or self._round.is_cut_short(self._node_folder)):
                 return  # training has just ended; the next check finds its result
-            append_round(self._node_folder, self._ended("membership", "Nodes have come"))
+            append_round(self._node_folder, self._ended("membership", "Nodes have joined"))
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -94,7 +94,8 @@ def _parse(endpoint: str) -> tuple[str, int]:
         address = ipaddress.ip_address(address_towards(host))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The endpoint {endpoint!r} cannot be resolved ({error}); give HOST:PORT of a node that all others reach."
+            f"The endpoint {endpoint!r} cannot be resolved ({error}); give HOST:PORT of a node that all others can "
+            "reach."
         ) from error
     if address.is_loopback and host not in ("localhost", str(address)):
         raise ConfigError(
@@ -124,15 +125,15 @@ def _await_end_of_last_run(address: StoreAddress, limit: timedelta) -> None:
 def _over(address: StoreAddress) -> ProcessError:
     run_id = address.prefix.removeprefix("echelon/")
     return ProcessError(
-        f"The run {run_id!r} at {address.host}:{address.port} is over; give the next run another run id."
+        f"The run {run_id!r} at {address.host}:{address.port} is over; give the next run another run ID."
     )
 
 
 def lost_store(address: StoreAddress, error: BaseException) -> ProcessError:
     """Return the error for a store that was reached before and is gone."""
     return ProcessError(
-        f"The store at {address.host}:{address.port} does not answer any more ({error}), and without it nodes cannot "
-        "meet; start the run again, with `echelon rendezvous` on a machine that stays."
+        f"The store at {address.host}:{address.port} no longer answers ({error}), and without it nodes cannot meet; "
+        "start the run again, with `echelon rendezvous` on a machine that stays up."
     )
 
 
@@ -208,8 +209,8 @@ class ManyNodes(DynamicRendezvousHandler):
         except RendezvousGracefulExitError as error:
             most = self.settings.max_nodes
             raise SpareError(
-                f"The run {self.get_run_id()!r} at {self._endpoint} ended while this node was standing by, as {most} "
-                "others took part; nothing is left to do here."
+                f"The run {self.get_run_id()!r} at {self._endpoint} ended while this node was on standby, because "
+                f"{most} others took part; nothing is left to do here."
             ) from error
         except RendezvousTimeoutError as error:
             raise self._too_few() from error
@@ -228,11 +229,11 @@ class ManyNodes(DynamicRendezvousHandler):
             except DistNetworkError as error:
                 raise RendezvousConnectionError from error
             except DistStoreError:
-                _log.info("A node was lost while all met; they meet again")
+                _log.info("A node was lost while the nodes met; they meet again")
             except RendezvousTimeoutError:
                 if len(self._state_holder.state.participants) < self.settings.min_nodes:
                     raise
-                _log.info("This node remains on standby: the run is going on without it")
+                _log.info("This node remains on standby: the run continues without it")
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that wait for the next round: new ones, and those whose workers failed.
@@ -312,17 +313,18 @@ class ManyNodes(DynamicRendezvousHandler):
         came = len(self._state_holder.state.participants) + 1  # plus this one, which has left again
         least, limit = self.settings.min_nodes, self.settings.timeout.join.total_seconds()
         return ProcessError(
-            f"{came} of at least {least} nodes came to {self._endpoint} within start_timeout={limit:g} s; start the "
-            f"program on {least - came} more with the same endpoint and run id {self.get_run_id()!r}, or raise it."
+            f"{came} of at least {least} nodes connected to {self._endpoint} within start_timeout={limit:g} s; start "
+            f"the program on {least - came} more with the same endpoint and run ID {self.get_run_id()!r}, or raise "
+            "start_timeout."
         )
 
     def _lost(self, error: RendezvousError) -> ProcessError:
         if self._link.is_cancelled and self._link.is_waited_for:
-            return ProcessError(f"The wait for other nodes at {self._endpoint} was cancelled; start the program again.")
+            return ProcessError(f"The wait for other nodes at {self._endpoint} was canceled; start the program again.")
         if isinstance(error, RendezvousStateError):
             return ProcessError(
                 f"The store at {self._endpoint} holds something other than the state of a rendezvous ({error}), which "
-                "was not loaded; find out who writes there, and let only nodes of the run reach that port."
+                "was not loaded; let only nodes of the run reach that port, and find out what else writes to it."
             )
         return lost_store(self.notices_at, error.__cause__ or error)
 

@@ -69,7 +69,9 @@ class Beat:
         self._all = _records(folder)
         self._record = self._all[(local_rank + 1) * _RECORD :][:_RECORD]
         if not self._record:
-            raise ProcessError(f"{folder / _NAME} has no record for local rank {local_rank}; start it by its agent.")
+            raise ProcessError(
+                f"{folder / _NAME} has no record for local rank {local_rank}; start this worker from its agent."
+            )
         self._record[_PID] = os.getpid()
 
     def begin(self, step: int) -> None:
@@ -132,10 +134,10 @@ def _records(folder: Path) -> memoryview[float]:
         records = _mapped(file)
     except (OSError, ValueError) as error:
         raise ProcessError(
-            f"{file} cannot be read: {error}; start this worker by its agent, which creates it."
+            f"{file} cannot be read: {error}; start this worker from its agent, which creates the file."
         ) from None
     if records[0] != _MAGIC:
-        raise ProcessError(f"{file} must begin with {_MAGIC}, got {records[0]}; use one version of echelon.")
+        raise ProcessError(f"{file} must begin with {_MAGIC}, got {records[0]}; use one version of Echelon everywhere.")
     return records
 
 

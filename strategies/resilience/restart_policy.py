@@ -128,10 +128,10 @@ def _report_repetition(ends: list[RoundEnd]) -> str:
     times = f"{len(ends)} times in a row"
     where = "before the first step" if last.step is None else f"after step {last.step}"
     if last.step is None:
-        remedy = "A failure before the first step repeats itself: correct its cause and start the run again."
+        remedy = "A failure before the first step will repeat: correct its cause and start the run again."
     elif last.kind == "hang":
         remedy = (
-            "Look in the stacks that were written for ranks that wait for different collectives, or for data; if the "
+            "Look in the stacks that were written for ranks that wait for different collectives or for data; if the "
             "step is only slow, raise hang_timeout."
         )
     else:

@@ -60,9 +60,10 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
         except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
             if time.monotonic() > end:
                 raise ProcessError(
-                    f"There is no store for the rendezvous at {host}:{port} after start_timeout="
-                    f"{limit.total_seconds():g} s ({error}); start the program on the machine with that address, or "
-                    f"`echelon rendezvous --listen {host}:{port}` there, and let nodes reach that port."
+                    f"There is no store for the rendezvous at {host}:{port} after "
+                    f"start_timeout={limit.total_seconds():g} s ({error}); start the program on the machine with that "
+                    f"address, or `echelon rendezvous --listen {host}:{port}` there, and make sure that nodes can "
+                    "reach that port."
                 ) from error
         else:
             hang_up_on_silence(port)

@@ -166,7 +166,7 @@ class Adversary:
     def _start_again(self) -> None:
         for slot, program in list(self.running.items()):
             if (code := program.process.poll()) is not None:
-                is_cut_off = "does not answer any more" in program.log.read_text()
+                is_cut_off = "no longer answers" in program.log.read_text()
                 told = f"{program.name} has ended with {code}\n{self._story()}"
                 assert code == 1 and is_cut_off and time.monotonic() < self._until_cut, told
                 self.num_lost += 1

@@ -56,9 +56,7 @@ def test_it_keeps_runs_apart_knows_which_are_over_and_ends_when_it_is_told_to():
             meet(endpoint, "first")
         process.send_signal(signal.SIGTERM)
         assert process.wait(80) == 0
-        with pytest.raises(
-            ProcessError, match=f"The store at {endpoint} does not answer any more .*echelon rendezvous"
-        ):
+        with pytest.raises(ProcessError, match=f"The store at {endpoint} no longer answers .*echelon rendezvous"):
             second.num_nodes_waiting()
         first.release()
         second.release()

@@ -121,7 +121,7 @@ def test_a_store_that_is_lost_in_a_run_ends_it_with_a_word(number, tmp_path):
                 os.kill(lost["pid"], signal.SIGKILL)
     assert done.returncode == 1
     assert time.monotonic() - lost["at"] < 100
-    told = rf"ProcessError: The store at 127\.0\.0\.1:{port} does not answer any more .*; start the run again"
+    told = rf"ProcessError: The store at 127\.0\.0\.1:{port} no longer answers .*; start the run again"
     assert re.search(told, done.stderr), done.stderr[-3000:]
 
 

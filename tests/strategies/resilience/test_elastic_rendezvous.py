@@ -142,7 +142,7 @@ def test_more_nodes_than_are_wanted_stand_by(node):
         coming = thread.submit(second.next_rendezvous)
         wait_until(lambda: first.num_nodes_waiting() or first._state_holder.state.redundancy_list)
         assert first.shutdown()
-        with pytest.raises(SpareError, match="ended while this node was standing by, as 2 others took part"):
+        with pytest.raises(SpareError, match="ended while this node was on standby, because 2 others took part"):
             coming.result()
     first.release()
     assert spare.num_nodes_lost() == 0
@@ -160,7 +160,7 @@ def test_a_node_that_is_lost_while_all_meet(node):
 
 
 def test_too_few_nodes(node, endpoint):
-    told = f"1 of at least 2 nodes came to {endpoint} within start_timeout=0.5 s; start the program on 1 more"
+    told = f"1 of at least 2 nodes connected to {endpoint} within start_timeout=0.5 s; start the program on 1 more"
     with pytest.raises(ProcessError, match=told):
         node(nodes=(2, 4), start_timeout=timedelta(seconds=0.5)).next_rendezvous()
 
@@ -179,7 +179,7 @@ def test_a_run_that_is_over(node, endpoint):
     first, second = node(), node()
     meet(first)
     assert first.shutdown()
-    told = f"at {endpoint} is over; give the next run another run id"
+    told = f"at {endpoint} is over; give the next run another run ID"
     with pytest.raises(ProcessError, match=told):
         second.next_rendezvous()
     with pytest.raises(ProcessError, match=told):
@@ -263,5 +263,5 @@ def test_a_machine_that_dies_leaves_the_store_to_the_others_and_one_that_vanishe
     assert second == {"rank": 1, "total": 2, "main_address": here, "listening": []}
     assert alone == {"rank": 0, "total": 1, "main_address": there, "listening": []}
     assert told == {"shared": "the first"}
-    assert error["error"].startswith("The store at 10.77.0.1:29500 does not answer any more")
+    assert error["error"].startswith("The store at 10.77.0.1:29500 no longer answers")
     assert error["seconds"] < 120.0
