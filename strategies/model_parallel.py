@@ -257,8 +257,8 @@ class ParallelStrategy(ShardedStrategy):
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if self._sequences is not None and is_manual:
             raise ConfigError(
-                f"cp={self.degrees.cp} needs a module with automatic_optimization=True, got a {type(module).__name__} "
-                "without; return the loss, or use cp=1."
+                f"cp={self.degrees.cp} needs a module with automatic_optimization=True, got {type(module).__name__} "
+                "with False; return the loss, or use cp=1."
             )
         if self._sequences is not None:
             self._sequences.begin()
@@ -319,8 +319,8 @@ class ParallelStrategy(ShardedStrategy):
             self._pipeline.annotate(error)
         if self._sequences is not None and isinstance(error, RecomputationError):
             error.add_note(
-                "Attention under context parallelism is computed again only by Trainer(activation_checkpointing=...); "
-                "leave torch.utils.checkpoint, and a model's gradient_checkpointing_enable(), out."
+                "Attention under context parallelism can be recomputed only by Trainer(activation_checkpointing=...); "
+                "do not use torch.utils.checkpoint or a model's gradient_checkpointing_enable()."
             )
 
     def _run_checked(self, step_name: str, *args: Any) -> Any:

@@ -97,9 +97,9 @@ def describe_difference(files: Mapping[int, Path]) -> str | None:
     number = next(number for number in numbers if differs(number, by_line=True))
     rows = [["rank", "call", "where"], *([str(rank), *_row(calls[rank], number)] for rank in sorted(files))]
     return (
-        f"The ranks have gone different ways at collective {number + 1} of the run:\n{describe_table(rows)}\nMake the "
-        "same calls in the same order on all ranks: look for a branch that depends on the rank, and for ranks with "
-        "different numbers of batches. With check_collectives=True of the strategy, the run fails before that call."
+        f"The ranks diverged at collective {number + 1} of the run:\n{describe_table(rows)}\nMake the same calls in "
+        "the same order on all ranks: look for a branch that depends on the rank, and for ranks with different "
+        "numbers of batches. With check_collectives=True of the strategy, the run fails before that call."
     )
 
 

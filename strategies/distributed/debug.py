@@ -100,7 +100,7 @@ class CollectiveChecks:
         shown = {rank: _cells(call) for rank, call in calls.items()} | {rank: self._last_call(rank) for rank in missing}
         rows = [["rank", "call", "shapes", "where"], *([str(rank), *shown[rank]] for rank in sorted(shown))]
         if missing:
-            reason = f"rank {', '.join(map(str, missing))} did not come within {self._timeout:g} s"
+            reason = f"rank {', '.join(map(str, missing))} did not arrive within {self._timeout:g} s"
             remedy = "Make the same calls in the same order on all ranks: look for a branch that depends on the rank"
         else:
             reason = f"the ranks differ in {' and '.join(different)}"

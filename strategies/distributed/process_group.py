@@ -178,7 +178,7 @@ class ProcessGroup:
 
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             raise ConfigError(
-                f"torch.distributed is initialised already, with rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"torch.distributed is already initialized, with rank {dist.get_rank()} of {dist.get_world_size()}, "
                 f"but this process was started as rank {self.rank} of {self.world_size}; leave init_process_group to "
                 "the trainer, or pass it the same numbers."
             )
@@ -195,9 +195,9 @@ class ProcessGroup:
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise ProcessError(
-                f"Only {self.world_size - len(missing)} of {self.world_size} processes came within "
+                f"Only {self.world_size - len(missing)} of {self.world_size} processes connected within "
                 f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, look at "
-                "their output to see why they ended, or wait longer with start_timeout of the strategy."
+                "their output to see why they ended, or raise the strategy's start_timeout."
             ) from error
         is_one_machine = self.environment.num_nodes == 1
         set_defaults(loopback_variables() if is_one_machine else variables_towards(self.environment.main_address))

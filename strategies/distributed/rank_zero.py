@@ -96,7 +96,7 @@ def _after_first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
     board.remove_once_read(size, outcome)
     if error is not None:
         raise ProcessError(
-            f"This rank cannot go on, because the first one failed in rank_zero_first; see its output: {error}"
+            f"This rank cannot continue, because the first one failed in rank_zero_first; see its output: {error}"
         )
     yield
 

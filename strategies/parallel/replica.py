@@ -60,8 +60,8 @@ class DDPOptions:
             )
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(
-                f"static_graph={self.static_graph} and find_unused_parameters={self.find_unused_parameters} exclude "
-                "each other: a static graph knows its unused parameters after one step; leave one of them out."
+                f"static_graph={self.static_graph} and find_unused_parameters={self.find_unused_parameters} cannot be "
+                "combined: a static graph knows its unused parameters after one step; leave one of them out."
             )
 
 

@@ -185,7 +185,7 @@ def test_an_error_says_where_the_checkpoint_is(tmp_path):
     [rank, way_on] = caught.value.__notes__
     assert rank.startswith("Raised on rank 1 of 2")
     path = way_on.split("'")[1]
-    assert way_on == f"The last checkpoint is '{path}': go on with fit(..., ckpt_path='{path}')."
+    assert way_on == f"The last checkpoint is '{path}': resume with fit(..., ckpt_path='{path}')."
     trainer_in(tmp_path).fit(Late(), Data(), ckpt_path=path)
 
 
@@ -249,7 +249,7 @@ def test_a_signal_to_all_processes_ends_the_step_saves_and_brings_the_weights_ho
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     if number == signal.SIGTERM:
-        assert "SIGTERM received: training ended at a step boundary; go on with fit(..., ckpt_path=" in errors
+        assert "SIGTERM received: training ended at a step boundary; resume with fit(..., ckpt_path=" in errors
     words, _, count = output.strip().rpartition(" ")
     step = int(count)
     assert words == said

@@ -204,7 +204,7 @@ def test_what_cannot_be_logged_is_refused(log: Any, parts: list[str]) -> None:
         ([(torch.ones(2, 2), torch.ones(2, 1))] * 2, DataError, ["holds tensors", "4", "DataLoader(batches"]),
         ({"a": torch.ones(2, 2)}, DataError, ["train_dataloaders", "holds tensors", "batch_size=None"]),
         ([], DataError, ["training loaders are empty", "[]"]),
-        (samples(), DataError, ["TensorDataset is a data set", "pass DataLoader(dataset, batch_size=...)"]),
+        (samples(), DataError, ["TensorDataset is a dataset", "pass DataLoader(dataset, batch_size=...)"]),
         (3, DataError, ["3 is not a loader", "int", "pass a DataLoader"]),
         (None, ModuleError, ["no training loader", "train_dataloader", "pass one to fit()"]),
     ],
@@ -243,8 +243,14 @@ def test_global_batch_size_needs_a_loader_that_makes_batches() -> None:
 @pytest.mark.parametrize(
     ("callback", "parts"),
     [
-        (ModelCheckpoint(monitor="val_los"), ["ModelCheckpoint(monitor='val_los')", "logged were", "'val_loss'"]),
-        (EarlyStopping("val_los"), ["EarlyStopping(monitor='val_los')", "logged were", "'val_loss'"]),
+        (
+            ModelCheckpoint(monitor="val_los"),
+            ["ModelCheckpoint(monitor='val_los')", "'val_loss'", "were logged: monitor"],
+        ),
+        (
+            EarlyStopping("val_los"),
+            ["EarlyStopping(monitor='val_los')", "'val_loss'", "were logged: monitor"],
+        ),
     ],
 )
 def test_a_monitored_metric_that_was_never_logged_is_named_with_those_that_were(
@@ -426,7 +432,7 @@ def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path, caplog: pyt
     with caplog.at_level("WARNING", "echelon"):
         quiet(max_epochs=1).fit(Regression(), loader(), ckpt_path=tmp_path / "done.ckpt")
     [said] = [record.getMessage() for record in caplog.records if "Nothing is left" in record.getMessage()]
-    assert "epoch 1 and global_step 4, with max_epochs=1 and max_steps=-1; raise them to go on" in said
+    assert "epoch 1 and global_step 4, with max_epochs=1 and max_steps=-1; raise them to continue" in said
 
 
 def test_an_evaluation_step_that_needs_the_index_of_its_loader_gets_it() -> None:

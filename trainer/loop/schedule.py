@@ -134,7 +134,7 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
         if with_metric and metric is None and config.strict:
             known = sorted(session.metrics.callback_metrics())
             raise ConfigError(
-                f"A scheduler monitors {config.monitor!r}, which was not logged; logged were {known}. "
+                f"A scheduler monitors {config.monitor!r}, which was not logged; {known} were logged. "
                 "Log it, choose one of those, or set strict=False."
             )
         if metric is not None or not with_metric:

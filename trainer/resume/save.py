@@ -88,4 +88,4 @@ def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
     """Add a note to an error that ended a run, with the checkpoint to resume from, if there is one."""
     # not Path.is_dir(), which raises errors of the disk
     if path is not None and os.path.isdir(path) and isinstance(error, Exception):
-        error.add_note(f"The last checkpoint is {str(path)!r}: go on with fit(..., ckpt_path={str(path)!r}).")
+        error.add_note(f"The last checkpoint is {str(path)!r}: resume with fit(..., ckpt_path={str(path)!r}).")

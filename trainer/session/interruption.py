@@ -115,4 +115,4 @@ def _interrupted(message: str) -> KeyboardInterrupt:
 def _way_on(checkpoint: Path | None) -> str:
     if checkpoint is None:
         return "no checkpoint was saved (enable_checkpointing=True saves one)"
-    return f"go on with fit(..., ckpt_path={str(checkpoint)!r})"
+    return f"resume with fit(..., ckpt_path={str(checkpoint)!r})"

@@ -31,7 +31,7 @@ def test_the_first_call_that_differs_is_shown_with_its_line(tmp_path: Path) -> N
     files = record(tmp_path, ["barrier", "all_gather", "barrier"], ["barrier", "barrier"])
     said = describe_difference(files)
     assert said is not None
-    assert "different ways at collective 2 of the run" in said
+    assert "diverged at collective 2 of the run" in said
     line = Path(__file__).read_text().splitlines().index("            own.note(call)") + 1
     assert f"0    | all_gather | {__file__}:{line}"[-80:] in said
     assert "1    | barrier    |" in said
@@ -87,7 +87,7 @@ def test_ranks_that_wait_for_each_other_are_pointed_out_once(tmp_path: Path) -> 
     stuck = StuckRanks(record(tmp_path, ["barrier"], []), patience=0.0)
     said = stuck.look()
     assert said is not None
-    assert said.startswith("No rank has called a collective for 0 s. The ranks have gone different ways")
+    assert said.startswith("No rank has called a collective for 0 s. The ranks diverged")
     assert stuck.look() is None
 
 

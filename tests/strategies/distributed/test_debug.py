@@ -132,10 +132,10 @@ def stay_away():
 def test_who_does_not_come_is_shown_with_its_last_call():
     first, second, third = run_ranks(stay_away, 3)
     for error in (first, third):
-        assert re.search(r"Collective 2 cannot run: rank (\d, )*1(, \d)* did not come within 2 s\.", error)
+        assert re.search(r"Collective 2 cannot run: rank (\d, )*1(, \d)* did not arrive within 2 s\.", error)
         assert re.search(r"1    \| \(not here; last: (recv\(src=0, dst=1\)|all_reduce\(sum\))\)", error)
         assert "all_gather" in error and "float32[3]" in error
-    assert "rank 0 did not come within 2 s" in second and "1    | recv(src=0, dst=1)" in second
+    assert "rank 0 did not arrive within 2 s" in second and "1    | recv(src=0, dst=1)" in second
 
 
 def come_late():
@@ -155,7 +155,7 @@ def come_late():
 def test_a_rank_that_comes_too_late_gets_the_error_of_the_others():
     first, second = run_ranks(come_late, 2)
     assert first == second
-    assert "rank 1 did not come within 0.5 s" in first and "(not here; no call yet)" in first
+    assert "rank 1 did not arrive within 0.5 s" in first and "(not here; no call yet)" in first
 
 
 def skip_a_backward():

@@ -36,7 +36,7 @@ def join_twice():
     again.join()
     ones = torch.ones(1)
     torch.distributed.all_reduce(ones)
-    with pytest.raises(ConfigError, match="initialised already, with rank . of 2, but this process .* of 5"):
+    with pytest.raises(ConfigError, match="already initialized, with rank . of 2, but this process .* of 5"):
         ProcessGroup(replace(environment, world_size=5), CPU).join()
     return group.rank, again.world_size, group.backend, ones.item()
 
@@ -56,7 +56,7 @@ def test_a_group_that_is_there_is_joined_again_and_must_be_the_same():
 
 def test_ranks_that_do_not_come_are_named():
     messages = run_ranks(join_as_three, 2, timeout=240.0)
-    assert all("Only 2 of 3 processes came within 2 s; missing: rank 2" in message for message in messages)
+    assert all("Only 2 of 3 processes connected within 2 s; missing: rank 2" in message for message in messages)
 
 
 def test_a_store_that_cannot_be_opened_is_named(unused_port):

@@ -42,7 +42,7 @@ class Items(Dataset[Any]):
 # --- loaders ---
 
 
-@tour.answered_by(DataError, "TensorDataset is a data set", "DataLoader(dataset, batch_size=...)")
+@tour.answered_by(DataError, "TensorDataset is a dataset", "DataLoader(dataset, batch_size=...)")
 def a_data_set_for_a_loader() -> None:
     fit(samples())
 
@@ -178,7 +178,7 @@ def save(module: Any, name: str = "saved.ckpt", **options: Any) -> str:
     CheckpointError,
     "do not fit Wide",
     "build the module as it was",
-    "net.0.weight: the module has (5, 2), the weights (3, 2)",
+    "net.0.weight: the module has (5, 2), the weights have (3, 2)",
 )
 def a_checkpoint_of_another_width() -> None:
     quiet(max_epochs=2).fit(Wide(5), loader(), ckpt_path=save(Wide(3)))

@@ -63,7 +63,7 @@ class Late(Regression):
 
 @tour.answered_by(
     CollectiveError,
-    "different ways at collective",
+    "diverged at collective",
     "0    | all_gather | ",
     "test_tour_of_ranks.py",
     "1    | (none)     | last: ",
@@ -209,5 +209,5 @@ def test_ctrl_c_says_where_to_go_on_without_a_traceback(strategy: str, devices: 
     assert ended.returncode == -signal.SIGINT
     assert "Traceback" not in ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
-    assert "KeyboardInterrupt: Training ended at a step boundary; go on with fit(..., ckpt_path='" in last
+    assert "KeyboardInterrupt: Training ended at a step boundary; resume with fit(..., ckpt_path='" in last
     assert Path(tmp_path, last.split("'")[1]).is_dir()

@@ -258,7 +258,7 @@ def a_misspelt_metric_of_the_checkpoint() -> None:
     fit(callbacks=ModelCheckpoint("runs", monitor="val_los"), enable_checkpointing=True)
 
 
-@tour.answered_by(ConfigError, "'min' or 'max', got 'lowest'", "change it")
+@tour.answered_by(ConfigError, "mode of EarlyStopping must be", "'min' or 'max', got 'lowest'")
 def an_unknown_mode() -> None:
     EarlyStopping("val_loss", mode="lowest")  # type: ignore[arg-type]
 
@@ -268,9 +268,7 @@ def the_best_three_of_no_metric() -> None:
     ModelCheckpoint("runs", save_top_k=3)
 
 
-@tour.answered_by(
-    ConfigError, "every_n_train_steps=10, every_n_epochs=1 exclude each other", "a ModelCheckpoint of its own"
-)
+@tour.answered_by(ConfigError, "every_n_train_steps=10, every_n_epochs=1 cannot be combined", "its own ModelCheckpoint")
 def two_schedules_of_one_checkpoint() -> None:
     ModelCheckpoint("runs", every_n_epochs=1, every_n_train_steps=10)
 
@@ -299,7 +297,7 @@ def a_logger_class() -> None:
     Trainer(logger=CSVLogger)  # type: ignore[arg-type]
 
 
-@tour.answered_by(ConfigError, "a Lacking without name, version, log_hyperparams", "define what is missing")
+@tour.answered_by(ConfigError, "a Lacking without name, version, log_hyperparams", "define these")
 def a_logger_that_lacks_a_method() -> None:
     class Lacking:
         def log_metrics(self, metrics: Any, step: int) -> None:
@@ -308,7 +306,7 @@ def a_logger_that_lacks_a_method() -> None:
     Trainer(logger=Lacking())  # type: ignore[arg-type]
 
 
-@tour.answered_by(ConfigError, "a Logger without version, log_metrics", "define what is missing")
+@tour.answered_by(ConfigError, "a Logger without version, log_metrics", "define these")
 def a_logger_of_python() -> None:
     Trainer(logger=logging.getLogger("x"))  # type: ignore[arg-type]
 
@@ -318,7 +316,7 @@ def logs_in_an_object_store() -> None:
     CSVLogger("s3://bucket/logs")
 
 
-@tour.answered_by(ConfigError, "LearningRateMonitor needs a logger", "logger=False", "drop the callback")
+@tour.answered_by(ConfigError, "LearningRateMonitor needs a logger", "logger=False", "remove the callback")
 def learning_rates_without_a_logger() -> None:
     fit(callbacks=LearningRateMonitor())
 
