@@ -135,7 +135,10 @@ class Callback:
         """Called when an epoch ends, after its last validation."""
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> int | None:
-        """Called before each micro-batch, on the device. The module's hook may return -1 to end the epoch here."""
+        """Called before each micro-batch, on the device. The module's hook may return -1 to end the epoch here.
+
+        It returns the same on every rank. The step takes the mean of the micro-batches before.
+        """
         return None
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -185,6 +185,10 @@ class BatchShare:
         """Return the number of micro-batches in the largest slice of such a global batch."""
         return math.ceil(math.ceil(num_entries / self.data_size) / (self.micro_batch_size or 1))
 
+    def fewest_micro_batches(self, num_entries: int) -> int:
+        """Return the number of micro-batches in the smallest slice of such a global batch."""
+        return math.ceil(num_entries // self.data_size / (self.micro_batch_size or 1))
+
     def totals(self, entries: Sequence[Any]) -> list[int | None]:
         """Return the samples in the first, second, ... micro-batches of all ranks; None if only reading tells."""
         if self.micro_batch_size is None:
@@ -243,7 +247,7 @@ class IndexStream:
         entries = self._order.entries(self._epoch, place)
         seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
         is_ready = share.micro_batch_size is None
-        length = 0
+        length = fewest = 0
         cuts: list[slice] = []
         totals: list[int | None] = []
         while global_batch := list(islice(entries, size)):
@@ -251,12 +255,12 @@ class IndexStream:
                 length = len(global_batch)
                 if self._drop_last and length < size:
                     return
-                cuts, totals = share.cuts(length), []
+                cuts, totals, fewest = share.cuts(length), [], share.fewest_micro_batches(length)
             if num_ranks > 1 and (is_ready or not totals):  # ready-made batches may differ in size
                 totals = share.totals(global_batch)
             micro_batches = [draw(global_batch[cut], place + cut.start, seed) for cut in cuts]
             place += length
-            yield Window.of_all_ranks(micro_batches, totals, place)
+            yield Window.of_all_ranks(micro_batches, totals, fewest, place)
 
     def _draw(self, entries: list[Any], place: int, seed: int) -> MicroBatch:
         """Return the micro-batch of these entries of the order; `seed` is that of the epoch."""

@@ -43,6 +43,8 @@ class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank hav
     """Samples on all ranks, once it has been read; set if there are several ranks."""
     num_micro_batches: int | None = None
     """The number on the rank with the most; None if there is one rank."""
+    fewest: int | None = None
+    """The number on the rank with the fewest; None if there is one rank."""
     end: int = 0
     """The position of all ranks after this window."""
 
@@ -56,15 +58,23 @@ class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank hav
         """Micro-batches on the rank with the most."""
         return len(self) if self.num_micro_batches is None else self.num_micro_batches
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have the same number of micro-batches."""
+        return self.fewest == self.num_micro_batches
+
     @classmethod
-    def of_all_ranks(cls, micro_batches: Iterable[MicroBatch], totals: Sequence[int | None], end: int) -> Window:
+    def of_all_ranks(
+        cls, micro_batches: Iterable[MicroBatch], totals: Sequence[int | None], fewest: int, end: int
+    ) -> Window:
         """Return a window of a global batch; without totals, that of a single rank."""
         window = cls(micro_batches)
         window.end = end
         if totals:
-            window.totals, window.num_micro_batches = totals, len(totals)
+            window.totals, window.num_micro_batches, window.fewest = totals, len(totals), fewest
         return window
 
     def shortened(self, num_micro_batches: int) -> Window:
         """Return the window with the first `num_micro_batches` of each rank."""
-        return Window.of_all_ranks(self[:num_micro_batches], self.totals[:num_micro_batches], self.end)
+        fewest = min(self.fewest or 0, num_micro_batches)
+        return Window.of_all_ranks(self[:num_micro_batches], self.totals[:num_micro_batches], fewest, self.end)

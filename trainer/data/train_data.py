@@ -204,6 +204,7 @@ class TrainData:
             window = Window(islice(micro_batches, int(min(self._per_step, remaining))))
             rows = self._cut.ranks.gather(len(window), window.size)
             window.num_micro_batches = max(int(length) for length, _ in rows)
+            window.fewest = min(int(length) for length, _ in rows)
             window.total_size = sum(int(total) for _, total in rows)
             if window.num_micro_batches == 0:
                 return

@@ -33,6 +33,7 @@ class Weights:
         "_sharers",
         "_strategy",
         "_used",
+        "came",
         "has_units",
         "losses",
     )
@@ -48,6 +49,8 @@ class Weights:
         # divides the totals until all counts are known
         self._divisor: Tensor | float = 1.0
         self._count: Tensor | float = 0.0
+        self.came: int | None = None
+        """The samples of all ranks that came, if a hook ended the window early and there are several ranks."""
         self.has_units = False
         """Whether the losses are `Loss`."""
         self.losses: list[Tensor] = []
@@ -91,9 +94,9 @@ class Weights:
         if self._is_whole:
             return None
         if not counts_units:
-            # of a pipeline only the last stage has used any
-            is_skipped = self._ranks == 1 and self._used not in (0, self._planned)
-            return self._planned / self._used if is_skipped else None
+            # of a pipeline only the last stage has used any; with several ranks, no loss may be None
+            used = self._used if self._ranks == 1 else self.came or 0
+            return self._planned / used if used not in (0, self._planned) else None
         if self._strategy is None:
             like = self.losses[0]
             if like.device.type != "cpu" and not isinstance(self._count, Tensor):  # no wait for two numbers

@@ -54,10 +54,12 @@ class PipelineStep(SharedStep):
         self.metrics.position = self.state.global_step + 1
         goes_on = self._begin_all(window)
         number = len(self._batches)
-        if number < len(window) and self.strategy.data_size == 1:
+        if self.strategy.data_size == 1:
             window.total_size = sum(micro_batch.size for micro_batch in window[:number])
+        elif self._may_leave:
+            goes_on = self.all_go_on(window, number)
         self.weights = self.make_weights(window)
-        if number or not window:
+        if number or (not window and window.total_size):
             for zero_grad in self.zero_grads:
                 zero_grad()
             self._window = window[:number] or (self._spare_batch,)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...strategies.errors import DataError, ModuleError
 from ..data.micro_batch import MicroBatch, Window
+from ..data.replica_batches import gather_numbers
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
 from .loss_weights import Weights
@@ -24,7 +25,7 @@ class SharedStep(Step):
     it has less than other ranks.
     """
 
-    __slots__ = ("_counts_units", "_is_collective", "_manual_weight", "_spare_batch")
+    __slots__ = ("_counts_units", "_from_others", "_is_collective", "_manual_weight", "_spare_batch")
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -35,6 +36,8 @@ class SharedStep(Step):
         """Whether training steps return `Loss`, on all ranks; None before the first one."""
         self._manual_weight = 1.0
         """The factor of this window's losses in manual optimization."""
+        self._from_others = 0, 0
+        """Micro-batches and samples of a step that ended early which other ranks had, and this one had not."""
 
     def forward_backward(self, window: Window) -> bool:
         last = len(window) - 1
@@ -43,28 +46,73 @@ class SharedStep(Step):
         self.weights = self.make_weights(window)
         self.has_gradients = False
         self.metrics.position = self.state.global_step + 1
+        if not self._begin_first(window):
+            return False
         has_begun = self._is_collective and self._catch_up(window)
+        num_came = len(window)
         for index, micro_batch in enumerate(window):
             if index:
                 self.end(window[index - 1])
-            if not self.begin(micro_batch):
-                if self.has_gradients:  # all ranks stop here, with gradients that are not synchronized yet
-                    self._backward_spare(is_first=False, is_last=True)
-                return False
+                if not self.begin(micro_batch):
+                    num_came = index
+                    self._join_rest(window, num_came)
+                    break
             self.set_grad_sync(index == last)
             self.output = self.forward(self.batch, self.progress.batch_idx)
             if self.is_automatic:
                 self.add_gradients(micro_batch, is_first=index == 0 and not has_begun)
         if not window:
             self._take_part_without_samples(is_first=not has_begun)
-        return True
+        goes_on = not self._may_leave or self.all_go_on(window, num_came)
+        if not goes_on and window and num_came == len(window):
+            self.end(window[-1])
+        return goes_on
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
             self.state.batches_in_epoch += window.length - len(window)
             self.state.samples_seen += window.total_size - window.size
+        else:
+            self.state.batches_in_epoch += self._from_others[0]
+            self.state.samples_seen += self._from_others[1]
+            self._from_others = 0, 0
         super().finish(window, goes_on=goes_on)
         return window.length if goes_on else 0
+
+    # --- a hook that ends the epoch ----------------------------------------------------------------------------------
+
+    def _begin_first(self, window: Window) -> bool:
+        """Begin the first micro-batch; return False if a hook asked to end the epoch. Collective if a rank has none."""
+        goes_on = not window or self.begin(window[0])
+        if self._may_leave and window.fewest == 0:  # the hook is not called on every rank
+            goes_on = all(row[0] for row in gather_numbers(self.strategy, [float(goes_on)]))
+        return goes_on
+
+    def _join_rest(self, window: Window, num_came: int) -> None:
+        """Synchronize the gradients of the micro-batches that came, together with ranks that may not end here."""
+        last = len(window) - 1
+        for index in range(num_came if self._is_collective and not window.is_even else last, last + 1):
+            self._backward_spare(is_first=False, is_last=index == last)
+
+    def all_go_on(self, window: Window, num_came: int) -> bool:
+        """Return whether no rank's hook ended the epoch; else note what came, on all ranks.
+
+        Collective if a hook did, and if ranks have different numbers of micro-batches, so that a hook may have ended
+        the epoch on some only.
+        """
+        goes_on = num_came == len(window)
+        if self.strategy.data_size == 1 or (goes_on and window.is_even):
+            return goes_on
+        own = sum(micro_batch.size for micro_batch in window[:num_came])
+        rows = gather_numbers(self.strategy, [float(goes_on), num_came, own])
+        if all(row[0] for row in rows):
+            return True
+        total = sum(int(row[2]) for row in rows)
+        self._from_others = int(max(row[1] for row in rows)) - num_came, total - own
+        if self.weights is not None:
+            self.weights.came = total
+        window.total_size = total
+        return False
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
