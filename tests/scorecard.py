@@ -306,7 +306,7 @@ VERBS = (
     "add|ask|assign|attach|begin|build|call|change|check|choose|compute|configure|convert|copy|correct|create|decorate|define"
     "|delete|derive|divide|do not|drop|free|give|import|install|keep|leave|let|load|log|look|lower|make|move|name|omit"
     "|override|pass|pick|pip install|put|quote|raise|read|remove|rename|repair|replace|resume|return|run|save|see|seed"
-    "|set|start|store|switch|take|turn|use|wait|wrap|write"
+    "|set|start|store|switch|take|turn|unset|use|wait|wrap|write"
 )
 # An imperative at the beginning of a clause; or the functions that say what was probably meant.
 REMEDY = re.compile(rf"(?:^|[;:.,(] |\b(?:or|and|then|but|please) )(?:{VERBS})\b|must be|did_you_mean", re.IGNORECASE)

@@ -56,7 +56,7 @@ def climbed(memory, module=None, fits=None, **settings):
         own = settings_of(strategy=strategy, devices=1, max_steps=3, callbacks=[callback])
         Trainer(**own, activation_checkpointing=setting).fit(module, rows())
 
-    return climb(fit, module, Machine(num_devices=4, memory=memory, is_cpu=True), **settings)
+    return climb(fit, module, Machine(num_devices=4, memory=memory, is_cpu=True, margin=0.05), **settings)
 
 
 @pytest.mark.parametrize(
