@@ -171,7 +171,7 @@ def test_a_wait_that_is_cancelled(node, endpoint):
         waiting = thread.submit(alone.next_rendezvous)
         wait_until(lambda: alone._state_holder.state.participants)
         alone.cancel()
-        with pytest.raises(ProcessError, match=f"The wait for other nodes at {endpoint} was cancelled"):
+        with pytest.raises(ProcessError, match=f"The wait for other nodes at {endpoint} was canceled"):
             waiting.result()
 
 

@@ -71,7 +71,7 @@ def test_the_plan_of_a_model_of_transformers_inside_the_module_is_taken_without_
 def test_layers_that_a_step_may_use_in_any_way_are_not_found():
     assert list(find_plan(Trained(net=chain())).words) == ["net.0", "net.3"]
     with pytest.raises(
-        ConfigError, match=r"nothing to cut was found in Trained, which consists of Linear; give tp_plan"
+        ConfigError, match=r"no layer to cut was found in Trained, which consists of Linear; give tp_plan"
     ):
         find_plan(Trained())
 

@@ -69,5 +69,5 @@ def test_steps_with_cut_layers_sequences_and_logits_are_those_of_one_process(mak
 
 def test_a_plan_that_no_forward_can_check_is_refused_before_the_first_update():
     strategy = echelon.ParallelStrategy(tp=2, tp_plan={"up": "colwise", "down": "rowwise"})
-    with pytest.raises(ModuleError, match="cuts up, down, which belong to Unchecked itself, whose step does not call"):
+    with pytest.raises(ModuleError, match="cuts up, down, which belong to Unchecked itself, but its step does not"):
         trained(Unchecked, strategy=strategy, devices=2)

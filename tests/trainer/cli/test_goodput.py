@@ -106,7 +106,7 @@ def test_a_figure_can_go_elsewhere_and_one_that_cannot_be_written_is_an_error(
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
     capsys.readouterr()
     assert main(["goodput", str(tmp_path), "--png", str(tmp_path / "nowhere" / "a.png")]) == 1
-    assert "cannot be written: No such file or directory; give --png another file." in capsys.readouterr().err
+    assert "cannot be written: No such file or directory; give another file to --png." in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_table_is_told_and_what_to_install(
