@@ -148,7 +148,7 @@ def _causes_of_gradient(scene: Scene, ranks: dict[int, Deviation], *, is_of_all:
     if len(ranks) < len(scene.sizes) or len(others) > 1:
         causes.append("ranks that disagree: this gradient is changed after the ranks have averaged it")
     if _multiple(one.ratio) is not None:
-        causes.append("a sum counted twice: gradients or losses are summed over ranks that are averaged already")
+        causes.append("a sum counted twice: gradients or losses are summed over ranks in addition to being averaged")
     if math.isnan(one.ratio) or abs(one.ratio) < _CLOSE:
         causes.append("a parameter that is left out of the optimizer, of the graph, or of what ranks synchronize")
     if is_of_all and len({size for own in scene.sizes for size in own}) > 1:
