@@ -49,7 +49,7 @@ def _check_ranks(environment: Environment) -> None:
         if rank >= total:
             raise ConfigError(
                 f"The variables of {e.launcher} give {name} {rank} of {total}, but these ranks go from 0 to "
-                f"{total - 1}; unset variables that another launch has left behind."
+                f"{total - 1}; remove variables that another launch has left behind."
             )
 
 
