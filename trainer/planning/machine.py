@@ -191,11 +191,24 @@ def lift_limits() -> None:
         resource.setrlimit(limit, (most, most))
 
 
-def memory_of_host() -> float:
-    """Return the bytes that processes can use here: what the machine has, or this container."""
+def memory_of_host(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the bytes that processes can still use here: of the machine, or of this container (cgroups 2 and 1)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    limits = [float(fields["MemAvailable"].split()[0]) * 1024]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(file).read_text().strip() if Path(file).is_file() else "max"
-        limits += [float(text)] if text.isdigit() else []
-    return min(limits)
+    room = float(fields["MemAvailable"].split()[0]) * 1024
+    for most, used, files in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, taken = _number_in(cgroup / most), _number_in(cgroup / used)
+        if limit is None or taken is None:
+            continue
+        stat = (cgroup / most).with_name("memory.stat")
+        counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
+        # files that were read some time ago make room when it is needed
+        room = min(room, max(0.0, limit - taken + float(counts.get(files, 0))))
+    return room
+
+
+def _number_in(file: Path) -> float | None:
+    text = file.read_text().strip() if file.is_file() else ""
+    return float(text) if text.isdigit() else None

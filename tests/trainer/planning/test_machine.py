@@ -49,3 +49,23 @@ def test_the_module_counts_as_if_it_took_nothing_under_a_limit(monkeypatch):
     module = nn.Linear(1000, 1000, bias=False, dtype=torch.float64)
     assert this_machine(CPUS, module).memory - this_machine(CPUS).memory == 8e6
     assert this_machine(CPUS, is_worker=True).memory == 1e9 - 40e6
+
+
+@pytest.mark.parametrize(
+    ("prefix", "limit", "usage", "count"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves(tmp_path, prefix, limit, usage, count):
+    folder = tmp_path / prefix
+    folder.mkdir(exist_ok=True)
+    assert memory_of_host(tmp_path) > 1e9
+    (folder / limit).write_text("50000000\n")
+    (folder / usage).write_text("30000000\n")
+    assert memory_of_host(tmp_path) == 20e6
+    (folder / "memory.stat").write_text(f"anon 20000000\n{count} 8000000\n")
+    assert memory_of_host(tmp_path) == 28e6
+    (folder / limit).write_text("max\n")
+    assert memory_of_host(tmp_path) > 1e9
