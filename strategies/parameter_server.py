@@ -30,8 +30,8 @@ from .servers.connection import Connection, Timeouts
 from .servers.layout import deal
 from .servers.processes import prepare_nursery
 from .servers.remote_calls import RemoteCalls
-from .servers.served_optimizer import ServedOptimizer, mean_gradients, sparse_gradient
-from .servers.served_state import ServedState
+from .servers.served_optimizer import ServedOptimizer
+from .servers.served_state import ServedState, mean_gradients, multiply_gradients, sparse_gradient
 from .servers.tables import RemoteTables
 from .state.dtensor import multiply_all
 from .state.optimizer_state import Sharded, needs_closure
@@ -251,8 +251,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         return torch.zeros((), device=self.device, requires_grad=True)  # no parameter gets a gradient
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        multiply_all([g._values() if g.is_sparse else g for g in gradients], factor)  # noqa: SLF001 - in place
+        multiply_gradients(self.module.parameters(), factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
@@ -282,6 +281,11 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         factor = min(1.0, limit / (squared_norm**0.5 + 1e-6)) if squared_norm == squared_norm else squared_norm
         served.scale(factor)
         multiply_all(gradients, factor)
+
+    def end_step(self) -> bool:
+        for served in self._served.values():
+            served.end_step()
+        return super().end_step()
 
     def step_metrics(self) -> Mapping[str, float]:
         """Return, in async mode, the staleness of pushes so far (the mean and the largest lead) and the time waited."""

@@ -187,6 +187,15 @@ def _search(path: str, value: object, depth: int, seen: set[int]) -> tuple[str, 
     return next(filter(None, culprits), (path, value))
 
 
+def is_importable(value: object) -> bool:
+    """Return whether Python's own pickle takes a value, which sends functions and classes by their names."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - a __reduce__ may raise anything
+        return False
+    return True
+
+
 def _is_picklable(value: object) -> bool:
     import cloudpickle
 

@@ -12,13 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.collectives import Collectives
-from ..distributed.pickling import pack
+from ..distributed.pickling import PICKLING_ERRORS, pack
 from ..errors import ModuleError
 from ..state.optimizer_state import attributes_of, parameter_names
 from .connection import Connection
 from .layout import FlatLayout, deal, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
-from .served_state import ServedState
+from .served_state import (
+    ServedState,
+    Versions,
+    are_same,
+    multiply_gradients,
+    raise_if_unsendable,
+    sparse_gradient,
+    versions_of,
+)
 
 _REPLACED: Final = ("step", "_step_supports_amp_scaling")
 """The attributes of a user's optimizer that are others while it is served."""
@@ -71,6 +79,8 @@ class ServedOptimizer:
         self._has_gathered = False
         self._factor = 1.0
         self._limit: float | None = None
+        self._clipped: Versions | None = None
+        """The gradients as they were clipped in this step."""
         self._named: dict[str, nn.Parameter] = {}
         self._trained: dict[int, list[str]] = {}
         self._layouts: dict[int, FlatLayout] = {}
@@ -143,8 +153,8 @@ class ServedOptimizer:
         named = {name: parameter for name, parameter in pairs if name in self._holders}
         if has_other_state:
             state = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
-        else:
-            state = self.fetch_state(list(self._named))
+        else:  # one that was exchanged for another has none, as in one process
+            state = self.fetch_state([name for name, p in self._named.items() if named.get(name) is p])
         self._named = named
         servers = sorted({self._holders[name] for name in named})
         self._trained = {
@@ -157,7 +167,7 @@ class ServedOptimizer:
         if self._connection.rank == 0:
             packed = pack((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
             assignments = {index: (self.key, self._assignment(index, packed, state)) for index in servers}
-            self._connection.ask("assign", assignments)
+            self._send("assign", assignments)
         served = {parameter: name for name, parameter in named.items()}
         own = {parameter: value for parameter, value in optimizer.state.items() if parameter not in served}
         optimizer.state = self._state = ServedState(own, served)
@@ -241,12 +251,38 @@ class ServedOptimizer:
         return float(sum(answers.values()))
 
     def scale(self, factor: float) -> None:
-        """Multiply the gathered gradients in the next update."""
-        self._factor = factor
+        """Multiply the gathered gradients in the next update, and this trainer's, of which further steps are made."""
+        self._factor, self._limit = factor, None
+        if factor != 1.0:
+            multiply_gradients(self._named.values(), factor)
+        self._clipped = versions_of(self._named.values())
 
     def limit(self, limit: float) -> None:
-        """Clip each element of the gathered gradients in the next update."""
-        self._limit = limit
+        """Clip each element of the gathered gradients in the updates with the same gradients."""
+        self._limit, self._clipped = limit, versions_of(self._named.values())
+
+    def end_step(self) -> None:
+        """Forget how the gradients of this step were clipped."""
+        self._limit = self._clipped = None
+
+    def _finish_clipping(self) -> None:
+        """Gather gradients again that have changed since, or that are clipped for a second step.
+
+        Raises:
+            ModuleError: for some that were clipped by value, which only servers have, and were then edited.
+        """
+        if self._clipped is None:
+            return
+        is_same = are_same(self._clipped, versions_of(self._named.values()))
+        if self._has_gathered and not is_same and self._limit is not None:
+            raise ModuleError(
+                "strategy='ps' clips by value the mean of all trainers' gradients, on the servers, and gradients were "
+                "edited after that; edit them before self.clip_gradients, clip by norm, or use strategy='ddp'."
+            )
+        if not is_same:
+            self._has_gathered, self._factor, self._limit, self._clipped = False, 1.0, None, None
+        elif not self._has_gathered and self._limit is not None:
+            self.gather()
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for the warning of schedulers
@@ -254,11 +290,12 @@ class ServedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._finish_clipping()
         if self._has_gathered:
             step = self._num_pushes - 1
             request = Update(self._connection.rank, step, self._factor, self._limit)
             answers = self._connection.ask("update", dict.fromkeys(self._layouts, (self.key, request)))
-            self._has_gathered, self._factor, self._limit = False, 1.0, None
+            self._has_gathered, self._factor = False, 1.0
         else:
             answers = self._push(is_final=True)
         self._take(answers)
@@ -280,11 +317,21 @@ class ServedOptimizer:
     def _push(self, *, is_final: bool) -> dict[int, Any]:
         self.follow()
         self._has_gathered = False  # left from a step that was skipped because its scaled gradients overflowed
-        answers = self._connection.ask(
-            "push", {index: (self.key, self._message(index, is_final)) for index in self._layouts}
-        )
+        answers = self._send("push", {index: (self.key, self._message(index, is_final)) for index in self._layouts})
         self._num_pushes += 1
         return answers
+
+    def _send(self, request: str, messages: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Send messages with the settings of groups.
+
+        Raises:
+            ConfigError: naming a setting that cannot be sent.
+        """
+        try:
+            return self._connection.ask(request, messages)
+        except PICKLING_ERRORS as error:
+            raise_if_unsendable(self.optimizer, error)
+            raise
 
     def _message(self, index: int, is_final: bool) -> Push:
         gradients = [self._named[name].grad for name in self._trained[index]]
@@ -342,28 +389,9 @@ class ServedOptimizer:
         return found
 
 
-def mean_gradients(named: Mapping[str, nn.Parameter], collectives: Collectives) -> dict[str, Tensor]:
-    """Return the means of gradients over the trainers, on the CPU, as servers make them. Collective: every trainer."""
-    means = {}
-    for name, parameter in named.items():
-        own = parameter.grad
-        if collectives.all_reduce(int(own is not None), "max"):
-            dense = torch.zeros(parameter.shape, dtype=parameter.dtype) if own is None else own.to_dense().cpu()
-            means[name] = collectives.all_reduce(dense, "mean")
-    return means
-
-
 def _on_device(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return the state of a parameter as its optimizer would have it here: numbers of steps stay on the CPU."""
     return {n: v.to(parameter.device) if isinstance(v, Tensor) and v.ndim else v for n, v in values.items()}
-
-
-def sparse_gradient(name: str) -> ModuleError:
-    """Return the error for the sparse gradient of a parameter that is pushed whole."""
-    return ModuleError(
-        f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, or make it a "
-        "RemoteEmbedding and use ParameterServerStrategy(dense='ddp'), which pushes rows."
-    )
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,22 @@
-"""ServedState: the state of an optimizer in a trainer, while servers hold that of some parameters."""
+"""ServedState, gradients and settings: the trainer's side of an optimizer that servers hold."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ..errors import ModuleError
+from ..distributed.collectives import Collectives
+from ..distributed.pickling import is_importable
+from ..errors import ConfigError, ModuleError
+from ..state.dtensor import multiply_all
+
+Versions = Sequence[tuple[Tensor, int]]
+"""Gradients, each with a number that grows with each edit in place."""
 
 
 class ServedState(defaultdict[Tensor, Any]):
@@ -46,3 +54,56 @@ class ServedState(defaultdict[Tensor, Any]):
         """Reset the state of all parameters: also that which servers hold, before the next push."""
         self.is_cleared = True
         super().clear()
+
+
+def raise_if_unsendable(optimizer: Optimizer, error: Exception) -> None:
+    """Raise an error that names the setting of a parameter group which servers cannot get, if there is one.
+
+    Raises:
+        ConfigError: from the error with which sending failed.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and not is_importable(value):
+                raise ConfigError(
+                    f"strategy='ps' sends the settings of parameter groups to servers, but {key!r} in group {index} of "
+                    f"{type(optimizer).__name__} cannot be pickled, got {value!r:.60}; keep it in the module instead, "
+                    "or use a function or class that can be imported by its name."
+                ) from error
+
+
+def mean_gradients(named: Mapping[str, nn.Parameter], collectives: Collectives) -> dict[str, Tensor]:
+    """Return the means of gradients over the trainers, on the CPU, as servers make them. Collective: every trainer."""
+    means = {}
+    for name, parameter in named.items():
+        own = parameter.grad
+        if collectives.all_reduce(int(own is not None), "max"):
+            dense = torch.zeros(parameter.shape, dtype=parameter.dtype) if own is None else own.to_dense().cpu()
+            means[name] = collectives.all_reduce(dense, "mean")
+    return means
+
+
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiply the gradients of these parameters in place, dense or sparse."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    multiply_all([g._values() if g.is_sparse else g for g in gradients], factor)  # noqa: SLF001 - in place
+
+
+def versions_of(parameters: Iterable[nn.Parameter]) -> Versions:
+    """Return the gradients of these parameters as they are now."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [(gradient, gradient._version) for gradient in gradients]  # noqa: SLF001 - torch has no other name for it
+
+
+def are_same(before: Versions, now: Versions) -> bool:
+    """Return whether gradients are the same tensors, and have not been edited."""
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(old is new and was == version for (old, was), (new, version) in pairs)
+
+
+def sparse_gradient(name: str) -> ModuleError:
+    """Return the error for the sparse gradient of a parameter that is pushed whole."""
+    return ModuleError(
+        f"strategy='ps' pushes dense gradients, got a sparse one for {name}; give its layer sparse=False, or make it a "
+        "RemoteEmbedding and use ParameterServerStrategy(dense='ddp'), which pushes rows."
+    )
