@@ -282,6 +282,8 @@ class ParallelStrategy(ShardedStrategy):
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
         self._sharded.begin_window()
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.link()
         self._pipeline.run_window(work)
         self._sharded.end_window()
         if not self._has_run:

@@ -21,6 +21,7 @@ from .estimate.sharded import estimate_sharded
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
+from .parallel.gradient_hooks import GradientHooks
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.shard_update import step_on_shards
 from .parallel.sharded_module import ShardedModule, configure
@@ -61,6 +62,7 @@ class ShardedStrategy(Strategy):
         """The degrees of parallelism; known after `validate`."""
         self._mesh: Any = None
         self._sharded: ShardedModule | None = None
+        self._gradient_hooks: GradientHooks | None = None
         self._pipeline: Pipeline | None = None
         self._peer_collectives = self.collectives
         """Those of the ranks that hold the same pipeline stages; without a pipeline, of all ranks."""
@@ -134,7 +136,9 @@ class ShardedStrategy(Strategy):
                 )
             return  # for example, when it is evaluated after it was trained
         self.module = module
-        places = self._deferred.places(module)  # before the conversion replaces tensors
+        # also for an evaluation, since it may be trained next
+        is_manual = is_manual or not getattr(module, "automatic_optimization", True)
+        places, hooks = self._deferred.places(module), GradientHooks(module)  # before the conversion replaces tensors
         self.precision.convert_module(module)
         configure(module, self._mesh, self.device, self.collectives)
         self._cut(module)
@@ -146,12 +150,13 @@ class ShardedStrategy(Strategy):
             device=self.device,
             precision=self.precision,
             options=self.options,
-            # also for an evaluation, since it may be trained next
-            is_manual=is_manual or not getattr(module, "automatic_optimization", True),
+            is_manual=is_manual,
             elsewhere=elsewhere,
             runs=runs,
         )
         self._sharded.fill(self._deferred, places)
+        hooks.attach(module, self._sharded.roots, is_manual=is_manual)
+        self._gradient_hooks = hooks
         self._deferred = DeferredInit()
 
     def _cut(self, module: nn.Module) -> None:
@@ -186,7 +191,10 @@ class ShardedStrategy(Strategy):
         with self.forward_context:
             if self._sharded is None:
                 return getattr(self.module, step_name)(*args)
-            return self._sharded.run(step_name, *args)
+            output = self._sharded.run(step_name, *args)
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.link()
+        return output
 
     def record_window(self) -> WindowRecorder:
         return super().record_window() if self._pipeline is None else self._pipeline.record_window()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -376,6 +376,19 @@ def reduce_sharded_gradients(root: Any) -> None:
             for group in _param_groups(each):
                 group.post_backward()
         state._root_post_backward_final_callback()  # noqa: SLF001
+
+
+def gathered_parameters(roots: Iterable[Any]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    with _names_of_torch:
+        units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
+        states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+        groups = [group for state in states for group in _param_groups(state)]
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                yield parameter.sharded_param, gathered
 
 
 def _param_groups(state: Any) -> list[Any]:

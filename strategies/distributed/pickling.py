@@ -85,6 +85,9 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
                     data: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
                     dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # the tensor knows its own
                     return _filled_storage, (pickle.PickleBuffer(data), dtype)
+            if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
+                # torch leaves hooks out; they are set last, since they may refer to the module
+                return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, _set_hooks)
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):
@@ -92,6 +95,22 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
             return super().reducer_override(obj)
 
     Packer(file).dump(value)
+
+
+def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Return the hooks of users on a parameter, by the attribute in which torch keeps them."""
+    found = {name: getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    # a mark of torch's for those that are not the user's
+    return {
+        name: hooks
+        for name, hooks in found.items()
+        if hooks and not any(hasattr(hook, "__torch_unserializable__") for hook in hooks.values())
+    }
+
+
+def _set_hooks(parameter: torch.nn.Parameter, found: Mapping[str, Any]) -> None:
+    for name, hooks in found.items():
+        setattr(parameter, name, hooks)
 
 
 def _filled_storage(data: bytearray, dtype: torch.dtype) -> TypedStorage:

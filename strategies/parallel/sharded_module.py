@@ -80,14 +80,14 @@ class ShardedModule:
         self._caller = StepCaller(module, returns_tensors=True, copies_views=True, runs=runs)
         layers = [] if is_manual or runs is not None else self._shard_layers()
         self._in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-        self._roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
+        self.roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual = is_manual
         self._set_prefetch()
         self._layers: LargeLayers | None = None
         if layers:
             self._units += layers
             self._layers = LargeLayers(layers, collectives)
-            self._roots[0].register_forward_pre_hook(self._layers.begin)
+            self.roots[0].register_forward_pre_hook(self._layers.begin)
         if device.type == "cpu":
             _match_inputs_of_norms(module)
         self.parameters = _names(module)
@@ -229,7 +229,7 @@ class ShardedModule:
             device = shard_device if is_dtensor(tensor) else self._device
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-        root: nn.Module = module if self._is_manual else self._roots[0]
+        root: nn.Module = module if self._is_manual else self.roots[0]
         root._apply(allocated)  # noqa: SLF001
         own = dict(_named_tensors(module))
 
@@ -283,7 +283,7 @@ class ShardedModule:
         self._is_in_step = has_failed = True
         try:
             # in each micro-batch, the hooks would cost time only to find everything gathered already
-            call = self._caller.forward if self._is_gathered else self._roots[0]
+            call = self._caller.forward if self._is_gathered else self.roots[0]
             output = call(step_name, *args, **kwargs)
             has_failed = False
         finally:
@@ -313,7 +313,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Free all gathered parameters."""
         self._is_gathered = False
-        for submodule in dict.fromkeys((*self._roots, *self._units)):
+        for submodule in dict.fromkeys((*self.roots, *self._units)):
             submodule.reshard()
 
     def set_grad_sync(self, enabled: bool) -> None:
@@ -321,7 +321,7 @@ class ShardedModule:
         if enabled == self._syncs:
             return  # torch's setters traverse the whole module
         self._syncs = enabled
-        for root in self._roots:
+        for root in self.roots:
             root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
             root.set_is_last_backward(enabled)
 
@@ -329,9 +329,9 @@ class ShardedModule:
 
     def begin_window(self) -> None:
         """Gather all parameters, to be freed by `end_window`. Collective: the ranks of the mesh call it."""
-        for submodule in dict.fromkeys((*self._roots, *self._units)):
+        for submodule in dict.fromkeys((*self.roots, *self._units)):
             submodule.unshard()
-        root = self._roots[0]
+        root = self.roots[0]
         root.set_is_last_backward(False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
@@ -339,7 +339,7 @@ class ShardedModule:
 
     def end_window(self) -> None:
         """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
-        reduce_sharded_gradients(self._roots[0])
+        reduce_sharded_gradients(self.roots[0])
         self.reshard()
         self._is_known = True  # torch's lazy initialization happens in the hooks of the first call
 
