@@ -61,13 +61,15 @@ def turn(path):
     return not is_slow(path), place
 
 
+def pytest_itemcollected(item):
+    if is_slow(item.path):
+        item.add_marker("slow")
+
+
 @pytest.hookimpl(trylast=True)  # after `-m` has left some of them out
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: turn(item.path))
     is_mixed = not all(item.get_closest_marker("gpu") for item in items)
-    for item in items:
-        if is_slow(item.path):
-            item.add_marker("slow")
     for item in items:
         if item.get_closest_marker("gpu") and not (NUM_GPUS or PRETENDS_GPU):
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device here"))

@@ -1,0 +1,14 @@
+"""The mark `slow` of conftest.py is there in time for `make test-fast`, which selects by it."""
+
+from pathlib import Path
+
+from programs import run_program
+
+HERE = Path(__file__)
+
+
+def test_tests_that_start_processes_are_left_out_where_slow_ones_are(tmp_path):
+    words = ["-m", "pytest", HERE, HERE.parent / "test_layers.py", "-m", "not slow", "--collect-only", "--quiet"]
+    done = run_program(*words, "-p", "no:cacheprovider", folder=tmp_path)
+    assert "test_layers.py::" in done.stdout
+    assert f"{HERE.name}::" not in done.stdout
