@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,9 @@ NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 PRETENDS_GPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 
 SLOW_FOLDERS = {"benchmarks", "docs", "elastic", "equivalence", "examples", "faults", "gpu", "launch", "ports"}
-LONGEST_FIRST = (
-    "elastic",
-    "faults",
-    "trainer/tour",
-    "equivalence",
-    "launch",
-    "strategies/launch",
-    "benchmarks",
-    "examples",
-)
-"""Folders whose files take a minute."""
+WAITING = ("elastic", "launch", "strategies/launch")
+COMPUTING = ("equivalence", "faults", "trainer/tour", "benchmarks", "examples")
+"""Folders whose files take a minute; in some of them, processes mostly wait for each other."""
 STARTS_PROCESSES = re.compile(
     r"run_ranks\(|run_program\(|Program\(|launch_all\(|as_rank|two_nodes\(|subprocess\.\w+\(|os\.fork\(|devices=[2-9]\b"
 )
@@ -55,11 +48,18 @@ def is_slow(path):
     return folder in SLOW_FOLDERS or STARTS_PROCESSES.search(path.read_text()) is not None
 
 
-def turn(path):
-    """Return a sort key of files: pytest-xdist hands them out in order, and no worker may get a long one last."""
-    folders = [Path(__file__).parent / folder for folder in LONGEST_FIRST]
-    place = next((place for place, folder in enumerate(folders) if folder in path.parents), len(folders))
-    return not is_slow(path), place
+def in_turn(paths):
+    """Return files in the order in which pytest-xdist hands them out: no worker may get a long one last.
+
+    Those that wait alternate with those that compute, so that three workers keep two cores busy.
+    """
+    tests, slow = Path(__file__).parent, [path for path in paths if is_slow(path)]
+    waiting, computing = (
+        [path for folder in folders for path in slow if tests / folder in path.parents]
+        for folders in (WAITING, COMPUTING)
+    )
+    long = [path for pair in zip_longest(waiting, computing) for path in pair if path is not None]
+    return [*dict.fromkeys([*long, *slow, *paths])]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,7 +80,8 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)  # after `-m` has left some of them out
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: turn(item.path))
+    places = {path: place for place, path in enumerate(in_turn(dict.fromkeys(item.path for item in items)))}
+    items.sort(key=lambda item: places[item.path])
     is_mixed = not all(item.get_closest_marker("gpu") for item in items)
     for item in items:
         if item.get_closest_marker("gpu") and not (NUM_GPUS or PRETENDS_GPU):
