@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -275,13 +276,18 @@ def accepting(
     return decorate
 
 
+@functools.cache  # to find them takes as long as a short fit
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(Settings)
+
+
 def _check_types(settings: Settings) -> None:
     if isinstance(settings.accumulate_grad_batches, Mapping):
         raise ConfigError(
             f"accumulate_grad_batches must be an int, got {settings.accumulate_grad_batches!r}; for a number that "
             "changes with the epoch, pass callbacks=GradientAccumulationScheduler(...) with this dict."
         )
-    for name, annotation in get_type_hints(Settings).items():
+    for name, annotation in _annotations().items():
         value = getattr(settings, name)
         if not fits(value, annotation):
             raise ConfigError(
