@@ -161,7 +161,9 @@ def main() -> None:
             median = statistics.median(result[key] for result in results)
             print(f"{key:52} {median:7.3f} s {ratio:6.2f} x {baseline}{limit}")
         del state, writer
-        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        context = multiprocessing.get_context("forkserver")  # whose processes need not import torch again
+        context.set_forkserver_preload(["torch", "echelon.trainer.checkpoint"])
+        with context.Pool(1, maxtasksperchild=1) as pool:
             for kind in ("torch.save", "save", "async save", "torch.load", "load"):
                 peak = pool.apply(peak_of, (kind, megabytes, folder))
                 limit = "" if kind.startswith("torch") else "   limit 1.1"
