@@ -21,12 +21,12 @@ _FIRST_YEAR: Final = 2024
 
 def check_folder(folder: Path) -> Iterator[Finding]:
     """Check that checkpoints can be written into a folder: created, synchronized, renamed, linked, removed."""
-    made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".echelon-doctor-", dir=folder) as inside:
-            yield from _try(folder, Path(inside))
-        free = shutil.disk_usage(folder).free
+        with _made(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".echelon-doctor-", dir=folder) as inside:
+                yield from _try(folder, Path(inside))
+            free = shutil.disk_usage(folder).free
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
         yield Finding(
@@ -36,10 +36,6 @@ def check_folder(folder: Path) -> Iterator[Finding]:
             "another folder to --folder and default_root_dir",
         )
         return
-    finally:
-        for one in made:  # the run makes them itself
-            with contextlib.suppress(OSError):
-                one.rmdir()
     if free < _LEAST_SPACE:
         yield Finding(
             "run folder",
@@ -90,10 +86,27 @@ def check_clock() -> Iterator[Finding]:
         yield Finding("clock", f"this machine's clock shows the year {year}", "timedatectl set-ntp true")
 
 
-def leave_mark(folder: Path, name: str) -> Path:
-    """Write a file by which other nodes see that they share a folder."""
-    mark = folder / name
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(name)
-    return mark
+@contextlib.contextmanager
+def marked(folder: Path, name: str) -> Iterator[None]:
+    """Keep a file in a folder, inside the block, by which other nodes see that they share the folder."""
+    with _made(folder):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(name)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Remove at the end of the block what did not exist of a folder's path: the run makes it itself."""
+    made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    try:
+        yield
+    finally:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.rmdir()

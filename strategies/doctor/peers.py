@@ -24,7 +24,7 @@ from ..cluster.network import address_towards
 from ..cluster.tcp_store import connect_store, host_store
 from ..errors import ProcessError
 from .finding import Finding
-from .folder import leave_mark
+from .folder import marked
 
 PATIENCE: Final = 60.0
 """Seconds to wait for the other nodes."""
@@ -85,9 +85,7 @@ def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> 
     node, number = environment.node_rank, environment.num_nodes
     address = address_towards(environment.main_address)
     token = f".echelon-doctor-{environment.main_port}"
-    with _answering(address) as port:
-        if node == 0:
-            leave_mark(run_folder, token)
+    with _answering(address) as port, marked(run_folder, token) if node == 0 else contextlib.nullcontext():
         me: dict[str, Any] = {"name": socket.gethostname(), "address": address, "port": port, "versions": versions()}
         store.set(f"node/{node}", json.dumps(me))
         others = [json.loads(_wait(store, f"node/{peer}", peer)) for peer in range(number)]
@@ -105,9 +103,6 @@ def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> 
         end = time.monotonic() + _LIMIT  # the node that hosts the store leaves last
         while node == 0 and store.add("done", 0) < number and time.monotonic() < end:
             time.sleep(0.02)
-    if node == 0:
-        with contextlib.suppress(OSError):
-            (run_folder / token).unlink()
     return reports
 
 
