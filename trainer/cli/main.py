@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
+from ...callbacks.helpers.console import say
 from ...strategies.errors import ConfigError, EchelonError, did_you_mean
 from .output import printable
 
@@ -117,11 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except argparse.ArgumentError as error:
         parsers[name].error(str(error))
     except EchelonError as error:
-        if options.traceback:
-            traceback.print_exc()
-        else:
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-            print(printable(f"echelon: error: {error}{notes}"), file=sys.stderr)
+        _report(error, options)
         return 2 if isinstance(error, ConfigError) else command.error_code
     except KeyboardInterrupt as interruption:
         where = f": {interruption}" if str(interruption) else ""
@@ -130,6 +129,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe: discard what Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:  # of the user's module, whose traceback Python prints
+        _report_as_json(f"{type(error).__name__}: {error}", options)
+        raise
+
+
+def _report(error: EchelonError, options: argparse.Namespace) -> None:
+    """Print an error: for people, and for programs that asked for JSON."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    if options.traceback:
+        traceback.print_exc()
+    else:
+        print(printable(f"echelon: error: {error}{notes}"), file=sys.stderr)
+    _report_as_json(f"{error}{notes}", options)
+
+
+def _report_as_json(error: str, options: argparse.Namespace) -> None:
+    if getattr(options, "json", False):
+        with suppress(BrokenPipeError):
+            say(json.dumps({"error": error}))
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
