@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from .cluster.hardware import Hardware
 from .distributed.process_group import ProcessSettings
-from .estimate.estimate import Estimate, all_reduced, estimate_held, exchanged, whole_activations
+from .estimate.estimate import Estimate, estimate_held, whole_activations
 from .estimate.profile import Profile
-from .module.memory_estimate import MemoryShare, whole
+from .estimate.replicas import estimate_replica, replicas_traffic, summed_rows
+from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
 from .parallel.replica import DDPOptions, Replica
@@ -42,29 +43,29 @@ class ReplicaStrategy(Strategy):
         self.options.validate(hardware.device_type)
 
     def _estimate(self, profile: Profile) -> Estimate:
-        return self._estimate_replica(profile, MemoryShare(), self._gradient_traffic(profile))
+        share = MemoryShare(gradients=summed_rows(profile, self.environment.world_size))
+        return self._estimate_replica(profile, share, self._gradient_traffic(profile))
 
     def _gradient_traffic(self, profile: Profile) -> float:
         """Return the bytes that a rank sends to average gradients and, if enabled, to broadcast rank 0's buffers."""
-        num_ranks = self.environment.world_size
-        buffers = profile.buffer_bytes if self.options.broadcast_buffers else 0
-        sent = all_reduced(profile.gradient_bytes(whole) * self.options.compressed_fraction, num_ranks)
-        return sent + profile.num_micro_batches * exchanged(buffers, num_ranks)
+        return replicas_traffic(
+            profile,
+            self.environment.world_size,
+            compressed=self.options.compressed_fraction,
+            broadcasts=self.options.broadcast_buffers,
+        )
 
     def _estimate_replica(
         self, profile: Profile, share: MemoryShare, sent: float, *, between_steps: float = 0.0
     ) -> Estimate:
-        copies = 0.0 if self.options.gradient_as_bucket_view else profile.gradient_bytes(whole)
-        has_peers = self.environment.world_size > 1
-        return estimate_held(
+        if self.environment.world_size == 1:
+            return estimate_held(profile, share, whole_activations(profile))
+        return estimate_replica(
             profile,
             share,
-            whole_activations(profile),
-            communication=copies if has_peers else 0.0,
-            # after the first step, DDP rebuilds its buckets in the order in which gradients arrived
-            between_steps=max(profile.gradient_bytes(whole), between_steps) if has_peers else 0.0,
-            holds_gradients=has_peers and self.options.gradient_as_bucket_view,
-            traffic={"dp_replicate": sent} if has_peers else {},
+            sent,
+            are_views=self.options.gradient_as_bucket_view,
+            between_steps=between_steps,
         )
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:

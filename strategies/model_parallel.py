@@ -202,6 +202,7 @@ class ParallelStrategy(ShardedStrategy):
         degrees, module = self.degrees, profile.module
         if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
             return super()._estimate(profile)  # how a module's configure_sharding splits it is unknown
+        self._check_kinds(profile.optimizers)
         plan = self._find_plan(module) if degrees.tp > 1 else None
         layout = CutLayout(profile, degrees, self.options, plan, self.cp_exchange)
         if degrees.pp > 1:

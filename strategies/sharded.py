@@ -89,6 +89,7 @@ class ShardedStrategy(Strategy):
     def _estimate(self, profile: Profile) -> Estimate:
         if self.degrees.world_size == 1:
             return super()._estimate(profile)
+        self._check_kinds(profile.optimizers)
         # a unit that computes in half precision is gathered in it, so autocast copies nothing
         activations = whole_activations(profile, has_casts=False)
         plan = self.options.plan(profile.module, self.precision, self.degrees)
@@ -170,12 +171,8 @@ class ShardedStrategy(Strategy):
         if self._sharded is None:
             return
         self._sharded.check_all_sharded()
+        self._check_kinds(optimizers)
         for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigError(
-                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which treats all parameters "
-                    "as one vector; use another optimizer, or strategy='ddp'."
-                )
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
             if foreign:
@@ -183,6 +180,14 @@ class ShardedStrategy(Strategy):
                     f"{len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} are not the module's, of "
                     f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
                     "it in configure_optimizers from self.parameters()."
+                )
+
+    def _check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"strategy={self.name!r} cannot train with {type(optimizer).__name__}, which treats all parameters "
+                    "as one vector; use another optimizer, or strategy='ddp'."
                 )
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------

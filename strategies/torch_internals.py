@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -130,6 +131,13 @@ def is_without_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a shape but no memory, like those made in a `fake_mode`."""
     module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
     return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def real_values() -> AbstractContextManager[object]:
+    """Return a context in which new tensors have memory, also inside a `fake_mode`."""
+    with _names_of_torch:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+    return unset_fake_temporarily()
 
 
 def join_fake_group(rank: int, world_size: int) -> None:

@@ -11,9 +11,10 @@ from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .estimate.estimate import Estimate, exchanged
 from .estimate.profile import Profile
+from .estimate.replicas import summed_rows
 from .module.memory_estimate import MemoryShare
 from .parallel.replica import DDPOptions
-from .parallel.sharded_optimizer import ShardedOptimizer, deal
+from .parallel.sharded_optimizer import ShardedOptimizer, check_one_by_one, deal
 from .state.optimizer_state import Sharded, parameter_names
 
 
@@ -41,13 +42,18 @@ class ZeroStrategy(ReplicaStrategy):
 
     def _estimate(self, profile: Profile) -> Estimate:
         num_ranks = self.environment.world_size
-        dealt = deal(profile.state, num_ranks)
-        most = max(dealt, key=lambda own: sum(profile.state[parameter].tensors for parameter in own))
-        share = MemoryShare(optimizer=lambda parameter: float(parameter in most))
-        updated = exchanged(sum(parameter.nbytes for parameter in profile.state), num_ranks)
-        sent = self._gradient_traffic(profile) + updated
+        for optimizer in profile.optimizers:
+            check_one_by_one(optimizer)
+        by_optimizer = [deal(optimizer, num_ranks) for optimizer in profile.optimizers]
+        dealt = [set().union(*of_rank) for of_rank in zip(*by_optimizer, strict=True)] or [set()]
+        most = max(dealt, key=lambda own: sum(size.tensors for p, size in profile.state.items() if p in own))
+        share = MemoryShare(
+            gradients=summed_rows(profile, num_ranks), optimizer=lambda parameter: float(parameter in most)
+        )
+        updated = sum(parameter.nbytes for own in dealt for parameter in own if parameter.requires_grad)
+        sent = self._gradient_traffic(profile) + exchanged(updated, num_ranks)
         # updated parameters are copied into a buffer to be sent
-        return self._estimate_replica(profile, share, sent, between_steps=sum(p.nbytes for p in profile.state))
+        return self._estimate_replica(profile, share, sent, between_steps=updated)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._sharded = (

@@ -44,6 +44,8 @@ class CountedTraffic(TorchDispatchMode):
         most = max(sizes, default=0) if "base" in name or "gather" in name or "scatter" in name else sum(sizes)
         if name == "send":
             sent = float(most)
+        elif "sparse" in name or any(leaf.is_sparse for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
+            sent = float((len(ranks) - 1) * most)  # the rows of all ranks are gathered
         else:
             sent = (all_reduced if name.startswith("allreduce") else exchanged)(most, len(ranks))
         self.sent[ranks] += round(sent)

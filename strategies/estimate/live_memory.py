@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors
 from ..module.blocks import repeated_blocks
+from ..module.memory_estimate import size_of
 from ..state.dtensor import local_shard
-from ..torch_internals import TorchDispatchMode, tree_leaves
+from ..torch_internals import TorchDispatchMode, is_without_memory, tree_leaves
 from .profile import CASTS, LayerUse, Sources, StepMemory
+from .unknown_sizes import sparse_gradient, with_workspace
 
 _NOTHING: Final[Sources] = frozenset()
 _ATTENTION: Final = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
@@ -45,8 +47,10 @@ class LiveMemory(TorchDispatchMode):
         self._alive: dict[int, tuple[int, Sources, str]] = {}
         self._references: dict[int, Any] = {}
         self._gradients: dict[int, int] = {}
+        self._sparse: dict[torch.Size, list[int]] = defaultdict(list)
+        """The bytes of the sparse gradients of each shape."""
         self._by_source: Counter[Sources] = Counter()
-        self._now = self._most = self._now_gradients = self._most_with_gradients = 0
+        self._now = self._most = self._most_before = self._now_gradients = self._most_with_gradients = 0
         self._is_unseen = False
         """Whether `_peak` must still be taken from what is alive now."""
         self._peak: Mapping[Sources, int] = {}
@@ -84,7 +88,27 @@ class LiveMemory(TorchDispatchMode):
     def begin_update(self) -> None:
         """Note that the gradients are complete; from here on `most` is that of the update."""
         self._take_peak()
-        self._is_update, self._most = True, self._now
+        self._is_update, self._most_before, self._most = True, self._most, self._now
+
+    def end_update(self, state: Iterable[Tensor]) -> None:
+        """Note that the optimizer's step, which may be followed by another forward, has left this state."""
+        self._is_update, self._most = False, self._most_before
+        for part in (part for tensor in state for part in _parts(tensor)):
+            memory = _memory(part)
+            if memory in self._alive:
+                self._forget(memory)
+                self._own.add(memory)
+
+    def sparse_bytes(self, parameter: nn.Parameter) -> float:
+        """Return the bytes of the sparse gradient of a parameter."""
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse:
+            return 0.0
+        if not is_without_memory(gradient):
+            return size_of(gradient)
+        # tables of one shape are not told apart; they have the same share of the rows
+        alike = [p for p in self._module.parameters() if p.shape == parameter.shape and p.grad is not None]
+        return sum(self._sparse[parameter.shape]) / sum(p.grad.is_sparse for p in alike)  # type: ignore[union-attr]
 
     # --- what the step tells -----------------------------------------------------------------------------------------
 
@@ -161,6 +185,10 @@ class LiveMemory(TorchDispatchMode):
         name = func.name().partition(".")[0]
         if name.startswith(_ATTENTION):
             self._note_attention(name, args)
+        output = with_workspace(name, args, output)
+        sparse = sparse_gradient(name, args, output)
+        if sparse is not None:
+            self._sparse[sparse[0]].append(sparse[1])
         sources = self._sources(name, args)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ..module.memory_estimate import Share, shared_bytes
 from ..module.precision import Precision
@@ -88,6 +89,15 @@ class Profile:
     """Of a step, on each rank that reads samples."""
     trained: frozenset[nn.Parameter]
     """The parameters that got a gradient."""
+    unused: frozenset[nn.Parameter] = frozenset()
+    """Those that require a gradient and got none."""
+    sparse: Mapping[nn.Parameter, float] = field(default_factory=dict)
+    """The bytes of the gradients that are sparse, with their indices."""
+    is_manual: bool = False
+    """Whether the step computes gradients and updates itself."""
+    num_backwards: int = 1
+    """How often it computes gradients."""
+    optimizers: Sequence[Optimizer]
     state: Mapping[nn.Parameter, StateBytes]
     """The optimizer's, after one step."""
     update_bytes: int
@@ -115,8 +125,14 @@ class Profile:
         return shared_bytes(self.parameters, share)
 
     def gradient_bytes(self, share: Share) -> float:
-        """Return the same for gradients."""
-        return shared_bytes((parameter for parameter in self.parameters if parameter in self.trained), share)
+        """Return the same for gradients; sparse ones of several micro-batches are joined, not added."""
+        trained = [parameter for parameter in self.parameters if parameter in self.trained]
+        dense = shared_bytes((parameter for parameter in trained if parameter not in self.sparse), share)
+        return dense + sum(self.sparse_bytes(p) * share(p) for p in trained if p in self.sparse)
+
+    def sparse_bytes(self, parameter: nn.Parameter) -> float:
+        """Return the bytes of a parameter's sparse gradient in a step."""
+        return self.num_micro_batches * self.sparse[parameter]
 
     def state_bytes(self, share: Share) -> float:
         """Return the same for optimizer state."""
@@ -138,6 +154,7 @@ class Profile:
         return replace(
             self,
             num_samples=num_samples,
+            sparse={p: _between(size, other.sparse.get(p, 0.0), way) for p, size in self.sparse.items()},
             memory=self.memory.towards(other.memory, way),
             layers=layers,
             attention_bytes=round(_between(self.attention_bytes, other.attention_bytes, way)),

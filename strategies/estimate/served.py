@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from ..module.memory_estimate import MemoryShare, whole
+from ..module.memory_estimate import MemoryShare
 from ..servers.layout import deal
 from ..servers.remote_embedding import RemoteEmbedding
 from .estimate import Estimate, estimate_held, whole_activations
@@ -70,7 +70,8 @@ class ServedStep:
                 traffic={"servers": pushed + pulled},
             )
         state = {parameter: size for parameter, size in profile.state.items() if parameter not in tables}
-        estimate = dense(replace(profile, trained=profile.trained - tables.keys(), state=state))
+        unused = profile.unused - tables.keys()
+        estimate = dense(replace(profile, trained=profile.trained - tables.keys(), unused=unused, state=state))
         gradients = sum(rows * (_row_bytes(table) + _GRADIENT_ID) for table, rows in tables.items())
         return replace(
             estimate,
@@ -116,7 +117,7 @@ class ServedStep:
             optimizer=profile.state_bytes(lambda parameter: float(parameter in own)),
             activations=0.0,
             communication=self._num_trainers * waiting,
-            workspace=profile.update_bytes * gradients / max(1.0, profile.gradient_bytes(whole)),
+            workspace=profile.update_bytes * gradients / max(1, sum(p.nbytes for p in profile.trained)),
             traffic={"servers": self._num_trainers * (pushed + pulled)},
         )
 

@@ -38,6 +38,8 @@ def estimate_sharded(
         is_on_host: whether the shards are in the node's memory instead of on the device.
     """
     num_shards, cut_shapes = degrees.dp_shard * degrees.cp, shapes or {}
+    if profile.is_manual:  # updates would leave gathered parameters outdated
+        plan = replace(plan, units=tuple(replace(unit, reshard=True) for unit in plan.units))
 
     def fraction(parameter: Tensor) -> float:
         shape = cut_shapes.get(parameter, parameter.shape)
@@ -60,7 +62,7 @@ def estimate_sharded(
         gathered=gathered,
         communication=communication,
         whole_gradients=whole_gradients,
-        traffic=_traffic(profile, plan, options, degrees, sizes, is_trained),
+        traffic=_traffic(profile, plan, options, degrees, sizes),
     )
     if not is_on_host:
         return estimate
@@ -123,18 +125,24 @@ def _kept_gathered(size: _UnitSizes, unit: Unit) -> float:
     return size.computing if unit.reshard is False else size.computing / unit.reshard
 
 
+def _is_called(unit: Unit, profile: Profile) -> bool:
+    """Return whether the step calls a unit; otherwise its parameters stay shards."""
+    return not unit.name or any(f"{name}.".startswith(f"{unit.name}.") for name in profile.layers)
+
+
 def _traffic(
     profile: Profile,
     plan: ShardingPlan,
     options: ShardingOptions,
     degrees: Degrees,
     sizes: list[_UnitSizes],
-    is_trained: float,
 ) -> dict[str, float]:
-    num_shards, num_micro_batches = degrees.dp_shard * degrees.cp, profile.num_micro_batches
-    num_sums = num_micro_batches if options.sync_each_micro_batch else 1
+    num_shards, num_micro_batches = degrees.dp_shard * degrees.cp, profile.num_micro_batches * profile.num_backwards
+    num_sums = num_micro_batches if options.sync_each_micro_batch or profile.is_manual else 1
+    called = [(unit, size) for unit, size in zip(plan.units, sizes, strict=True) if _is_called(unit, profile)]
+    is_trained = profile.gradient_bytes(whole) / max(1, sum(unit.num_bytes for unit, _ in called))
     sharded = replicated = 0.0
-    for unit, size in zip(plan.units, sizes, strict=True):
+    for unit, size in called:
         # a unit that stays gathered across some ranks is gathered again among these only
         again = 0.0 if unit.reshard is False else exchanged(size.computing, num_shards)
         if unit.reshard is not True and unit.reshard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        if needs_closure(optimizer):
-            raise ConfigError(
-                f"strategy='zero' cannot shard {type(optimizer).__name__}, which searches over all parameters at once; "
-                "use strategy='ddp', or an optimizer that updates each parameter by itself."
-            )
+        check_one_by_one(optimizer)
         self._optimizer = optimizer
         # torch calls this as it would call the class; both optimizers share the groups' dictionaries
         make: Any = self._make_own
@@ -80,8 +76,10 @@ class ShardedOptimizer:
         import torch.distributed as dist
 
         group, ranks = self._zero.process_group, self._zero._param_to_rank  # noqa: SLF001 - there is no public name
-        held = [p.detach() for param_group in self._optimizer.param_groups for p in param_group["params"]]
-        owners = [ranks[p] for param_group in self._optimizer.param_groups for p in param_group["params"]]
+        parameters = [p for param_group in self._optimizer.param_groups for p in param_group["params"]]
+        # no optimizer changes those that are frozen, which may be most of a module
+        updated = [p for p in parameters if p.requires_grad or p.grad is not None]
+        held, owners = [p.detach() for p in updated], [ranks[p] for p in updated]
         pending: list[tuple[Any, Any, Any, bool]] = []
         for owner in range(self._zero.world_size):
             owned = [tensor for tensor, rank in zip(held, owners, strict=True) if rank == owner]
@@ -94,12 +92,26 @@ class ShardedOptimizer:
                 owned[index].copy_(values.view_as(owned[index]))
 
 
-def deal(parameters: Iterable[Parameter], num_ranks: int) -> list[set[Parameter]]:
-    """Return the parameters whose state each rank keeps, assigned as torch does within one group."""
+def check_one_by_one(optimizer: Optimizer) -> None:
+    """Check that an optimizer updates each parameter by itself.
+
+    Raises:
+        ConfigError: if it evaluates the loss itself.
+    """
+    if needs_closure(optimizer):
+        raise ConfigError(
+            f"strategy='zero' cannot shard {type(optimizer).__name__}, which searches over all parameters at once; "
+            "use strategy='ddp', or an optimizer that updates each parameter by itself."
+        )
+
+
+def deal(optimizer: Optimizer, num_ranks: int) -> list[set[Parameter]]:
+    """Return the parameters of an optimizer whose state each rank keeps, assigned as torch does."""
     dealt: list[set[Parameter]] = [set() for _ in range(num_ranks)]
     sizes = [0] * num_ranks
-    for parameter in sorted(parameters, key=Parameter.numel, reverse=True):
-        rank = sizes.index(min(sizes))
-        dealt[rank].add(parameter)
-        sizes[rank] += parameter.numel()
+    for group in optimizer.param_groups:
+        for parameter in sorted(group["params"], key=Parameter.numel, reverse=True):
+            rank = sizes.index(min(sizes))
+            dealt[rank].add(parameter)
+            sizes[rank] += parameter.numel()
     return dealt

@@ -64,7 +64,8 @@ class ProfilingStrategy(Strategy):
         """The mode in which tensors have no memory; None if tensors are real."""
         self._memory: LiveMemory | None = None
         self._update_bytes = 0
-        self._size = 0
+        self._size = self._num_backwards = 0
+        self._is_manual = False
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         # on its own, even in a process that a launcher started
@@ -83,7 +84,7 @@ class ProfilingStrategy(Strategy):
             super().setup_module(module, is_manual=is_manual)
         else:
             without_memory(module, self.mode, self.precision.param_dtype)
-        self.module = module
+        self.module, self._is_manual = module, is_manual
         self._memory = LiveMemory(module)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -104,6 +105,7 @@ class ProfilingStrategy(Strategy):
         return partial(self.run, step_name)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._num_backwards += 1
         with self._watched() as memory:
             memory.begin_backward()
             loss.backward(*args, **kwargs)
@@ -126,8 +128,9 @@ class ProfilingStrategy(Strategy):
         before = self._memory.num_bytes
         with self._watched() as memory:
             optimizer.step(closure)
-        state = storages_bytes(iterate_tensors(list(optimizer.state.values())))
-        self._update_bytes = max(self._update_bytes, memory.most - before - state)
+        state = list(iterate_tensors(list(optimizer.state.values())))
+        self._update_bytes = max(self._update_bytes, memory.most - before - storages_bytes(state))
+        memory.end_update(state)
 
     def end_step(self) -> bool:
         return True
@@ -153,11 +156,17 @@ class ProfilingStrategy(Strategy):
         state: dict[Any, StateBytes] = {
             parameter: _state_bytes(values) for optimizer in optimizers for parameter, values in optimizer.state.items()
         }
+        gradients = {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
         return Profile(
             module=module,
             precision=self.precision,
             num_samples=self._size,
-            trained=frozenset(parameter for parameter in module.parameters() if parameter.grad is not None),
+            trained=frozenset(gradients),
+            unused=frozenset(p for p in module.parameters() if p.requires_grad and p not in gradients),
+            sparse={p: memory.sparse_bytes(p) for p, gradient in gradients.items() if gradient.is_sparse},
+            is_manual=self._is_manual,
+            num_backwards=self._num_backwards if self._is_manual else 1,
+            optimizers=tuple(optimizers),
             state=state,
             update_bytes=max(0, self._update_bytes),
             buffer_bytes=storages_bytes(module.buffers()),

@@ -12,7 +12,7 @@ from echelon import Callback, Trainer, TrainModule
 from echelon.strategies import Hardware
 from echelon.strategies.cluster.environment import reconcile
 from echelon.strategies.cluster.launchers import detect_environment
-from echelon.strategies.module.memory_estimate import KeptForBackward, held_memory
+from echelon.strategies.module.memory_estimate import KeptForBackward, held_memory, size_of
 from echelon.trainer.planning.profiling import ProfilingStrategy, take_profile
 
 BATCH = 8
@@ -129,7 +129,9 @@ def loader(kind, num_batches=3):
     """Return a loader of whole batches for each of the ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 4
     number = BATCH * num_batches * ranks
-    if kind is GPT:
+    if hasattr(kind, "samples"):
+        return DataLoader(TensorDataset(*kind.samples(number)), BATCH)
+    if issubclass(kind, GPT):
         tokens = torch.randint(GPT.num_tokens, (number, GPT.context))
         return DataLoader(TensorDataset(tokens, tokens), BATCH)
     classes = torch.randint(10, (number,))
@@ -177,6 +179,8 @@ class CountedTraffic(TorchDispatchMode):
         group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         size = dist.ProcessGroup.unbox(group).size()
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_sparse for tensor in tensors):  # each rank gets the rows of all others
+            return sum(size_of(tensor) for tensor in tensors) * (size - 1)
         most = sum(sorted(tensor.nbytes for tensor in tensors)[-1:] if "base" in name else (t.nbytes for t in tensors))
         return most * (size - 1) / size * (2 if name.startswith("allreduce") else 1)
 
@@ -186,12 +190,13 @@ class MeasuredStep(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 1:
-            self.kept, self.traffic = KeptForBackward(), CountedTraffic()
+            self.kept, self.traffic, self.is_forward = KeptForBackward(), CountedTraffic(), True
             self.traffic.__enter__()
             self.kept.__enter__()
 
     def on_before_backward(self, trainer, module, loss):
-        if trainer.global_step == 1:
+        if trainer.global_step == 1 and self.is_forward:  # a step by hand may have several
+            self.is_forward = False
             self.kept.__exit__()
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
