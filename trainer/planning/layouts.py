@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...strategies import (
+    DDPOptions,
     DDPStrategy,
     FSDPStrategy,
     ParallelStrategy,
@@ -32,15 +33,6 @@ class RunLayout:
     num_readers: int
     """How many ranks read samples of their own."""
 
-    @property
-    def as_python(self) -> str:
-        """The argument for a Trainer, as Python code."""
-        if isinstance(self.config, str):
-            return f'strategy="{self.config}"'
-        given = {key: value for key, value in self.config.items() if key != "_target_"}
-        arguments = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        return f"strategy={self.config['_target_'].rpartition('.')[2]}({arguments})"
-
 
 def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
     """Yield the layouts that are possible for the devices, simple ones first; the module itself is checked later."""
@@ -48,8 +40,7 @@ def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
     if number == 1:
         yield RunLayout("single", SingleDeviceStrategy, "single", 1)
         return
-    yield RunLayout("ddp", DDPStrategy, "ddp", number)
-    yield RunLayout("zero", ZeroStrategy, "zero", number)
+    yield from _replicas(number, is_partly_used=bool(profile.unused) and not profile.is_manual)
     if any(isinstance(part, RemoteEmbedding) for part in profile.module.modules()):
         yield _class("ddp, tables on a server", ParameterServerStrategy, number, dense="ddp")
     yield RunLayout("fsdp", FSDPStrategy, "fsdp", number)
@@ -61,6 +52,18 @@ def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
     if not machine.is_cpu:
         yield _class("fsdp offloaded", FSDPStrategy, number, cpu_offload=True)
     yield from _products(machine, has_sequences=profile.attention_bytes > 0)
+
+
+def _replicas(number: int, *, is_partly_used: bool) -> Iterator[RunLayout]:
+    if not is_partly_used:
+        yield RunLayout("ddp", DDPStrategy, "ddp", number)
+        yield RunLayout("zero", ZeroStrategy, "zero", number)
+        return
+    # DDP would wait for gradients that do not come
+    yield _class("ddp", DDPStrategy, number, find_unused_parameters=True)
+    options = {"_target_": "echelon.strategies.DDPOptions", "find_unused_parameters": True}
+    config = {"_target_": "echelon.strategies.ZeroStrategy", "ddp": options}
+    yield RunLayout("zero", partial(ZeroStrategy, ddp=DDPOptions(find_unused_parameters=True)), config, number)
 
 
 def _products(machine: Machine, *, has_sequences: bool) -> Iterator[RunLayout]:

@@ -58,6 +58,19 @@ class ByHand(Blocks):
         self.manual_backward(self.blocks(batch).square().mean())
         self.optimizers().step()
 
+class Searching(Blocks):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+class Failing(Blocks):
+    def __init__(self):
+        raise ValueError("no such tokenizer")
+
+class PartlyUsed(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.later = nn.Linear(512, 512)
+
 class Rows(echelon.DataModule):
     def __init__(self, num_rows=64):
         super().__init__()
@@ -236,3 +249,35 @@ def test_what_is_printed_fits_to_what_the_config_says(capsys):
 def test_what_cannot_be_planned_says_why(capsys, words, code, said):
     assert main(["plan", "config.yaml", *words]) == code
     assert said in capsys.readouterr().err
+
+
+def test_replicas_of_a_module_with_unused_parameters_are_told_so(capsys):
+    plan = planned(capsys, "--devices", "2", "--memory", "1GB", "module={_target_: module_to_plan.PartlyUsed}")
+    given = {layout["layout"]: layout["trainer"]["strategy"] for layout in plan["layouts"]}
+    options = {"_target_": "echelon.strategies.DDPOptions", "find_unused_parameters": True}
+    assert given["ddp"] == {"_target_": "echelon.strategies.DDPStrategy", "find_unused_parameters": True}
+    assert given["zero"] == {"_target_": "echelon.strategies.ZeroStrategy", "ddp": options}
+
+
+def test_layouts_that_refuse_the_optimizer_are_not_possible(capsys):
+    searching = "module={_target_: module_to_plan.Searching, width: 512, depth: 2}"
+    plan = planned(capsys, "--devices", "2", "--memory", "1GB", "--measure", searching)
+    assert {layout["layout"] for layout in plan["layouts"]} == {"ddp"}
+    assert all("LBFGS" in plan["refused"][name] for name in ("zero", "fsdp", "pp 2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data=null"], "There is no training loader"),
+        (["module.nope=1"], "nope"),
+        (["module={_target_: module_to_plan.Failing}"], "ValueError: no such tokenizer"),
+    ],
+)
+def test_an_error_is_json_too(capsys, words, said):
+    try:
+        code = main(["plan", "config.yaml", "--devices", "2", "--memory", "1GB", "--json", *words])
+    except ValueError:  # of the module, whose traceback Python shows
+        code = 1
+    assert code in (1, 2)
+    assert said in json.loads(capsys.readouterr().out)["error"]
