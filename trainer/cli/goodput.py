@@ -117,9 +117,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the account of a ledger and draw it; return 0."""
     path = find_ledger(options.run)
     goodput = _account(path, options.since)
-    if options.json:
-        say(json.dumps({"ledger": str(path), **as_json(goodput)}, indent=2))
-    else:
+    if not options.json:
         began = datetime.fromtimestamp(goodput.rounds[0].began, UTC).astimezone()
         say(f"{path.parent}: goodput {goodput_of(goodput.micros):.1%} since {began:%Y-%m-%d %H:%M:%S}")
         say(render(goodput))
@@ -129,6 +127,8 @@ def run(options: argparse.Namespace) -> int:
         path.with_name("goodput.png"),
         prints_json=options.json,
     )
+    if options.json:  # last, since an error is one JSON value, too
+        say(json.dumps({"ledger": str(path), **as_json(goodput)}, indent=2))
     return 0
 
 

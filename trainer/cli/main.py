@@ -146,7 +146,7 @@ def _report(error: EchelonError, options: argparse.Namespace) -> None:
 
 def _report_as_json(error: str, options: argparse.Namespace) -> None:
     if getattr(options, "json", False):
-        with suppress(BrokenPipeError):
+        with suppress(OSError):
             say(json.dumps({"error": error}))
 
 

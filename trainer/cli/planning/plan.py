@@ -94,11 +94,11 @@ def run(options: argparse.Namespace) -> int:
     plan = make_plan(profiles, machine, global_batch_size=_global_batch_size(asked, trainer, machine, profiles))
     number = sum(parameter.numel() for parameter in first.parameters)
     title = f"{type(first.module).__name__}, {f'{number / 1e6:,.1f} M' if number >= 1e5 else f'{number:,}'} parameters"
-    if options.json:
-        say(json.dumps(as_json(plan, title, trainer), indent=2))
-    else:
+    if not options.json:
         say(printable(render(plan, title, trainer, shows_all=options.all)))
     draw_for_command(lambda path: draw(plan, path, title), options.png, Path("plan.png"), prints_json=options.json)
+    if options.json:  # last, since an error is one JSON value, too
+        say(json.dumps(as_json(plan, title, trainer), indent=2))
     return 0 if plan.best is not None else 1
 
 

@@ -271,6 +271,7 @@ def test_layouts_that_refuse_the_optimizer_are_not_possible(capsys):
     [
         (["data=null"], "There is no training loader"),
         (["module.nope=1"], "nope"),
+        (["--png", "no_folder/plan.png"], "no_folder/plan.png"),
         (["module={_target_: module_to_plan.Failing}"], "ValueError: no such tokenizer"),
     ],
 )
