@@ -96,7 +96,7 @@ class Profile:
     is_manual: bool = False
     """Whether the step computes gradients and updates itself."""
     num_backwards: int = 1
-    """How often it computes gradients."""
+    """How often a step of one micro-batch computes gradients: more than once by hand, or if the optimizer does."""
     optimizers: Sequence[Optimizer]
     state: Mapping[nn.Parameter, StateBytes]
     """The optimizer's, after one step."""

@@ -56,10 +56,11 @@ def replicas_traffic(profile: Profile, num_ranks: int, *, compressed: float, bro
     sparse = sum(profile.sparse_bytes(parameter) for parameter in profile.sparse if parameter in profile.trained)
     dense = all_reduced(_bucket_bytes(profile), num_ranks)
     if profile.is_manual:  # after each backward, without DDP
-        return profile.num_micro_batches * profile.num_backwards * dense
+        return profile.num_backwards * dense
     # rows are gathered from all ranks; buffers are sent at a step's first micro-batch
     rows = (num_ranks - 1) * sparse
-    return dense * compressed + rows + (exchanged(profile.buffer_bytes, num_ranks) if broadcasts else 0.0)
+    buffers = exchanged(profile.buffer_bytes, num_ranks) if broadcasts else 0.0
+    return profile.num_backwards * (dense * compressed + rows + buffers)
 
 
 def summed_rows(profile: Profile, num_ranks: int) -> Share:

@@ -77,7 +77,14 @@ def take_profiles(
         strategy = ProfilingStrategy(num_samples=num_samples, measures=measures, mode=mode, updates=False)
         again = setting if recomputes else None
         profile = take_profile(lambda strategy, callback: fit(strategy, callback, again), module, strategy)
-        return replace(profile, state=first.state, update_bytes=first.update_bytes)
+        return replace(
+            profile,
+            state=first.state,
+            update_bytes=first.update_bytes,
+            # an optimizer that evaluates the loss itself does so only in an update
+            num_backwards=first.num_backwards,
+            flops=profile.flops // profile.num_backwards * first.num_backwards,
+        )
 
     keys, half = (False,) if setting is None else (False, True), first.num_samples // 2
     return Profiles(

@@ -165,7 +165,7 @@ class ProfilingStrategy(Strategy):
             unused=frozenset(p for p in module.parameters() if p.requires_grad and p not in gradients),
             sparse={p: memory.sparse_bytes(p) for p, gradient in gradients.items() if gradient.is_sparse},
             is_manual=self._is_manual,
-            num_backwards=self._num_backwards if self._is_manual else 1,
+            num_backwards=max(1, self._num_backwards),
             optimizers=tuple(optimizers),
             state=state,
             update_bytes=max(0, self._update_bytes),
