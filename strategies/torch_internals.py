@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -16,32 +16,10 @@ __all__ = [
     "OpOverload",
     "StopRecomputation",
     "TorchDispatchMode",
-    "backward_for_inputs",
-    "backward_for_weights",
-    "compilation_callbacks",
-    "default_store",
-    "fake_mode",
-    "fake_mode_beside_real",
-    "function_modes",
-    "ignore_in_ddp",
-    "is_cuda_unusable",
     "is_traceable_wrapper_subclass",
-    "is_without_memory",
-    "join_fake_group",
-    "join_rpc",
     "kill_with_parent",
-    "memory_on_cpu",
-    "overflows_of",
-    "pipeline_order",
-    "read_by_placements",
-    "reduce_sharded_gradients",
-    "root_mesh",
-    "strided_shard",
     "tree_leaves",
     "tree_map",
-    "unknown_values",
-    "with_transfers",
-    "without_dispatch_modes",
 ]
 
 SEEN: Final = "2.11.0, 2.14.1 and 2.15.0"

@@ -40,6 +40,7 @@ def estimate_replica(
         whole_activations(profile),
         communication=communication,
         between_steps=between_steps,
+        holds_gradients=are_views and not profile.is_manual,
         traffic={"dp_replicate": sent},
     )
 

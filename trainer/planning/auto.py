@@ -85,7 +85,7 @@ def choose(
     climb = partial(_climb, make_trainer, _kept(settings), place, module, loaders, datamodule)
     answer: Choice | str | None = launch_all(climb, num_processes=1, timeout=_SECONDS)[0]
     if isinstance(answer, str):
-        raise ConfigError(f"{answer}. Take more devices, or a smaller batch in the DataLoader.")
+        raise ConfigError(f"{answer}. Use more devices, or a smaller batch in the DataLoader.")
     return answer
 
 
@@ -201,7 +201,7 @@ def _reason(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
 def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machine) -> str:
     nearest = min(tried, key=lambda planned: planned.missing)
     text = (
-        f"strategy='auto' finds no layout for {machine}, of which {machine.margin:.0%} stay free: the nearest, "
+        f"strategy='auto' finds no layout for {machine}, of which {machine.margin:.0%} stay free: the closest, "
         f"{_name(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
     )
     batch = profiles.batch_size * machine.num_devices

@@ -371,5 +371,5 @@ def test_two_nodes_measure_the_way_between_them(tmp_path):
         assert code == 0, output
     text = ends[0][1]
     assert "node 1 (10.77.0.2)" in text and text.count(" MB/s") == 2 and " ms, " in text
-    assert "is not that of node 0" in text and "0 error(s)" in text
+    assert "is not the same folder on node 1 and on node 0" in text and "0 error(s)" in text
     assert list(tmp_path.rglob("*")) == [folders[1]]  # the first did not exist before

@@ -94,10 +94,10 @@ def test_what_fits_only_without_the_margin_is_taken_if_nothing_else_fits():
     assert "of which less than" not in climbed(0.4 * STATE).reason
 
 
-def test_what_does_not_fit_names_the_nearest_layout_and_what_does():
+def test_what_does_not_fit_names_the_closest_layout_and_what_does():
     said = climbed(0.345 * STATE)
     assert isinstance(said, str)
-    assert "the nearest, tp=4 with fsdp with activation checkpointing, needs" in said
+    assert "the closest, tp=4 with fsdp with activation checkpointing, needs" in said
     assert f"; with batch_size={BATCH // 2} in the DataLoader and accumulate_grad_batches=8, for the same steps" in said
     assert climbed(1e6).endswith(" too much")
 
@@ -150,8 +150,8 @@ def test_a_run_that_fits_nowhere_says_so_before_it_starts(tmp_path):
     done = told(tmp_path, room=int(4e6 + 150e6), width=768, reads=False)
     assert done.returncode == 1
     assert "ConfigError: strategy='auto' finds no layout for 2 devices of " in done.stderr
-    assert "the nearest, " in done.stderr
-    assert "Take more devices, or a smaller batch in the DataLoader." in done.stderr
+    assert "the closest, " in done.stderr
+    assert "Use more devices, or a smaller batch in the DataLoader." in done.stderr
 
 
 def test_a_module_that_cannot_be_profiled_gets_ddp(tmp_path):
