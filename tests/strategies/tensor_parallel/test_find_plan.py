@@ -96,9 +96,9 @@ def test_a_plan_is_found_on_the_meta_device():
     ("plan", "message"),
     [
         ({"blocks.*.7": "colwise"}, r"tp_plan names 'blocks\.\*\.7', which matches no submodule of Net\. Did you mean"),
-        ({"head": "columnwise"}, r"plan of 'head' must be a word .* got 'columnwise'\. Did you mean 'colwise'\?"),
+        ({"head": "columnwise"}, r"plan for 'head' must be a word .* got 'columnwise'\. Did you mean 'colwise'\?"),
         ({"head": 3}, r"must be a word or a ParallelStyle of torch, got 3"),
-        ({"head": "moe_tp_experts"}, r"'moe_tp_experts' of 'head' is for mixtures of experts"),
+        ({"head": "moe_tp_experts"}, r"'moe_tp_experts' for 'head' is for mixtures of experts"),
         ({"head": "packed_colwise:x"}, r"got 'packed_colwise:x'"),
         (
             {"table": "colwise"},
