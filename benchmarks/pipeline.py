@@ -165,7 +165,7 @@ class Alone(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def idle_shares(numbers: list[int], runs: int, sequences: int) -> dict[int, list[float]]:
+def idle_shares(numbers: list[int], runs: int) -> dict[int, list[float]]:
     """Return the measured shares of idle time under gpipe by the number of micro-batches."""
     join()
     shares: dict[int, list[float]] = {number: [] for number in numbers}
@@ -182,7 +182,7 @@ def idle_shares(numbers: list[int], runs: int, sequences: int) -> dict[int, list
                     enable_model_summary=False,
                     **quiet,
                 )
-                trainer.fit(Alone(), DataLoader(CASE.data(3 * sequences * number), sequences))
+                trainer.fit(Alone(), DataLoader(CASE.data(3 * 4 * number), 4))
                 assert timeline.idle_share is not None
                 shares[number].append(timeline.idle_share)
     return shares
@@ -196,7 +196,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
     parser.add_argument("--contests", type=int, default=6, help="how often all begin again")
     parser.add_argument("--idle-runs", type=int, default=5, help="runs for each number of micro-batches")
-    parser.add_argument("--idle-sequences", type=int, default=4, help="sequences of a micro-batch in these runs")
     parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     options = parser.parse_args(argv)
     size = Size(options.contests, options.rounds, options.steps, options.warmup)
@@ -205,8 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     held = [rank[1] for rank in ranks]
     ratios = [own / share for own, share in zip(held, bytes_of_stages(), strict=True)]
     numbers = [4, 8, 16]
-    sizes = options.idle_runs, options.idle_sequences
-    measured = run_ranks(idle_shares, NUM_STAGES, numbers, *sizes, timeout=3600)[0]
+    measured = run_ranks(idle_shares, NUM_STAGES, numbers, options.idle_runs, timeout=3600)[0]
     idle = {
         number: {"measured": median(shares), "theory": (NUM_STAGES - 1) / (number + NUM_STAGES - 1)}
         for number, shares in measured.items()

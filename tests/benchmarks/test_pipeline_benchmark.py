@@ -10,8 +10,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
 
 
 def test_a_rank_holds_its_own_stage_and_idle_shares_are_beside_the_theory(tmp_path):
-    size = ("--steps", "1", "--warmup", "1", "--rounds", "1", "--contests", "1", "--idle-runs", "1")
-    done = run_program(SCRIPT, *size, "--idle-sequences", "1", "--json", folder=tmp_path)
+    size = ("--steps", "1", "--warmup", "1", "--rounds", "1", "--contests", "1", "--idle-runs", "1", "--json")
+    done = run_program(SCRIPT, *size, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout[done.stdout.index("{") :])
     assert list(result["contenders"]) == ["by hand", "echelon", "echelon barebones"]
