@@ -27,7 +27,7 @@ def with_workspace(operator: str, args: Sequence[Any], output: Any) -> Any:
 
     def real(steps: int) -> float:
         samples = min(num_samples, _FEW_SAMPLES)
-        return _workspace(args, steps, samples, width) * num_samples / samples
+        return float(_workspace(args, steps, samples, width) * num_samples / samples)
 
     size = _at(num_steps, real)
     return (*output[:3], output[3].new_empty(round(size), dtype=torch.uint8))
