@@ -51,6 +51,12 @@ def handling(handle: Callable[[int], None]) -> Iterator[None]:
             handler.undo()
 
 
+def end_handling() -> None:
+    """Restore the handlers from before the run, so that a signal ends it at once, with nothing saved."""
+    if threading.current_thread() is threading.main_thread():
+        _undo_all()
+
+
 def ignore(number: int) -> None:
     """Ignore a signal in this process and its forks, but not in the programs that they start.
 
@@ -98,6 +104,12 @@ class _Handler:
         signal.signal(self._number, self._before if self._before is not None else signal.SIG_DFL)
 
 
+def _undo_all() -> None:
+    for number in RUN_SIGNALS:
+        while isinstance(handler := signal.getsignal(number), _Handler):
+            handler.undo()
+
+
 @functools.cache
 def _undo_in_forks() -> None:
     """Make forked processes remove the handlers: a Pool's must end on SIGTERM. Cached: fork hooks cannot be removed.
@@ -114,9 +126,7 @@ def _undo_in_forks() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def undo() -> None:
-        for number in RUN_SIGNALS:
-            while isinstance(handler := signal.getsignal(number), _Handler):
-                handler.undo()
+        _undo_all()
         unblock()
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=undo)

@@ -23,6 +23,7 @@ from ...strategies.distributed.nested import iterate_tensors, map_tensors
 from ...strategies.errors import EchelonError, ModuleError
 from ...strategies.estimate.live_memory import LiveMemory, storages_bytes
 from ...strategies.estimate.profile import Profile, StateBytes
+from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.module.deferred_init import without_trunc_normal
 from ...strategies.parallel.batch_split import split
 from ...strategies.strategy import ClipAlgorithm
@@ -185,6 +186,9 @@ class _FirstStep(Callback):
     def __init__(self, strategy: ProfilingStrategy) -> None:
         self._strategy = strategy
         self.profile: Profile | None = None
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        end_handling()  # the step may take minutes, and has nothing to save
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         self.profile = self._strategy.profile(trainer.optimizers)

@@ -18,6 +18,7 @@ from ...callbacks.run import Run
 from ...strategies import Strategy
 from ...strategies.distributed.nested import iterate_tensors
 from ...strategies.estimate.live_memory import storages_bytes
+from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.state.dtensor import is_dtensor, local_shard
 from ..checkpoint.manifest import read_manifest
 from ..data.index_stream import DataRanks
@@ -120,6 +121,7 @@ class TakeNotes(Callback):
         ]
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        end_handling()  # the steps may take minutes, and have nothing to save
         self._strategy.counts_traffic = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:

@@ -9,6 +9,8 @@ import yaml
 from echelon.trainer.cli.main import main
 
 MODULE = """
+import signal
+
 import torch
 from torch import nn
 import echelon
@@ -61,6 +63,11 @@ class ByHand(Blocks):
 class Searching(Blocks):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+class Slow(Blocks):
+    def training_step(self, batch, batch_idx):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the step went on")
 
 class Failing(Blocks):
     def __init__(self):
@@ -257,6 +264,11 @@ def test_replicas_of_a_module_with_unused_parameters_are_told_so(capsys):
     options = {"_target_": "echelon.strategies.DDPOptions", "find_unused_parameters": True}
     assert given["ddp"] == {"_target_": "echelon.strategies.DDPStrategy", "find_unused_parameters": True}
     assert given["zero"] == {"_target_": "echelon.strategies.ZeroStrategy", "ddp": options}
+
+
+def test_ctrl_c_ends_a_step_at_once(capsys):
+    assert main(["plan", "config.yaml", "module={_target_: module_to_plan.Slow}"]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_layouts_that_refuse_the_optimizer_are_not_possible(capsys):
