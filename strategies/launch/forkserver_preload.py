@@ -7,6 +7,7 @@ of workers would be lost; so it is started with these signals blocked. Its child
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -26,3 +27,4 @@ def _import_all(names: str) -> None:
 
 
 _import_all(take_preload())
+gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
