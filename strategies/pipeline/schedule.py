@@ -99,12 +99,15 @@ class Schedule:
         is_simple = is_simple or bool(self.reason_against(num_micro_batches))
         return _actions(self, num_micro_batches, is_simple)[rank]
 
-    def idle_share(self, num_micro_batches: int, *, is_simple: bool = False) -> float:
+    def idle_share(self, num_micro_batches: int, *, is_simple: bool = False, is_whole: bool = False) -> float:
         """Return the share of a step that ranks spend waiting, on average, if all stages and transfers are ideal.
 
-        A forward takes one unit, a backward two, and each half of it one. `is_simple`: see `actions`.
+        A forward takes one unit, a backward two, and each half of it one. `is_simple`: see `actions`. With `is_whole`,
+        no backward is computed in halves.
         """
         orders = _actions(self, num_micro_batches, is_simple or bool(self.reason_against(num_micro_batches)))
+        if is_whole:
+            orders = tuple(tuple(without_halves(actions)) for actions in orders)
         busy, end = _simulated(self, orders)
         return 1 - busy / (end * self.num_ranks)
 

@@ -84,7 +84,8 @@ class WindowTimeline:
     @property
     def expected_idle_share(self) -> float:
         """The share if all stages took equally long, a backward twice a forward, and transfers no time."""
-        return self.schedule.idle_share(self.num_micro_batches, is_simple=self.is_simple)
+        is_whole = all(span.doing != _DOING["W"] for span in self.spans)  # also under schedules with halves
+        return self.schedule.idle_share(self.num_micro_batches, is_simple=self.is_simple, is_whole=is_whole)
 
 
 class WindowRecorder:
