@@ -8,20 +8,12 @@ from functools import partial
 from typing import Any, Final
 
 from ...callbacks.callback import Callback
-from ...strategies import (
-    ActivationCheckpointing,
-    DDPStrategy,
-    FSDPStrategy,
-    Hardware,
-    ParallelStrategy,
-    Strategy,
-    ZeroStrategy,
-)
+from ...strategies import ActivationCheckpointing, FSDPStrategy, Hardware, ParallelStrategy
 from ...strategies.errors import ConfigError, EchelonError
 from ...strategies.launch.launcher import launch_all
 from ..module.train_module import TrainModule
 from ..session.settings import Settings
-from .layouts import RunLayout
+from .layouts import RunLayout, replicas
 from .machine import Machine, in_units, lift_limits, this_machine
 from .plan import PlannedLayout, Profiles, choose_micro_batch
 from .profiles import FitOnce, take_profiles
@@ -141,7 +133,7 @@ def climb(
     batch = profiles.batch_size
     tried: list[PlannedLayout] = []
     at: int | None = None
-    for layout, recomputes in _ladder(machine, can_recompute=True in profiles.whole, must=given is not None):
+    for layout, recomputes in _ladder(machine, profiles, must=given is not None):
         # the user's micro-batch; an error of the profile is none of the layout
         whole = {recomputes: profiles.whole[recomputes]}
         fixed = Profiles(whole=whole, halved={}, can_accumulate=profiles.can_accumulate)
@@ -162,17 +154,13 @@ def climb(
     return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _reason(tried, at, machine))
 
 
-def _ladder(machine: Machine, *, can_recompute: bool, must: bool) -> list[tuple[RunLayout, bool]]:
+def _ladder(machine: Machine, profiles: Profiles, *, must: bool) -> list[tuple[RunLayout, bool]]:
     """Return the rungs, from the simplest to the one that needs the least memory."""
-    number = machine.num_devices
-    plain: list[tuple[str, Callable[[], Strategy]]] = [
-        ("ddp", DDPStrategy),
-        ("zero", ZeroStrategy),
-        ("fsdp", FSDPStrategy),
-    ]
-    rungs = [(RunLayout(name, make, name, number), must) for name, make in plain]
+    number, can_recompute = machine.num_devices, True in profiles.whole
+    fsdp = RunLayout("fsdp", FSDPStrategy, "fsdp", number)
+    rungs = [(layout, must) for layout in (*replicas(number, profiles.whole[False]), fsdp)]
     if can_recompute and not must:
-        rungs.append((rungs[-1][0], True))
+        rungs.append((fsdp, True))
     tp = next((degree for degree in range(2, number + 1) if number % degree == 0), number)
     while tp <= number:
         make = partial(ParallelStrategy, tp=tp)

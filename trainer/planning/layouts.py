@@ -40,7 +40,7 @@ def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
     if number == 1:
         yield RunLayout("single", SingleDeviceStrategy, "single", 1)
         return
-    yield from _replicas(number, is_partly_used=bool(profile.unused) and not profile.is_manual)
+    yield from replicas(number, profile)
     if any(isinstance(part, RemoteEmbedding) for part in profile.module.modules()):
         yield _class("ddp, tables on a server", ParameterServerStrategy, number, dense="ddp")
     yield RunLayout("fsdp", FSDPStrategy, "fsdp", number)
@@ -54,8 +54,9 @@ def possible_layouts(machine: Machine, profile: Profile) -> Iterator[RunLayout]:
     yield from _products(machine, has_sequences=profile.attention_bytes > 0)
 
 
-def _replicas(number: int, *, is_partly_used: bool) -> Iterator[RunLayout]:
-    if not is_partly_used:
+def replicas(number: int, profile: Profile) -> Iterator[RunLayout]:
+    """Yield the layouts of whole modules, for a step of which this is the profile."""
+    if not profile.unused or profile.is_manual:
         yield RunLayout("ddp", DDPStrategy, "ddp", number)
         yield RunLayout("zero", ZeroStrategy, "zero", number)
         return

@@ -86,6 +86,15 @@ def test_no_profile_is_taken_before_a_rung_needs_it(memory, profiles):
     assert fits == profiles  # by whether they recompute; the last one is of half a batch
 
 
+def test_replicas_of_a_module_with_unused_parameters_look_for_them():
+    module = Tower()
+    module.spare = nn.Linear(3, 3)
+    choice = climbed(1.5 * STATE, module)
+    assert choice.layout.name == "ddp"
+    assert choice.layout.make().options.find_unused_parameters
+    assert not climbed(1.5 * STATE).layout.make().options.find_unused_parameters
+
+
 def test_what_fits_only_without_the_margin_is_taken_if_nothing_else_fits():
     choice = climbed(0.365 * STATE)
     assert isinstance(choice, Choice), choice
