@@ -181,5 +181,5 @@ def misuse():
 def test_what_cannot_be_checked_or_run_is_refused():
     for outside, unchecked in run_ranks(misuse, 2):
         assert "used outside the layer's forward" in outside
-        assert "Cut are: up" in outside
+        assert "These layers are cut: up" in outside
         assert "cuts up, down, which belong to Used itself, but its step does not call its forward" in unchecked

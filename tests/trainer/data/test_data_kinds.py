@@ -236,7 +236,7 @@ def test_evaluation_loaders_may_be_read_side_by_side():
 
 def test_an_empty_evaluation_loader_is_pointed_out_and_the_others_are_read():
     module = Several()
-    with pytest.warns(UserWarning, match=r"Loader 1 to validate has no batches"):
+    with pytest.warns(UserWarning, match=r"Loader 1 for validate has no batches"):
         quiet().validate(module, [loader(2, 2), DataLoader([], 2)], verbose=False)
     assert module.validated == [(0, 0, [0, 1])]
 
@@ -257,7 +257,7 @@ def test_a_limit_is_a_count_or_a_fraction_of_each_loader(limit, count):
 
 def test_a_limit_above_what_there_is_is_pointed_out_and_all_is_read():
     module = Regression()
-    with pytest.warns(UserWarning, match=r"limit_train_batches=9, but the training loader has 4 batches"):
+    with pytest.warns(UserWarning, match=r"limit_train_batches=9, but the training loader has only 4 batches"):
         quiet(max_epochs=1, limit_train_batches=9).fit(module, loader())
     assert indices(module.seen) == FOUR
 

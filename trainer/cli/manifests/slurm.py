@@ -41,6 +41,11 @@ while $is_heard; do # a signal ends wait, not srun
     is_heard=false
     wait "$nodes"
     code=$?
+    # bash forgets a process that ends just as a signal comes, and would wait for it forever
+    if $is_heard && ! kill -0 "$nodes" 2>/dev/null && jobs -rp | grep -qx "$nodes"; then
+        code=143
+        break
+    fi
 done
 {end}
 if [ "$code" -eq 143 ] && $is_time_up; then
