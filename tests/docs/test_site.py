@@ -72,6 +72,6 @@ def test_a_browser_shows_the_site(site, chromium):
         page.goto((site / "index.html").as_uri())
         assert page.locator("h1").first.inner_text().startswith("Echelon")
         page.get_by_role("link", name="Strategies", exact=True).first.click()
-        assert page.locator("#echelon\\.FSDPStrategy").is_visible()
+        page.locator("#echelon\\.FSDPStrategy").wait_for(state="visible")
         browser.close()
     assert failed == []

@@ -188,10 +188,14 @@ class CountedTraffic(TorchDispatchMode):
 class MeasuredStep(Callback):
     """Measures the second step of this rank: what it holds, keeps for backward and sends."""
 
+    traffic = None
+
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 1:
-            self.kept, self.traffic, self.is_forward = KeptForBackward(), CountedTraffic(), True
-            self.traffic.__enter__()
+            if self.traffic is None:  # a step may have several micro-batches
+                self.traffic = CountedTraffic()
+                self.traffic.__enter__()
+            self.kept, self.is_forward = KeptForBackward(), True
             self.kept.__enter__()
 
     def on_before_backward(self, trainer, module, loss):
