@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from echelon import Callback, ConfigError, FSDPStrategy, ParallelStrategy, Trainer, TrainModule
 
 BESIDE = 300 * 10**6
-"""Bytes that a process needs besides tensors, as docs/plan.md says."""
+"""Bytes that are left to a process beyond what it holds at the start; docs/plan.md says what it needs of them."""
 ROOM = (1.7, 1.0, 0.75, 0.5, 0.1)
 """For each case: the limit beyond that, as a multiple of the training state's size on one device."""
 STEPS = 4

@@ -208,18 +208,18 @@ def _search(path: str, value: object, depth: int, seen: set[int]) -> tuple[str, 
 
 def is_importable(value: object) -> bool:
     """Return whether Python's own pickle takes a value, which sends functions and classes by their names."""
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - a __reduce__ may raise anything
-        return False
-    return True
+    return _is_taken(value, pickle.dumps)
 
 
 def _is_picklable(value: object) -> bool:
     import cloudpickle
 
+    return _is_taken(value, cloudpickle.dumps)
+
+
+def _is_taken(value: object, dumps: Callable[[object], bytes]) -> bool:
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
     except Exception:  # noqa: BLE001 - a __reduce__ may raise anything
         return False
     return True

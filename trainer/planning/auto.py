@@ -146,7 +146,7 @@ def climb(
             break  # the rung after the choice, which the reason mentions
         at = len(tried) - 1 if planned.fits else None
     if at is None:
-        tight = [planned for planned in tried if planned.fits_without_margin(machine)]
+        tight = [planned for planned in tried if planned.fits_without_margin]
         if not tight:
             return _nothing_fits(tried, profiles, machine)
         at = tried.index(min(tight, key=lambda planned: planned.missing))

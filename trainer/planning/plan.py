@@ -58,8 +58,10 @@ class PlannedLayout:
     estimate: Estimate
     flops: float
     """Of a step, on each device."""
+    available: float
+    """The bytes of a device for tensors."""
     limit: float
-    """The bytes that a device may use for it."""
+    """Those of them that it may use, so that a margin stays free."""
     seconds: float | None
     """Of a step, if every device computes at its peak and nothing is sent meanwhile; None where that is not known."""
 
@@ -68,9 +70,10 @@ class PlannedLayout:
         """Whether the estimate is within the limit."""
         return self.estimate.total <= self.limit
 
-    def fits_without_margin(self, machine: Machine) -> bool:
-        """Return whether it fits if nothing stays free."""
-        return self.estimate.total <= self.limit / (1 - machine.margin)
+    @property
+    def fits_without_margin(self) -> bool:
+        """Whether it fits if nothing stays free."""
+        return self.estimate.total <= self.available
 
     @property
     def missing(self) -> float:
@@ -210,6 +213,7 @@ def _planned(
         num_micro_batches=number,
         estimate=estimate,
         flops=flops,
+        available=available,
         limit=available * (1 - machine.margin),
         seconds=_seconds(machine, estimate, flops),
     )

@@ -1,5 +1,6 @@
 """Four kinds of modules whose steps are estimated, and functions that measure a step on real ranks."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,8 @@ from echelon.strategies.module.memory_estimate import KeptForBackward, held_memo
 from echelon.trainer.planning.profiling import ProfilingStrategy, take_profile
 
 BATCH = 8
+CLOSE = {"parameters": 0.02, "gradients": 0.02, "optimizer": 0.02, "activations": 0.15, "traffic": 0.05}
+"""The relative errors that estimates may have."""
 
 
 class Classifier(TrainModule):
@@ -219,6 +222,16 @@ class MeasuredStep(Callback):
                 "traffic": self.traffic.sent,
             }
             trainer.should_stop = True
+
+
+def misestimated(label, estimate, measured):
+    """Return a line for each number of an estimate that is not close to what was measured."""
+    estimated = {**estimate.by_kind, "traffic": estimate.sent}
+    return [
+        f"{label}: {what} {measured[what]:,.0f} measured, {estimated[what]:,.0f} estimated, {estimate.traffic}"
+        for what, close in CLOSE.items()
+        if measured[what] != pytest.approx(estimated[what], rel=close, abs=64)
+    ]
 
 
 def measure(kind, strategy, **settings):
