@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
@@ -86,8 +86,12 @@ class ReplicaStrategy(Strategy):
     def set_grad_sync(self, enabled: bool) -> None:
         self._replica.set_grad_sync(enabled)
 
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        return self._replica.zero_loss(spare)
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        loss = self._replica.zero_loss()
+        if loss is None:
+            super().stand_by(step_name, busy, run)
+        else:
+            self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)

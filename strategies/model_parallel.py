@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final, Unpack
@@ -27,9 +26,9 @@ from .estimate.layout import CutLayout, estimate_layout
 from .estimate.profile import Profile
 from .estimate.stages import StageEstimates
 from .module.precision import Precision
+from .parallel.equal_ranks import make_equal, overrides
 from .parallel.mesh import Degree, Degrees, check_degrees, in_stage
-from .parallel.sharded_module import make_equal, overrides
-from .parallel.sharding_policy import Policy, Reshard, ShardingOptions, ShardingPlan
+from .parallel.sharding_policy import ParallelPlan, Policy, Reshard, ShardingOptions
 from .pipeline.checks import check_module, check_number, check_pipeline, stage_table
 from .pipeline.partition import find_parts
 from .pipeline.pipeline import Pipeline
@@ -49,20 +48,6 @@ _DATA: Final = ("dp_replicate", "dp_shard")
 
 _OF_STAGE: Final = (*_DATA, "cp", "tp")
 """The axes along which ranks hold the same stage."""
-
-
-@dataclass(frozen=True)
-class ParallelPlan:
-    """How a module is split over ranks, and how its parameters are sharded; print it for a table."""
-
-    layers: str
-    """A table of the layers that are split; empty if none are."""
-    sharding: ShardingPlan
-    stages: str = ""
-    """A table of the pipeline stages; empty without a pipeline."""
-
-    def __str__(self) -> str:
-        return "\n\n".join(filter(None, (self.stages, self.layers, str(self.sharding))))
 
 
 class ParallelStrategy(ShardedStrategy):
@@ -291,6 +276,11 @@ class ParallelStrategy(ShardedStrategy):
             self._has_run = True
             self._sharded.check_all_sharded()
         self._pipeline.add_shared_gradients()
+
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        super().stand_by(step_name, busy, run)
+        if self._sequences is not None:
+            self._sequences.skip_check(step_name)  # the busy ranks have made it
 
     def _run_here(self, step_name: str, *args: Any) -> Any:
         if self._sequences is None:

@@ -22,8 +22,8 @@ from .estimate.profile import Profile
 from .estimate.served import ServedStep
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
+from .parallel.equal_ranks import overrides
 from .parallel.replica import DDPOptions, Replica, copy_from_first
-from .parallel.sharded_module import overrides
 from .parallel.sharding_policy import sparse_layers
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
@@ -245,10 +245,11 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
         if self._tables is not None or self.precision.uses_scaler:
-            return super().zero_loss(spare)
-        return torch.zeros((), device=self.device, requires_grad=True)  # no parameter gets a gradient
+            super().stand_by(step_name, busy, run)
+        else:  # no parameter gets a gradient
+            self.backward(torch.zeros((), device=self.device, requires_grad=True))
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         multiply_gradients(self.module.parameters(), factor)

@@ -21,10 +21,10 @@ from .estimate.sharded import estimate_sharded
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
-from .parallel.gradient_hooks import GradientHooks
+from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.shard_update import step_on_shards
-from .parallel.sharded_module import ShardedModule, configure
+from .parallel.sharded_module import ShardedModule
 from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule
@@ -34,6 +34,7 @@ from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, 
 from .state.shards import Holders
 from .strategy import ClipAlgorithm, Strategy
 from .torch_internals import overflows_of
+from .units.gradient_hooks import GradientHooks
 
 
 class ShardedStrategy(Strategy):
@@ -148,6 +149,7 @@ class ShardedStrategy(Strategy):
             module,
             self._mesh,
             collectives=collectives,
+            data_collectives=self.data_collectives,
             device=self.device,
             precision=self.precision,
             options=self.options,
@@ -200,6 +202,18 @@ class ShardedStrategy(Strategy):
         if self._gradient_hooks is not None:
             self._gradient_hooks.link()
         return output
+
+    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
+        assert self._sharded is not None
+        return self._sharded.idle_ranks.beside(step_name, busy, lent)
+
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        assert self._sharded is not None
+        if self.precision.uses_scaler:
+            self.scaler.scale(torch.zeros((), device=self.device))  # without a loss, the update needs the scale, too
+        self._sharded.stand_by(step_name, busy, run)
+        if self._pipeline is not None and step_name == "training_step":
+            self._pipeline.add_shared_gradients()
 
     def record_window(self) -> WindowRecorder:
         return super().record_window() if self._pipeline is None else self._pipeline.record_window()

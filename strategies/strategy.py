@@ -54,8 +54,7 @@ class Strategy(ABC):
     uses_processes: ClassVar[bool] = False
     """Whether each device gets a process of its own."""
     forward_is_collective: ClassVar[bool] = False
-    """Whether ranks communicate in forward, so that all ranks must run a step whenever one does."""
-
+    """Whether ranks communicate in forward, so that ranks without samples must `stand_by` in all steps."""
     supports_inference_mode: ClassVar[bool] = True
     """Whether evaluation may run in torch's inference mode rather than under ``torch.no_grad``."""
 
@@ -353,12 +352,13 @@ class Strategy(ABC):
     def set_grad_sync(self, enabled: bool) -> None:
         """Set whether the next backward synchronizes gradients; only a step's last micro-batch needs to."""
 
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        """Return a loss of 0 with which a rank without samples joins the other ranks' backward.
+    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
+        """Return the context of a step while data ranks that are not `busy` stand by, or run it with what is lent."""
+        return nullcontext()
 
-        `spare` computes a loss from an earlier batch, for a strategy whose forward is collective.
-        """
-        return spare() * 0
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        """Take part in a step without samples; `run` runs it with what a `busy` data rank lends. Collective."""
+        run(None)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled if the precision uses a gradient scaler."""

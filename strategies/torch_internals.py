@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -40,9 +40,9 @@ class _NamesOfTorch:
             ) from error
 
 
-_names_of_torch: Final = _NamesOfTorch()
+names_of_torch: Final = _NamesOfTorch()
 
-with _names_of_torch:
+with names_of_torch:
     from torch.multiprocessing import _prctl_pr_set_pdeathsig as kill_with_parent  # type: ignore[attr-defined]
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -54,7 +54,7 @@ with _names_of_torch:
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Return the placement of a DTensor that is sharded within each of `split_factor` parts of a dimension."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.distributed.tensor.placement_types import _StridedShard
     return _StridedShard(dim, split_factor=split_factor)
 
@@ -64,7 +64,7 @@ def read_by_placements(tensor: Any) -> None:
 
     A packed tensor has none, and torch would raise.
     """
-    with _names_of_torch:
+    with names_of_torch:
         spec = tensor._spec  # noqa: SLF001
         order = spec.compute_default_shard_order(spec.placements)
         spec.use_strided_shard_as_shard_order, spec.shard_order = False, order
@@ -72,27 +72,27 @@ def read_by_placements(tensor: Any) -> None:
 
 def root_mesh(mesh: Any) -> Any:
     """Return the DeviceMesh that a mesh is part of."""
-    with _names_of_torch:
+    with names_of_torch:
         return mesh._get_root_mesh()  # noqa: SLF001
 
 
 def without_dispatch_modes() -> Any:
     """Return a context that disables the TorchDispatchModes around it, such as that of selective checkpointing."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.utils._python_dispatch import _disable_current_modes
     return _disable_current_modes()
 
 
 def fake_mode() -> Any:
     """Return a mode in which tensors have a shape and no memory; real tensors are treated in the same way."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_mode_beside_real() -> Any:
     """Return a `fake_mode` that computes normally if all tensors are real, such as the ranks of a DeviceMesh."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
     class BesideReal(FakeTensorMode):
@@ -113,7 +113,7 @@ def is_without_memory(tensor: torch.Tensor) -> bool:
 
 def real_values() -> AbstractContextManager[object]:
     """Return a context in which new tensors have memory, also inside a `fake_mode`."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
     return unset_fake_temporarily()
 
@@ -122,7 +122,7 @@ def join_fake_group(rank: int, world_size: int) -> None:
     """Join a process group as one rank, without any other processes; its collectives return at once."""
     import torch.distributed as dist
 
-    with _names_of_torch:
+    with names_of_torch:
         from torch.distributed import HashStore  # type: ignore[attr-defined]  # as its documentation has it
         from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
     dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
@@ -130,7 +130,7 @@ def join_fake_group(rank: int, world_size: int) -> None:
 
 def unknown_values() -> tuple[type[Exception], ...]:
     """Return the errors that are raised when code reads the values of a tensor without memory."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -147,14 +147,14 @@ def unknown_values() -> tuple[type[Exception], ...]:
 
 def function_modes() -> list[Any]:
     """Return the TorchFunctionModes around the caller, the outermost first."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.overrides import _get_current_function_mode_stack
     return list(_get_current_function_mode_stack())
 
 
 def compilation_callbacks() -> Any:
     """Return the registry of functions that torch.compile calls before and after it compiles."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch._dynamo.callback import callback_handler
     return callback_handler
 
@@ -163,7 +163,7 @@ def default_store() -> Any:
     """Return the store through which the processes of the default process group met."""
     from torch.distributed import distributed_c10d
 
-    with _names_of_torch:
+    with names_of_torch:
         return distributed_c10d._get_default_store()
 
 
@@ -175,7 +175,7 @@ def overflows_of(
     Where there were none, as on a frozen stage of a pipeline, it is one for `device`: torch steps no optimizer of which
     it knows nothing.
     """
-    with _names_of_torch:
+    with names_of_torch:
         found: Any = scaler._found_inf_per_device(optimizer)  # noqa: SLF001
     if not found:
         found[device] = torch.zeros((), device=device)
@@ -184,7 +184,7 @@ def overflows_of(
 
 def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
     """Return the memory of a storage that is being pickled, copied to the CPU if it is on another device."""
-    with _names_of_torch:
+    with names_of_torch:
         is_untyped = isinstance(storage, torch.UntypedStorage)
         memory: torch.UntypedStorage = storage if is_untyped else storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
     return memory if memory.device.type in ("cpu", "meta") else memory.cpu()
@@ -192,7 +192,7 @@ def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
 
 def is_cuda_unusable() -> bool:
     """Return whether this process cannot use CUDA because it was forked from one that had initialized it."""
-    with _names_of_torch:
+    with names_of_torch:
         return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001
 
 
@@ -200,7 +200,7 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
     """Make DistributedDataParallel ignore these parameters and buffers of a module, which it has yet to wrap."""
     from torch.nn.parallel import DistributedDataParallel
 
-    with _names_of_torch:
+    with names_of_torch:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # noqa: SLF001
 
 
@@ -211,7 +211,7 @@ def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) ->
     """
     from torch.distributed import autograd, rpc
 
-    with _names_of_torch:
+    with names_of_torch:
         autograd._init(rank)  # type: ignore[attr-defined] # noqa: SLF001
         rpc._init_rpc_backend(store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)  # noqa: SLF001
 
@@ -239,7 +239,7 @@ def set_float32_precisions(precisions: dict[tuple[str, str], str]) -> None:
 
 
 def _precision(verb: str) -> Callable[..., str]:
-    with _names_of_torch:
+    with names_of_torch:
         function: Callable[..., str] = getattr(torch._C, f"_{verb}_fp32_precision_{verb}ter")  # noqa: SLF001
     return function
 
@@ -256,7 +256,7 @@ def compiler_settings() -> dict[tuple[str, str], Any]:
 
 
 def _changed(config: Any) -> Iterable[str]:
-    with _names_of_torch:
+    with names_of_torch:
         return [key for key in config._config if not config._is_default(key)]  # noqa: SLF001
 
 
@@ -288,7 +288,7 @@ def pipeline_order(
     schedule: str, num_ranks: int, stages_a_rank: int, num_micro_batches: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return each rank's order of computation under one of torch's schedules: kind, stage and micro-batch."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         stages = [_OrderStage(stage, num_ranks * stages_a_rank, num_ranks) for stage in range(stages_a_rank)]
@@ -313,7 +313,7 @@ def with_transfers(
     orders: Iterable[Iterable[tuple[str, int, int]]], rank_of: Callable[[int], int], num_stages: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return the orders with transfers between ranks added, placed so that any two ranks transfer in the same order."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
     actions = {
         rank: [_Action(stage, _ComputationType(kind), index) for kind, stage, index in order]
@@ -333,53 +333,29 @@ def backward_for_inputs(
     weights: Iterable[torch.nn.Parameter],
 ) -> Any:
     """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to continue."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_input
     return stage_backward_input(outputs, gradients, inputs, iter(weights))[1]
 
 
 def backward_for_weights(weights: Iterable[torch.nn.Parameter], rest: Any) -> None:
     """Add the gradients of weights that `backward_for_inputs` left out."""
-    with _names_of_torch:
+    with names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_weight
     stage_backward_weight(iter(weights), rest)
 
 
-def reduce_sharded_gradients(root: Any) -> None:
-    """Reduce the gradients that a ``fully_shard`` root has accumulated over several backwards. Collective."""
-    from torch.distributed.fsdp import fully_shard
-
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
-    with _names_of_torch:
-        state = fully_shard.state(root)  # type: ignore[attr-defined]
-        context = state._state_ctx  # noqa: SLF001
-        if getattr(context, "manual_backward_finalization_active", False) is None:
-            # torch 2.15 sets it in backward hooks, none of which ran if parameters were gathered before
-            context.manual_backward_finalization_active = context.manual_backward_finalization
-        for each in context.all_states:
-            for group in _param_groups(each):
-                group.post_backward()
-        state._root_post_backward_final_callback()  # noqa: SLF001
+def group_named(name: str) -> Any:
+    """Return the process group with a name; None if there is none."""
+    with names_of_torch:
+        from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return None
 
 
-def gathered_parameters(roots: Iterable[Any]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    with _names_of_torch:
-        units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
-        states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-        groups = [group for state in states for group in _param_groups(state)]
-        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
-                yield parameter.sharded_param, gathered
-
-
-def _param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of a sharded module: torch before 2.13 has at most one."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    with names_of_torch:
+        return torch._C._current_graph_task_id() != -1  # noqa: SLF001

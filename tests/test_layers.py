@@ -17,7 +17,7 @@ LEVELS = (
     ("strategies.cluster",),
     ("strategies.distributed",),
     ("strategies.launch", "strategies.state"),
-    ("strategies.module", "strategies.snapshots"),
+    ("strategies.module", "strategies.snapshots", "strategies.units"),
     ("strategies.context_parallel", "strategies.pipeline", "strategies.tensor_parallel"),
     ("strategies.parallel", "strategies.resilience", "strategies.servers", "strategies.doctor"),
     ("strategies.estimate",),

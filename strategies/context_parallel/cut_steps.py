@@ -48,6 +48,10 @@ class CutSteps:
             self._checked.add(step_name)
             check_step(self.context, module, args, run, self._collectives)
 
+    def skip_check(self, step_name: str) -> None:
+        """Do without the check of a kind of step, which other ranks have made."""
+        self._checked.add(step_name)
+
     def run(self, step_name: str, module: nn.Module, args: Sequence[Any], run: Callable[..., Any]) -> Any:
         """Call ``run(step_name, *args)``, with this rank's part of the batch, the first of `args`, if steps are cut."""
         if step_name not in _CUT:

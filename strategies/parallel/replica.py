@@ -161,10 +161,10 @@ class Replica:
             if self._wrapper.require_backward_grad_sync != is_due:  # setting an attribute of a module is slow
                 self._wrapper.require_backward_grad_sync = is_due
 
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        """Return a loss of 0 whose backward joins the other ranks' step."""
+    def zero_loss(self) -> Tensor | None:
+        """Return a loss of 0 whose backward joins the other ranks' step; None if the step must run for that."""
         if self._wrapper is None:
-            return spare() * 0
+            return None
         trained = list(self._averaged.values())
         # those that the previous step used: with a gradient of 0, weight decay would change an unused parameter
         used = [parameter for parameter in trained if parameter.grad is not None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -16,17 +17,19 @@ from ..distributed.nested import iterate_tensors
 from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS
 from ..module.deferred_init import DeferredInit, Places
+from ..module.norms import match_inputs_of_norms
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor, local_shard, shard_like
-from ..torch_internals import BatchNorm, reduce_sharded_gradients
-from .large_layers import LargeLayers, LayerUnit
+from ..torch_internals import BatchNorm
+from ..units.idle_ranks import IdleRanks
+from ..units.large_layers import LargeLayers, LayerUnit
+from ..units.torch_units import reduce_sharded_gradients
+from .equal_ranks import make_equal, overrides
 from .mesh import in_stage
-from .replica import copy_from_first
 from .sharding_policy import ShardingOptions, large_layers
 from .step_caller import StepCaller
 
 _DP_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
-_NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class ShardedModule:
@@ -40,6 +43,7 @@ class ShardedModule:
         mesh: a DeviceMesh with the axis ``dp_shard``, over which parameters are sharded, optionally with
             ``dp_replicate`` before it; further axes are for the module's ``configure_sharding``.
         collectives: over all ranks.
+        data_collectives: over the ranks that read different samples and hold the same parts of the module.
         device: the device of this rank.
         precision: the trainer's precision.
         options: see `ShardingOptions`.
@@ -58,6 +62,7 @@ class ShardedModule:
         mesh: Any,
         *,
         collectives: Collectives,
+        data_collectives: Collectives,
         device: torch.device,
         precision: Precision,
         options: ShardingOptions,
@@ -83,13 +88,17 @@ class ShardedModule:
         self.roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual = is_manual
         self._set_prefetch()
+        # a step by hand changes parameters, of which every rank has a part
+        by_all = ("training_step",) if is_manual else ()
+        self.idle_ranks = IdleRanks(self.roots, data_collectives, can_run_step=runs is None, run_by_all=by_all)
+        """What ranks without samples do."""
         self._layers: LargeLayers | None = None
         if layers:
             self._units += layers
-            self._layers = LargeLayers(layers, collectives)
+            self._layers = LargeLayers(layers, self.idle_ranks.agree)
             self.roots[0].register_forward_pre_hook(self._layers.begin)
         if device.type == "cpu":
-            _match_inputs_of_norms(module)
+            match_inputs_of_norms(module)
         self.parameters = _names(module)
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
@@ -325,6 +334,25 @@ class ShardedModule:
             root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
             root.set_is_last_backward(enabled)
 
+    # --- steps in which some ranks have no samples -------------------------------------------------------------------
+
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        """Take part in a step of the busy ranks without samples; see `IdleRanks`. Collective.
+
+        If no rank is busy, the gradients that earlier micro-batches have left are reduced.
+        """
+        if any(busy):
+            self.idle_ranks.follow(step_name, busy, run, partial(self._note_read, step_name))
+        else:
+            self._syncs = True
+            for root in self.roots:
+                reduce_sharded_gradients(root)
+        self.reshard()
+
+    def _note_read(self, step_name: str, are_read: list[float]) -> None:
+        assert self._layers is not None
+        self._layers.note_read(step_name, are_read)
+
     # --- the micro-batches of a pipeline -----------------------------------------------------------------------------
 
     def begin_window(self) -> None:
@@ -342,26 +370,6 @@ class ShardedModule:
         reduce_sharded_gradients(self.roots[0])
         self.reshard()
         self._is_known = True  # torch's lazy initialization happens in the hooks of the first call
-
-
-def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
-    """Let a module shard parts of itself, with equal values on all ranks. Collective: every rank calls it."""
-    if overrides(module, "configure_sharding"):
-        make_equal(chain(module.parameters(), module.buffers()), device, collectives)
-        module.configure_sharding(mesh)
-
-
-def overrides(module: nn.Module, hook: str) -> bool:
-    """Return whether a module overrides a hook of its base class, which does nothing."""
-    return sum(hook in vars(kind) for kind in type(module).__mro__) > 1
-
-
-def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Collectives) -> None:
-    """Move tensors that are neither sharded nor deferred to the device, and copy rank 0's values. Collective."""
-    whole = [tensor for tensor in tensors if not (is_dtensor(tensor) or tensor.is_meta)]
-    for tensor in whole:
-        tensor.data = tensor.data.to(device)
-    copy_from_first(whole, collectives)
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
@@ -386,15 +394,3 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _names(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
-
-
-def _match_inputs_of_norms(module: nn.Module) -> None:
-    """Let norms take inputs of another dtype than their parameters, which works on GPUs but not on the CPU."""
-    for submodule in module.modules():
-        if isinstance(submodule, _NORMS) and submodule.weight is not None:
-            submodule.register_forward_pre_hook(_match_input)
-
-
-def _match_input(norm: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    dtype = norm.weight.dtype
-    return (args[0].to(dtype), *args[1:]) if args and args[0].dtype != dtype else None

@@ -74,6 +74,20 @@ class ShardingPlan:
         return "\n".join([f"Sharded over {self.layout}:", *(line.rstrip() for line in lines)])
 
 
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a module is split over ranks, and how its parameters are sharded; print it for a table."""
+
+    layers: str
+    """A table of the layers that are split; empty if none are."""
+    sharding: ShardingPlan
+    stages: str = ""
+    """A table of the pipeline stages; empty without a pipeline."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (self.stages, self.layers, str(self.sharding))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
     """Which units are sharded, how long they stay gathered, and in which dtypes they compute."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, Literal
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.evaluation_data import EvaluationBatch
-from ..data.replica_batches import compared
+from ..data.replica_batches import compared, gather_numbers
 from ..data.seed import isolated_rng
 from ..metrics.accumulator import to_numbers
 from ..metrics.reduction import Line
@@ -118,17 +120,20 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     action = f"{name}_step"
     batches = data.batches(dataloader_idx, limit, session.state.global_step, session.run.current_epoch)
     batches = compared(batches, session.strategy, attrgetter("batch"))
-    if session.strategy.forward_is_collective and session.strategy.data_size > 1:
-        batches = _in_lockstep(session, batches, action, dataloader_idx, num_args)
+    in_lockstep = session.strategy.forward_is_collective and session.strategy.data_size > 1
+    run_unseen = partial(_run_unseen, session, action, dataloader_idx, num_args)
+    rounds = _in_lockstep(session, batches, action, run_unseen) if in_lockstep else zip(batches, repeat(()))
     copy = HostCopy(None)
-    for batch_idx, batch, indices in batches:
+    for (batch_idx, batch, indices), busy in rounds:
         metrics.begin_batch(session.count(batch) if indices is None else len(indices))
         session.progress.batch_idx, session.progress.batch_indices = batch_idx, indices or []
         if session.transfer is not None:
             batch = session.transfer(batch, dataloader_idx)
         for hook in getattr(hooks, f"on_{name}_batch_start"):
             hook(batch, batch_idx, dataloader_idx)
-        with session.profiler.profile(action):
+        lent = batch, batch_idx
+        beside_idle = nullcontext() if all(busy) else session.strategy.beside_idle(action, busy, lent)
+        with session.profiler.profile(action), beside_idle:
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
             copy.finish()  # the previous batch's copy, which ran alongside this batch
@@ -151,35 +156,28 @@ def _of_loader(values: Sequence[tuple[Line, Tensor]], index: int) -> dict[str, f
 
 
 def _in_lockstep(
-    session: Session, batches: Iterator[EvaluationBatch], step_name: str, dataloader_idx: int, num_args: int
-) -> Iterator[EvaluationBatch]:
-    """Yield this rank's batches, and run a spare one, whose result is dropped, while only other ranks have batches.
+    session: Session, batches: Iterator[EvaluationBatch], step_name: str, run: Callable[[Any], None]
+) -> Iterator[tuple[EvaluationBatch, Sequence[bool]]]:
+    """Yield this rank's batches, and which data ranks have one, and stand by while only other ranks have batches.
 
-    The spare batch is the last one seen, or another rank's if there is none. Collective: every rank iterates to the
-    end.
+    Collective: every rank iterates to the end.
     """
     strategy = session.strategy
-    spare: EvaluationBatch | None = None
     while True:
         item = next(batches, None)
-        spare = spare if item is None else item
-        owner = -strategy.world_size if item is None else -strategy.rank
-        has_any, lacks_any, first = strategy.collectives.all_reduce(
-            [float(item is not None), float(spare is None), float(owner)], "max"
-        )
-        if not has_any:
-            return
-        if lacks_any:
-            shared = strategy.collectives.broadcast(item, src=-int(first))
-            spare = shared if spare is None else spare
+        busy = [bool(row[0]) for row in gather_numbers(strategy, [float(item is not None)])]
         if item is not None:
-            yield item
-            continue
-        assert spare is not None
-        batch_idx, batch, _ = spare
-        batch = batch if session.transfer is None else session.transfer(batch, dataloader_idx)
-        with nothing_logged(session):
-            strategy.run(step_name, *(batch, batch_idx, dataloader_idx)[:num_args])
+            yield item, busy
+        elif any(busy):
+            strategy.stand_by(step_name, busy, run)
+        else:
+            return
+
+
+def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[Any, int]) -> None:
+    """Run a step of another rank's batch, which does not count here."""
+    with nothing_logged(session):
+        session.strategy.run(step_name, *(*lent, dataloader_idx)[:num_args])
 
 
 def _gather_predictions(session: Session) -> None:

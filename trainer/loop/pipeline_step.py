@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
 from .loss_weights import Weights
-from .shared_step import SharedStep, nothing_logged
+from .shared_step import SharedStep
 
 
 class PipelineStep(SharedStep):
@@ -29,7 +30,7 @@ class PipelineStep(SharedStep):
     and only there is what a step returns beside the loss.
     """
 
-    __slots__ = ("_batches", "_losses", "_outputs", "_spare_factor", "_window", "position", "signatures")
+    __slots__ = ("_batches", "_losses", "_outputs", "_window", "position", "signatures")
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -37,8 +38,6 @@ class PipelineStep(SharedStep):
         self._batches: list[Any] = []
         self._outputs: dict[int, Any] = {}
         self._losses: list[float] = []
-        self._spare_factor: float | None = None
-        """0 while this rank has no samples, and takes part with an earlier batch; else None."""
         self.signatures: Sequence[Hashable] = ()
         self.position = 0
         if overrides(session.module, "backward", TrainModule):
@@ -59,11 +58,14 @@ class PipelineStep(SharedStep):
         elif self._may_leave:
             goes_on = self.all_go_on(window, number)
         self.weights = self.make_weights(window)
-        if number or (not window and window.total_size):
+        busy = self._who_has_samples(has_some=number > 0) if window.fewest == 0 else [number > 0]
+        if any(busy):
             for zero_grad in self.zero_grads:
                 zero_grad()
-            self._window = window[:number] or (self._spare_batch,)  # type: ignore[assignment]
-            self._run_all(self._batches if window else [self._batch_to_spare()], is_spare=not window)
+            if number:
+                self._run_all(window[:number], busy)
+            else:
+                self._stand_by(busy, is_first=False)
             self.has_gradients = True
         self._share_losses(number)
         for index in range(number if not goes_on else number - 1):
@@ -86,18 +88,13 @@ class PipelineStep(SharedStep):
         self.state.batches_in_epoch = first
         return goes_on
 
-    def _run_all(self, batches: Sequence[Any], *, is_spare: bool) -> None:
-        self._batches, self._outputs = list(batches), {}
-        self._losses = [0.0] * len(batches)
-        self.signatures = [signature_of("training_step", batch) for batch in batches]
+    def _run_all(self, micro_batches: Sequence[MicroBatch], busy: Sequence[bool]) -> None:
+        self._window, self._outputs = micro_batches, {}
+        self._losses = [0.0] * len(micro_batches)
+        self.signatures = [signature_of("training_step", batch) for batch in self._batches]
         self.position = self.state.samples_seen
-        if not is_spare:
+        with nullcontext() if all(busy) else self.strategy.beside_idle("training_step", busy, None):
             self.strategy.run_window(self)
-            return
-        self._spare_factor = 0.0
-        with nothing_logged(self.session):
-            self.strategy.run_window(self)
-        self._spare_factor, self._batches = None, []
 
     def _share_losses(self, number: int) -> None:
         """Share the losses with all stages if something reads them."""
@@ -155,8 +152,6 @@ class PipelineStep(SharedStep):
             self.skip()
         assert loss is not None
         assert self.weights is not None
-        if self._spare_factor is not None:
-            return mean_of(loss) * self._spare_factor
         self._outputs[index] = output
         if self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log:
             self._losses[index] = mean_of(loss).item()
@@ -173,12 +168,12 @@ class PipelineStep(SharedStep):
         return self.strategy.scaled(loss)
 
     def _call_before_backward(self, loss: Tensor) -> None:
-        for hook in self.hooks.on_before_backward if self._spare_factor is None else ():
+        for hook in self.hooks.on_before_backward:
             hook(loss)
 
     def after_backward(self, index: int) -> None:
         """Call the hooks behind a backward, on every stage."""
-        if self.hooks.on_after_backward and self._spare_factor is None:
+        if self.hooks.on_after_backward:
             self._enter(index, self.state.batches_in_epoch + index)
             for hook in self.hooks.on_after_backward:
                 hook()
@@ -192,6 +187,4 @@ class PipelineStep(SharedStep):
         )
 
     def make_weights(self, window: Window) -> Weights:
-        if window:
-            self._spare_batch = window[-1]
         return Weights(window, self.strategy)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from .step import Step
 class SharedStep(Step):
     """The step of a rank that shares it with others, and whose window may be shorter than theirs, or empty.
 
-    If forward is collective (FSDP), a rank runs a spare batch, whose loss is multiplied by 0, for each micro-batch that
-    it has less than other ranks.
+    A rank runs nothing of the module for micro-batches that only others have; it stands by, as its strategy needs it.
     """
 
     __slots__ = ("_counts_units", "_from_others", "_is_collective", "_manual_weight", "_spare_batch")
@@ -40,7 +39,6 @@ class SharedStep(Step):
         """Micro-batches and samples of a step that ended early which other ranks had, and this one had not."""
 
     def forward_backward(self, window: Window) -> bool:
-        last = len(window) - 1
         if not window.total_size:  # one data rank, whose sequences are split
             window.total_size = window.size
         self.weights = self.make_weights(window)
@@ -48,25 +46,70 @@ class SharedStep(Step):
         self.metrics.position = self.state.global_step + 1
         if not self._begin_first(window):
             return False
-        has_begun = self._is_collective and self._catch_up(window)
-        num_came = len(window)
+        has_idle_ranks = self._is_collective and not window.is_even
+        num_came = self._run_beside_idle(window) if has_idle_ranks else self._run(window)
+        goes_on = not self._may_leave or self.all_go_on(window, num_came)
+        if not goes_on and window and num_came == len(window):
+            self.end(window[-1])
+        return goes_on
+
+    def _run(self, window: Window) -> int:
+        """Run the micro-batches of this rank, or stand by if it has none; return how many came."""
+        last, num_came = len(window) - 1, len(window)
         for index, micro_batch in enumerate(window):
             if index:
                 self.end(window[index - 1])
                 if not self.begin(micro_batch):
                     num_came = index
-                    self._join_rest(window, num_came)
+                    self.set_grad_sync(True)
+                    self._stand_by((), is_first=False)  # with the gradients of the micro-batches that came
                     break
             self.set_grad_sync(index == last)
             self.output = self.forward(self.batch, self.progress.batch_idx)
             if self.is_automatic:
-                self.add_gradients(micro_batch, is_first=index == 0 and not has_begun)
+                self.add_gradients(micro_batch, is_first=index == 0)
         if not window:
-            self._take_part_without_samples(is_first=not has_begun)
-        goes_on = not self._may_leave or self.all_go_on(window, num_came)
-        if not goes_on and window and num_came == len(window):
-            self.end(window[-1])
-        return goes_on
+            self.set_grad_sync(True)
+            self._stand_by((), is_first=True)
+            self.has_gradients = self.is_automatic
+        return num_came
+
+    def _run_beside_idle(self, window: Window) -> int:
+        """Run the micro-batches of this rank while ranks with fewer stand by; return how many came. Collective.
+
+        Missing ones come first, so that all ranks end with their last micro-batch, which synchronizes.
+        """
+        length = window.length
+        missing, num_came, has_left, is_first = length - len(window), 0, False, True
+        for position in range(length):
+            index = position - missing
+            if index > 0 and not has_left:
+                self.end(window[index - 1])
+                has_left = not self.begin(window[index])
+            busy = self._who_has_samples(has_some=index >= 0 and not has_left)
+            if not any(busy) and (is_first or position < length - 1):
+                continue  # hooks have ended the epoch
+            self.set_grad_sync(position == length - 1)
+            if not busy[self.strategy.data_rank]:
+                self._stand_by(busy, is_first=is_first)
+            else:
+                with self._beside_idle(busy):
+                    self.output = self.forward(self.batch, self.progress.batch_idx)
+                    if self.is_automatic:
+                        self.add_gradients(window[index], is_first=is_first)
+                num_came = index + 1
+            is_first, self.has_gradients = False, self.is_automatic
+        return num_came
+
+    def _who_has_samples(self, *, has_some: bool) -> list[bool]:
+        """Return which data ranks have a micro-batch now. Collective."""
+        return [bool(row[0]) for row in gather_numbers(self.strategy, [float(has_some)])]
+
+    def _beside_idle(self, busy: Sequence[bool]) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch that the ranks which are not busy do not have."""
+        if all(busy):
+            return nullcontext()
+        return self.strategy.beside_idle("training_step", busy, (self.batch, self.progress.batch_idx))
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
@@ -87,12 +130,6 @@ class SharedStep(Step):
         if self._may_leave and window.fewest == 0:  # the hook is not called on every rank
             goes_on = all(row[0] for row in gather_numbers(self.strategy, [float(goes_on)]))
         return goes_on
-
-    def _join_rest(self, window: Window, num_came: int) -> None:
-        """Synchronize the gradients of the micro-batches that came, together with ranks that may not end here."""
-        last = len(window) - 1
-        for index in range(num_came if self._is_collective and not window.is_even else last, last + 1):
-            self._backward_spare(is_first=False, is_last=index == last)
 
     def all_go_on(self, window: Window, num_came: int) -> bool:
         """Return whether no rank's hook ended the epoch; else note what came, on all ranks.
@@ -164,47 +201,41 @@ class SharedStep(Step):
 
     # --- ranks with fewer samples than others ------------------------------------------------------------------------
 
-    def begin_again(self, window: Window) -> None:
-        has_begun = self._is_collective and self._catch_up(window)
-        if not window:
-            self._backward_spare(is_first=not has_begun, is_last=True)
-        elif not has_begun:
-            super().begin_again(window)
-
-    def _catch_up(self, window: Window) -> bool:
-        """Run a spare batch for each micro-batch that this rank has less than others; return whether there were any.
-
-        They come first, so that all ranks end with the last micro-batch, which synchronizes. Afterwards the old
-        gradients are gone, and other ranks' may have arrived.
-        """
-        missing = window.length - max(len(window), 1)
-        for index in range(missing if self.is_automatic else 0):
-            self._backward_spare(is_first=index == 0, is_last=False)
-        return self.is_automatic and missing > 0
-
-    def _take_part_without_samples(self, *, is_first: bool) -> None:
-        """Take part in a step of the other ranks without contributing to the gradients."""
-        if self.is_automatic:
-            self._backward_spare(is_first=is_first, is_last=True)
-            self.has_gradients = True
-        else:
-            self._manual_weight = 0.0
-            with nothing_logged(self.session):
-                self.forward(self._batch_to_spare(), self.progress.batch_idx)
-
-    def _backward_spare(self, *, is_first: bool, is_last: bool) -> None:
-        """Compute the gradients of a loss of 0; with `is_first`, first reset those of the previous step."""
-        self.set_grad_sync(is_last)
-        with nothing_logged(self.session):
-            loss = self.strategy.zero_loss(self._spare_loss)
-        if is_first:
+    def _stand_by(self, busy: Sequence[bool], *, is_first: bool) -> None:
+        """Take part in a micro-batch of the busy ranks; with `is_first`, first reset the gradients of the last step."""
+        if is_first and self.is_automatic:
             for zero_grad in self.zero_grads:
                 zero_grad()
-        self.strategy.backward(loss)
+        self._manual_weight = 0.0
+        self.strategy.stand_by("training_step", busy, self._run_unseen)
 
-    def _spare_loss(self) -> Tensor:
-        loss = loss_of(self.forward(self._batch_to_spare(), self.progress.batch_idx))
-        return torch.zeros(()) if loss is None else mean_of(loss)
+    def _run_unseen(self, lent: tuple[Any, int] | None) -> None:
+        """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""
+        batch, batch_idx = (self._batch_to_spare(), self.progress.batch_idx) if lent is None else lent
+        with nothing_logged(self.session):
+            output = self.forward(batch, batch_idx)
+            if self.is_automatic:
+                loss = loss_of(output)
+                self.strategy.backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
+
+    def run_again(self, window: Window, weights: Weights) -> None:
+        if window.is_even or not self._is_collective:
+            super().run_again(window, weights)
+            if not window:
+                self.set_grad_sync(True)
+                self._stand_by((), is_first=False)
+            return
+        missing = window.length - len(window)
+        for position in range(window.length):
+            index = position - missing
+            busy = self._who_has_samples(has_some=index >= 0)
+            self.set_grad_sync(position == window.length - 1)
+            if index < 0:
+                self._stand_by(busy, is_first=False)
+                continue
+            self.begin_again(window[index])
+            with self._beside_idle(busy):
+                self.add_again(window[index], weights, is_first=index == 0)
 
     def _batch_to_spare(self) -> Any:
         if self._spare_batch is None:

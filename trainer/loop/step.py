@@ -319,25 +319,33 @@ class Step(ABC):
     def _compute_again(self, window: Window) -> Tensor:
         """Compute the loss and the gradients of a window with the current parameters."""
         weights = self.make_weights(window)
-        self.begin_again(window)
-        last = len(window) - 1
-        for index, micro_batch in enumerate(window):
-            batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
-            if last:
-                self.set_grad_sync(index == last)
-            self.metrics.batch_size = micro_batch.size
-            with self.metrics.evaluating_again() if index == 0 else nullcontext():
-                self.output = self.forward(batch, self.progress.batch_idx)
-            loss = loss_of(self.output)
-            if loss is not None:
-                self.strategy.backward(weights.weigh(loss, micro_batch.size))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.run_again(window, weights)
         self.correct_gradients(weights)
         return weights.total(counts_units=self.counts_units(weights))
 
-    def begin_again(self, window: Window) -> None:
-        """Reset the gradients before the loss of a window is computed again."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+    def run_again(self, window: Window, weights: Weights) -> None:
+        """Accumulate the gradients of a window with the current parameters."""
+        last = len(window) - 1
+        for index, micro_batch in enumerate(window):
+            if last:
+                self.set_grad_sync(index == last)
+            self.begin_again(micro_batch)
+            self.add_again(micro_batch, weights, is_first=index == 0)
+
+    def begin_again(self, micro_batch: MicroBatch) -> None:
+        """Make a micro-batch the current one."""
+        self.batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
+        self.metrics.batch_size = micro_batch.size
+
+    def add_again(self, micro_batch: MicroBatch, weights: Weights, *, is_first: bool) -> None:
+        """Accumulate the gradients of the current micro-batch; with `is_first`, what it logs replaces older values."""
+        with self.metrics.evaluating_again() if is_first else nullcontext():
+            self.output = self.forward(self.batch, self.progress.batch_idx)
+        loss = loss_of(self.output)
+        if loss is not None:
+            self.strategy.backward(weights.weigh(loss, micro_batch.size))
 
 
 class OneRankStep(Step):

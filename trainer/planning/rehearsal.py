@@ -126,7 +126,7 @@ def _rehearsed(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("setup_optimizers", "run_window", "zero_loss", "end_backward", "scale_gradients", "clip", "sync_replicas"),
+    *("setup_optimizers", "run_window", "stand_by", "end_backward", "scale_gradients", "clip", "sync_replicas"),
     *("model_state", "optimizer_state"),
 ):
     setattr(RehearsedStrategy, _name, _rehearsed(_name))

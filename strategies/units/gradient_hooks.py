@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_internals import gathered_parameters
+from .torch_units import gathered_parameters
 
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` register."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors, map_tensors
 
 
@@ -84,11 +83,11 @@ class LargeLayers:
 
     Args:
         units: units that ``fully_shard`` has wrapped.
-        collectives: over all ranks that share them.
+        agree: returns the largest of each number over all ranks that share the units.
     """
 
-    def __init__(self, units: Sequence[Any], collectives: Collectives) -> None:
-        self._units, self._collectives = units, collectives
+    def __init__(self, units: Sequence[Any], agree: Callable[[list[float]], list[float]]) -> None:
+        self._units, self._agree = units, agree
         self._active: dict[str, list[bool]] = {}
 
     def begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
@@ -109,7 +108,11 @@ class LargeLayers:
             return
         are_read = [float(unit.stop_watching()) for unit in self._units]
         if not has_failed:
-            self._active[step_name] = [not is_read for is_read in self._collectives.all_reduce(are_read, "max")]
+            self.note_read(step_name, self._agree(are_read))
+
+    def note_read(self, step_name: str, are_read: Sequence[float]) -> None:
+        """Note in which layers a step reads parameters elsewhere than in their calls, on any rank."""
+        self._active[step_name] = [not is_read for is_read in are_read]
 
 
 class _Watched(dict[str, Any]):

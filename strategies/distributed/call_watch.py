@@ -1,0 +1,63 @@
+"""CallWatch: sees what user code sends to certain ranks, by whatever means of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from ..torch_internals import TorchDispatchMode, group_named, tree_leaves
+
+_NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class CallWatch(TorchDispatchMode):
+    """Calls a function before each torch collective inside, unless it is paused, with the collective's name.
+
+    Args:
+        ranks: global ranks; collectives of groups without any of them are ignored.
+        found: what to call.
+    """
+
+    def __init__(self, ranks: Collection[int], found: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ranks, self._found = frozenset(ranks), found
+        self._num_pauses = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore what is sent inside."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+
+    def stop(self) -> None:
+        """Ignore what is sent from now on."""
+        self._num_pauses += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # DTensor calls it again with the tensors that are sent
+        if not self._num_pauses and func.namespace in _NAMESPACES and self._concerns(args, kwargs or {}):
+            self._found(func.name().partition("::")[2].rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+    def _concerns(self, args: Any, kwargs: Any) -> bool:
+        import torch.distributed as dist
+
+        for leaf in tree_leaves((args, kwargs)):
+            group = leaf
+            if isinstance(leaf, torch.ScriptObject):
+                try:
+                    group = dist.ProcessGroup.unbox(leaf)
+                except RuntimeError:  # another object, such as the kind of a reduction
+                    continue
+            elif isinstance(leaf, str):
+                group = group_named(leaf)
+            if isinstance(group, dist.ProcessGroup) and not self._ranks.isdisjoint(dist.get_process_group_ranks(group)):
+                return True
+        return False

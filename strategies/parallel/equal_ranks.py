@@ -1,0 +1,34 @@
+"""Equal ranks: a module's own sharding, and the tensors that are to be equal on all ranks before it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.collectives import Collectives
+from ..state.dtensor import is_dtensor
+from .replica import copy_from_first
+
+
+def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
+    """Let a module shard parts of itself, with equal values on all ranks. Collective: every rank calls it."""
+    if overrides(module, "configure_sharding"):
+        make_equal(chain(module.parameters(), module.buffers()), device, collectives)
+        module.configure_sharding(mesh)
+
+
+def overrides(module: nn.Module, hook: str) -> bool:
+    """Return whether a module overrides a hook of its base class, which does nothing."""
+    return sum(hook in vars(kind) for kind in type(module).__mro__) > 1
+
+
+def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Collectives) -> None:
+    """Move tensors that are neither sharded nor deferred to the device, and copy rank 0's values. Collective."""
+    whole = [tensor for tensor in tensors if not (is_dtensor(tensor) or tensor.is_meta)]
+    for tensor in whole:
+        tensor.data = tensor.data.to(device)
+    copy_from_first(whole, collectives)

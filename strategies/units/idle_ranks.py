@@ -1,0 +1,268 @@
+"""IdleRanks: ranks without samples take part in what the others' step sends, without running the module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from ..distributed.call_watch import CallWatch
+from ..distributed.collectives import Collectives
+from ..distributed.debug import call_here
+from ..errors import ModuleError
+from ..torch_internals import is_in_backward
+from .torch_units import (
+    end_backward,
+    forget_order,
+    gathers_next,
+    gradients_to_reduce,
+    instead_of,
+    is_kept_in_part,
+    join_gather,
+    join_reduce,
+    lend_shards,
+    unit_groups,
+)
+
+
+class IdleRanks:
+    """Lets data ranks that have no samples in a step follow those that have some.
+
+    In such a step, the first rank with samples tells the idle ones, by a small message before it sends anything for a
+    unit, which unit is gathered or reduced next; they take part with their shards and with gradients of zero. If the
+    user's code sends something itself, no other rank can know what: the idle ranks then run the step as well, on a
+    batch of the first rank. While they catch up, the others lend them their shards.
+
+    Args:
+        roots: the ``fully_shard`` roots of the module.
+        collectives: over the data ranks, between ranks that hold the same parts of the module.
+        can_run_step: whether idle ranks can run a step that the others have begun.
+        run_by_all: the steps that all ranks run in any case, with samples or without.
+    """
+
+    def __init__(
+        self, roots: Sequence[Any], collectives: Collectives, *, can_run_step: bool, run_by_all: Collection[str]
+    ) -> None:
+        self._roots, self._collectives, self._can_run_step = list(roots), collectives, can_run_step
+        self._run_by_all = set(run_by_all)
+        """The steps that all ranks run; those whose code sends something itself are added."""
+        self._leading: _Leading | None = None
+
+    @contextmanager
+    def beside(self, step_name: str, busy: Sequence[bool], lent: Any) -> Iterator[None]:
+        """Run a step of this rank while others are idle. Collective: with `follow` on the idle ranks.
+
+        Args:
+            step_name: the kind of step.
+            busy: which data ranks have samples.
+            lent: what the idle ranks get if they must run the step, too.
+
+        Raises:
+            ModuleError: if the step sends something itself, where the idle ranks cannot run it.
+        """
+        leading = _Leading(self, step_name, busy, lent)
+        if step_name in self._run_by_all:
+            leading.tell("run", lent)
+            yield
+            return
+        self._leading = leading
+        try:
+            with leading.watching():
+                yield
+        finally:
+            self._leading = None
+        if leading.found is None:
+            leading.tell("end")
+            forget_order(unit_groups(self._roots))
+            return
+        self._run_by_all.add(step_name)
+        if leading.is_first:
+            warnings.warn(
+                f"{step_name} calls {leading.found}. Where some ranks have no samples, they therefore run the step as "
+                "well, on another rank's batch. What it leaves in the module (metrics, lists, buffers, random numbers) "
+                "is undone, but not what it writes elsewhere, such as files: drop the incomplete batches of an epoch, "
+                "or send in a hook after the step.",
+                stacklevel=2,
+            )
+
+    def follow(
+        self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None], agreed: Callable[[list[float]], None]
+    ) -> None:
+        """Take part in a step of the busy ranks. Collective: with `beside` on these.
+
+        Args:
+            step_name: the kind of step.
+            busy: which data ranks have samples.
+            run: runs the step with what the first of them lends.
+            agreed: called with what the busy ranks have agreed on in `agree`.
+        """
+        groups, has_reduced = unit_groups(self._roots), False
+        while True:
+            kind, *content = self._collectives.recv(list(busy).index(True))
+            if kind == "gather":
+                index, from_part = content
+                join_gather(groups[index], from_part=from_part)
+            elif kind == "reduce":
+                index, has_gradient = content
+                join_reduce(groups[index], has_gradient)
+                has_reduced = True
+            elif kind == "agree":
+                agreed(self._collectives.all_reduce([0.0] * content[0], "max"))
+            elif kind == "run":
+                run(content[0])
+                return
+            elif kind == "catch up":
+                self._run_by_all.add(step_name)
+                _CatchingUp(self, step_name, busy).run(partial(run, content[0]))
+                return
+            elif kind == "refuse":
+                raise _refusal(step_name, *content)
+            else:
+                break
+        if has_reduced:
+            end_backward(self._roots)
+        forget_order(groups)
+
+    def agree(self, numbers: Sequence[float]) -> list[float]:
+        """Return the largest of each number over the data ranks; those that follow count as 0. Collective."""
+        if self._leading is None:
+            return self._collectives.all_reduce(list(numbers), "max")  # type: ignore[no-any-return]
+        with self._leading.watch.paused():
+            self._leading.tell("agree", len(numbers))
+            return self._collectives.all_reduce(list(numbers), "max")  # type: ignore[no-any-return]
+
+
+class _Watching:
+    """A step of this rank in which what it sends is watched.
+
+    Args:
+        peers: the ranks of the step.
+        step_name: the kind of step.
+        busy: which data ranks have samples.
+    """
+
+    def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool]) -> None:
+        self._peers, self._step_name = peers, step_name
+        self._collectives = peers._collectives  # noqa: SLF001 - one file, one mechanism
+        self._busy = [rank for rank, is_busy in enumerate(busy) if is_busy]
+        self._idle = [rank for rank, is_busy in enumerate(busy) if not is_busy]
+        others = [rank for at, rank in enumerate(self._collectives.ranks) if at != self._collectives.rank]
+        self.watch = CallWatch(others, self._find)
+        self.found: str | None = None
+        """The user's call that sends something, once it was seen."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the step, which runs inside."""
+        groups = unit_groups(self._peers._roots)  # noqa: SLF001
+        with ExitStack() as stack:
+            stack.enter_context(instead_of(groups, self._unshard, self._post_backward))
+            stack.enter_context(self.watch)
+            yield
+
+    def _find(self, operation: str) -> None:
+        """Note the user's first call that sends something."""
+        self.found = f"{operation} ({call_here(operation, None, ()).where})"
+        self.watch.stop()
+
+    def _unshard(self, index: int, group: Any, async_op: bool) -> None:
+        with self.watch.paused():
+            if self.found is None and gathers_next(group):
+                self._note_gather(index, group)
+            type(group).unshard(group, async_op)
+
+    def _post_backward(self, index: int, group: Any) -> None:
+        with self.watch.paused():
+            has_gradient = gradients_to_reduce(group)
+            if self.found is None and any(has_gradient):
+                self._note_reduce(index, has_gradient)
+            type(group).post_backward(group)
+
+    def _note_gather(self, index: int, group: Any) -> None:
+        raise NotImplementedError
+
+    def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
+        raise NotImplementedError
+
+
+class _Leading(_Watching):
+    """The step of a rank with samples; the first of these tells the idle ranks what comes next."""
+
+    def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool], lent: Any) -> None:
+        super().__init__(peers, step_name, busy)
+        self._lent = lent
+        self.is_first = self._collectives.rank == self._busy[0]
+
+    def tell(self, *message: Any) -> None:
+        """Send a message to the idle ranks, if this is the first rank with samples."""
+        if self.is_first:
+            _send_all(self._collectives, self._idle, message)
+
+    def _note_gather(self, index: int, group: Any) -> None:
+        self.tell("gather", index, is_kept_in_part(group))
+
+    def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
+        self.tell("reduce", index, has_gradient)
+
+    def _find(self, operation: str) -> None:
+        super()._find(operation)
+        if not self._peers._can_run_step or is_in_backward():  # noqa: SLF001
+            self.tell("refuse", self.found, self._idle)
+            raise _refusal(self._step_name, self.found, self._idle)
+        self.tell("catch up", self._lent)
+        groups = unit_groups(self._peers._roots)  # noqa: SLF001
+        while (index := self._collectives.recv(self._idle[0])) is not None:
+            lend_shards(groups[index])
+
+
+class _CatchingUp(_Watching):
+    """The step of an idle rank, until it sends what the others are about to send; they lend it their shards."""
+
+    def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool]) -> None:
+        super().__init__(peers, step_name, busy)
+        self._is_first = self._collectives.rank == self._idle[0]
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run the step.
+
+        Raises:
+            ModuleError: if it ends without sending anything itself.
+        """
+        with self.watching():
+            step()
+        if self.found is None:
+            raise self._refusal()
+
+    def _tell(self, message: Any) -> None:
+        if self._is_first:
+            _send_all(self._collectives, self._busy, message)
+
+    def _note_gather(self, index: int, group: Any) -> None:
+        self._tell(index)
+
+    def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
+        raise self._refusal()
+
+    def _find(self, operation: str) -> None:
+        super()._find(operation)
+        self._tell(None)
+
+    def _refusal(self) -> ModuleError:
+        return ModuleError(
+            f"{self._step_name} sends something itself on data ranks {self._busy}, but not on rank "
+            f"{self._collectives.rank}, with the same batch; let all ranks send the same."
+        )
+
+
+def _refusal(step_name: str, found: str | None, idle: Sequence[int]) -> ModuleError:
+    return ModuleError(
+        f"{step_name} calls {found}, while data ranks {idle} have no samples in this step and cannot take part in it. "
+        "Drop the incomplete batches of an epoch (drop_last=True), or send in a hook after the step."
+    )
+
+
+def _send_all(collectives: Collectives, ranks: Sequence[int], message: Any) -> None:
+    for transfer in [collectives.isend(message, rank) for rank in ranks]:
+        transfer.wait()

@@ -1,0 +1,200 @@
+"""Private state of torch's ``fully_shard``: what its units have gathered, and how other ranks take part in it."""
+
+# ruff: noqa: SLF001 - torch has no other names for these
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..torch_internals import names_of_torch
+
+
+def reduce_sharded_gradients(root: Any) -> None:
+    """Reduce the gradients that a ``fully_shard`` root has accumulated over several backwards. Collective."""
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    with names_of_torch:
+        for group in unit_groups([root]):
+            group.post_backward()
+    end_backward([root])
+
+
+def end_backward(roots: Iterable[Any]) -> None:
+    """Do what torch does when a backward ends, for roots whose gradients were reduced without one."""
+    with names_of_torch:
+        for state in map(_state_of, roots):
+            context = state._state_ctx
+            if getattr(context, "manual_backward_finalization_active", False) is None:
+                # torch 2.15 sets it in backward hooks, none of which ran if parameters were gathered before
+                context.manual_backward_finalization_active = context.manual_backward_finalization
+            state._root_post_backward_final_callback()
+
+
+def gathered_parameters(roots: Iterable[Any]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
+    from torch.distributed.fsdp import FSDPModule
+
+    with names_of_torch:
+        units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
+        for parameter in (p for unit in units for group in _groups_of(_state_of(unit)) for p in group.fsdp_params):
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                yield parameter.sharded_param, gathered
+
+
+# --- units, one by one: a "group" is torch's object for the parameters of a unit -------------------------------------
+
+
+def unit_groups(roots: Iterable[Any]) -> list[Any]:
+    """Return the groups of all units below roots, in an order that is the same on all ranks."""
+    with names_of_torch:
+        groups: list[Any] = []
+        for state in map(_state_of, roots):
+            state._lazy_init()
+            groups += [group for each in state._state_ctx.all_states for group in _groups_of(each)]
+        return groups
+
+
+def gathers_next(group: Any) -> bool:
+    """Return whether ``group.unshard`` would send anything now."""
+    with names_of_torch:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        if group._all_gather_result is not None or group.is_unsharded:
+            return False
+        if not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD:
+            return False
+        return _gathering_size(group) > 1
+
+
+def is_kept_in_part(group: Any) -> bool:
+    """Return whether a unit's parameters are sharded among fewer ranks, between forward and backward."""
+    with names_of_torch:
+        return bool(group.is_sharded_post_forward)
+
+
+def join_gather(group: Any, *, from_part: bool) -> None:
+    """Take part in gathering a unit's parameters, and free them. Collective: the ranks that shard them call it.
+
+    Args:
+        group: the unit's.
+        from_part: whether they are gathered among the ranks that kept a part of them after forward.
+    """
+    with names_of_torch:
+        if not from_part:
+            group._to_sharded()
+        type(group).unshard(group)
+        group.wait_for_unshard()
+        if group._use_post_forward_mesh and not from_part:
+            group._to_sharded_post_forward()
+        else:
+            group._to_sharded()
+
+
+def lend_shards(group: Any) -> None:
+    """Take part in gathering a unit's parameters for other ranks, whatever this rank has gathered. Collective."""
+    with names_of_torch:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
+        from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+        states = [parameter.sharded_state for parameter in group.fsdp_params]
+        stream = group.device_handle.current_stream()
+        for parameter in group.fsdp_params:
+            parameter.sharded_state = ShardedState.SHARDED
+        try:
+            shards = group.mesh_info.shard_process_group
+            result = foreach_all_gather(
+                group.fsdp_params, shards, False, stream, stream, group.device, group._all_gather_comm
+            )
+        finally:
+            for parameter, state in zip(group.fsdp_params, states, strict=True):
+                parameter.sharded_state = state
+        if result is not None and result.all_gather_event is not None:
+            stream.wait_event(result.all_gather_event)
+
+
+def forget_order(groups: Sequence[Any]) -> None:
+    """Forget the order of the last forward, from which the next backward would gather units ahead of their use.
+
+    Micro-batches and evaluations add to it until a step's last backward, so that ranks with fewer would gather others.
+    """
+    with names_of_torch:
+        for group in groups:
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+
+
+def gradients_to_reduce(group: Any) -> list[bool]:
+    """Return which parameters of a unit have a gradient that ``group.post_backward`` would reduce now."""
+    with names_of_torch:
+        if not group.reduce_grads:
+            return [False] * len(group.fsdp_params)
+        fills = getattr(group, "reduce_scatter_unused_params", False)
+        return [_has_gradient(parameter, fills=fills) for parameter in group.fsdp_params]
+
+
+def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
+    """Take part in reducing a unit's gradients, with zeros where this rank has none. Collective.
+
+    Args:
+        group: the unit's.
+        has_gradient: for each of its parameters, whether the other ranks have a gradient.
+    """
+    with names_of_torch, torch.no_grad():
+        for parameter, has in zip(group.fsdp_params, has_gradient, strict=True):
+            if not has:
+                continue
+            if not hasattr(parameter, "_unsharded_param"):  # a single rank has the shards, and sends nothing to gather
+                join_gather(group, from_part=False)
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param)
+        type(group).post_backward(group)
+
+
+@contextmanager
+def instead_of(groups: Sequence[Any], unshard: Any, post_backward: Any) -> Iterator[None]:
+    """Call ``unshard(index, group, async_op)`` and ``post_backward(index, group)`` where torch calls the groups'."""
+    with names_of_torch:
+        for index, group in enumerate(groups):
+            _replace(group, index, unshard, post_backward)
+    try:
+        yield
+    finally:
+        for group in groups:
+            del vars(group)["unshard"], vars(group)["post_backward"]
+
+
+def _replace(group: Any, index: int, unshard: Any, post_backward: Any) -> None:
+    group.unshard = lambda async_op=False: unshard(index, group, async_op)
+    group.post_backward = lambda *_: post_backward(index, group)
+
+
+def _has_gradient(parameter: Any, *, fills: bool) -> bool:
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if gathered is None:
+        return False
+    has_any = parameter.unsharded_accumulated_grad is not None or gathered.grad is not None
+    return has_any or (fills and gathered.requires_grad)
+
+
+def _gathering_size(group: Any) -> int:
+    is_sharded = hasattr(group.mesh_info, "shard_process_group")
+    return group._all_gather_process_group.size() if is_sharded else 1
+
+
+def _state_of(module: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of a sharded module: torch before 2.13 has at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
