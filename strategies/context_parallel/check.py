@@ -52,11 +52,12 @@ def check_step(
     Raises:
         ModuleError: on all ranks, naming the first submodule whose output differs, or the loss.
     """
-    with rehearsing(module):
-        batch, *rest = args
+    batch, *rest = args
+    with rehearsing(module, args):
         part_of_batch = context.cut(batch, module)
         with context.attention():
             parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
+    with rehearsing(module, args):  # from the same state and random numbers
         whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts)

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from ..module.traces import KeptObjects
+
 _METHODS: Final = ("update", "compute", "reset")
 """What makes a module a metric object, such as torchmetrics' ``Metric``, which accumulates by itself."""
 
@@ -22,8 +24,10 @@ class CountedOnce:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._metrics = [
-            part for part in module.modules() if all(callable(getattr(part, name, None)) for name in _METHODS)
+        reached = KeptObjects()
+        reached.keep(module)  # a metric in a plain list or dict is not a submodule
+        self._metrics: list[Any] = [
+            part for part in reached.modules if all(callable(getattr(part, name, None)) for name in _METHODS)
         ]
 
     @contextmanager

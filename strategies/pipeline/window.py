@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors
 from ..errors import ModuleError
+from ..module.rehearsal import steps_of
+from ..module.traces import Traceless
 from ..torch_internals import backward_for_inputs, backward_for_weights
 from .schedule import Action, Schedule, without_halves
 from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
@@ -169,9 +171,11 @@ class WindowRunner:
         Raises:
             ModuleError: naming them, if there are any.
         """
+        module = self._staged.module
 
         def makes_nan(fills: Mapping[str, float]) -> bool:
-            with self._staged.passing(failed.stage, failed.index, value, shapes) as current:
+            again = self._staged.passing(failed.stage, failed.index, value, shapes)
+            with Traceless(module, steps_of(module)), again as current:
                 current.fills = fills
                 return has_nan(step())
 

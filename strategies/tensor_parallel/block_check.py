@@ -39,9 +39,9 @@ class BlockCheck:
     """Compares each planned block, whole and cut, when it is first called.
 
     A block takes and returns whole activations: it is the smallest module around layers that pass cut activations to
-    each other. Both runs are in eval mode, on copies of the block's inputs; random streams, buffers, attributes and
-    gradients do not change. Outputs are compared, and so are gradients of inputs and parameters, unless modules inside
-    the block gather their parameters themselves.
+    each other. Both runs are in eval mode, on copies of the block's inputs, and leave no trace (`Traceless`); gradients
+    do not change. Outputs are compared, and so are gradients of inputs and parameters, unless modules inside the block
+    gather their parameters themselves.
 
     Example:
         check = BlockCheck(module, plan, mesh)  # keeps structures, and so is made before the module is cut

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
+from torch import nn
+
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
 from ...strategies.errors import ConfigError, DataError, RunError
@@ -35,8 +37,8 @@ def try_steps(
     """Train some steps of a run, then restore everything as it was, also after an error. Collective.
 
     The module's hooks are called as in training, and of callbacks only those of `callback`. Nothing is validated,
-    logged or saved. State that data sets and other user objects keep by themselves is not restored. With
-    `micro_batch_size` the steps are cut into micro-batches of that size, at most `num_micro_batches` each.
+    logged or saved. State that data sets keep by themselves is not restored. With `micro_batch_size` the steps are cut
+    into micro-batches of that size, at most `num_micro_batches` each.
 
     Raises:
         ConfigError: without a batch or an optimizer.
@@ -83,10 +85,16 @@ def _put_back(session: Session, data: TrainData) -> Iterator[None]:
     rng = capture_rng(strategy.devices)
     objects = [*module.modules(), *session.optimizers, strategy.scaler]
     try:
-        with kept(objects, list(module.parameters())), data.kept_place(session.state.epoch):
+        with kept(objects, list(module.parameters()), _called_in(module)), data.kept_place(session.state.epoch):
             yield
     finally:
         restore_rng(rng, strategy.devices)
+
+
+def _called_in(module: nn.Module) -> list[object]:
+    """Return the methods of a module that training calls."""
+    names = [name for name in dir(type(module)) if name.startswith("on_") or name.endswith("_step")]
+    return [getattr(module, name) for name in names]
 
 
 def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:

@@ -1,0 +1,195 @@
+"""Put-back functions: each gives one object, in place, the content that it had when the function was made."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..state.dtensor import is_dtensor, local_shard
+from ..torch_internals import is_without_memory
+
+PutBack = Callable[[], object]
+
+_MISSING: Any = object()
+
+
+def put_back_of(value: Any, device: torch.device | None = None) -> PutBack | None:
+    """Return a function that restores the content of a container, tensor, array or generator; None for other kinds.
+
+    A container or tensor that has not changed is not written to: another thread may be using it, or a graph may need it
+    for backward.
+
+    Args:
+        value: the object.
+        device: where copies of tensors are kept; None for the tensors' own.
+    """
+    if isinstance(value, Tensor):
+        return _of_tensor(value, device)
+    if isinstance(value, dict):
+        return partial(_refill_dict, value, dict(value.items()))
+    if isinstance(value, list):
+        return partial(_refill_list, value, list(value))
+    if isinstance(value, deque):
+        return partial(_refill_deque, value, list(value))
+    if isinstance(value, set):
+        return partial(_refill_set, value, set(value))
+    if isinstance(value, bytearray | array):
+        return partial(_refill_bytes, value, value[:])
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    return _of_numpy(value)
+
+
+def namespace_put_back(
+    namespace: dict[str, Any],
+    names: Collection[str] | None = None,
+    write: Callable[[str, Any], object] | None = None,
+    remove: Callable[[str], object] | None = None,
+) -> PutBack:
+    """Return a function that restores what names stand for: all, with names added later removed, or those given.
+
+    Args:
+        namespace: the names of a module's globals, an object or a class.
+        names: the names; None for all.
+        write: called with a name and its value to restore it; by default, the namespace is written.
+        remove: called with a name to remove it.
+    """
+    before = dict(namespace) if names is None else {name: namespace.get(name, _MISSING) for name in names}
+    write, remove = write or namespace.__setitem__, remove or namespace.__delitem__
+
+    def put_back() -> None:
+        for name in [*namespace] if names is None else ():
+            if name not in before:
+                remove(name)
+        for name, value in before.items():
+            if namespace.get(name, _MISSING) is not value:
+                remove(name) if value is _MISSING else write(name, value)
+
+    return put_back
+
+
+def _same(now: Collection[Any], before: Collection[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _refill_dict(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if _same(mapping.keys(), before.keys()) and _same(mapping.values(), before.values()):
+        return
+    kind: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict  # not the methods of a user's class
+    kind.clear(mapping)
+    for key, value in before.items():
+        kind.__setitem__(mapping, key, value)
+
+
+def _refill_list(values: list[Any], before: list[Any]) -> None:
+    if not _same(values, before):
+        list.__setitem__(values, slice(None), before)
+
+
+def _refill_deque(values: deque[Any], before: list[Any]) -> None:
+    if not _same(values, before):
+        values.clear()
+        values.extend(before)
+
+
+def _refill_set(values: set[Any], before: set[Any]) -> None:
+    if len(values) != len(before) or values != before:
+        set.clear(values)
+        set.update(values, before)
+
+
+def _refill_bytes(values: Any, before: Any) -> None:
+    if values != before:
+        values[:] = before
+
+
+# --- tensors and arrays ----------------------------------------------------------------------------------------------
+
+
+def _of_tensor(tensor: Tensor, device: torch.device | None) -> PutBack | None:
+    if tensor.is_meta or is_without_memory(tensor):
+        return None
+    values = local_shard(tensor).detach()  # shares memory, and counts the same changes
+    saved = values.clone() if device is None else values.to(device, copy=True)
+    version = None if values.is_inference() else values._version  # noqa: SLF001
+
+    def put_back() -> None:
+        if values.layout is torch.strided and not is_dtensor(tensor):
+            is_moved = tensor.shape != values.shape or tensor.data_ptr() != values.data_ptr()
+            if is_moved:  # by an assignment to its `data`
+                tensor.data = values
+        if version is not None and version == values._version and _is_equal(values, saved):  # noqa: SLF001
+            return
+        with torch.inference_mode(values.is_inference()), torch.no_grad():
+            _without_repeats(values).copy_(_without_repeats(saved, like=values))
+
+    return put_back
+
+
+def _is_equal(values: Tensor, saved: Tensor) -> bool:
+    """Return whether values are as saved, although a write to a tensor's ``data`` does not count as a change."""
+    if values.layout is not torch.strided or type(values) is not Tensor or saved.device != values.device:
+        return saved.device == values.device
+    return torch.equal(values, saved)
+
+
+def _without_repeats(values: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return the part of an expanded tensor that has memory of its own, which alone can be written."""
+    like = values if like is None else like
+    if like.layout is torch.strided:
+        for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                values = values.narrow(dim, 0, 1)
+    return values
+
+
+def _of_numpy(value: Any) -> PutBack | None:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        if not value.flags.writeable or isinstance(value, numpy.memmap):
+            return None  # a file, which may be larger than the memory
+        return partial(value.__setitem__, ..., value.copy())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, numpy.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpy.random.BitGenerator):
+        return partial(setattr, value, "state", value.state)
+    return None
+
+
+def slots_put_back(value: object) -> tuple[PutBack, list[Any]]:
+    """Return a function that restores the attributes that an object has in ``__slots__``, and their values."""
+    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    before = {name: getattr(value, name, _MISSING) for name in names}
+
+    def put_back() -> None:
+        for name, old in before.items():
+            if getattr(value, name, _MISSING) is not old:
+                object.__delattr__(value, name) if old is _MISSING else object.__setattr__(value, name, old)
+
+    return put_back, [old for old in before.values() if old is not _MISSING]
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    hidden = f"_{kind.__name__.lstrip('_')}"
+    return [
+        f"{hidden}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
