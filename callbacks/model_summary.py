@@ -16,6 +16,7 @@ from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
 from ..strategies.errors import ConfigError
 from ..strategies.module.memory_estimate import shared_bytes
+from ..strategies.module.rehearsal import Untouched
 from .callback import Callback
 from .helpers.console import say
 from .helpers.flop_count import counted_flops
@@ -294,17 +295,9 @@ def _try_forward(
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[torch.device]:
-    """Switch to eval mode, without gradients; restore modes and random generators."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    modes = {part: part.training for part in module.modules()}
-    generators = [device] if device.type == "cuda" else []
-    module.eval()
-    try:
-        with torch.random.fork_rng(devices=generators), torch.no_grad():
-            yield device
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
+    """Switch to eval mode, without gradients, and leave no trace in the module."""
+    with Untouched(module), torch.no_grad():
+        yield next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def _shapes(data: Any) -> Any:

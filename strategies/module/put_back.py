@@ -51,30 +51,26 @@ def put_back_of(value: Any, device: torch.device | None = None) -> PutBack | Non
     return _of_numpy(value)
 
 
-def namespace_put_back(
-    namespace: dict[str, Any],
-    names: Collection[str] | None = None,
-    write: Callable[[str, Any], object] | None = None,
-    remove: Callable[[str], object] | None = None,
-) -> PutBack:
-    """Return a function that restores what names stand for: all, with names added later removed, or those given.
+def namespace_put_back(namespace: dict[str, Any], names: Collection[str] | None = None) -> PutBack:
+    """Return a function that restores what names stand for in a module's globals, or in the attributes of an object.
 
     Args:
-        namespace: the names of a module's globals, an object or a class.
-        names: the names; None for all.
-        write: called with a name and its value to restore it; by default, the namespace is written.
-        remove: called with a name to remove it.
+        namespace: the globals or attributes.
+        names: the names; None for all, where names that are added later are removed.
     """
     before = dict(namespace) if names is None else {name: namespace.get(name, _MISSING) for name in names}
-    write, remove = write or namespace.__setitem__, remove or namespace.__delitem__
 
     def put_back() -> None:
         for name in [*namespace] if names is None else ():
             if name not in before:
-                remove(name)
+                del namespace[name]
         for name, value in before.items():
-            if namespace.get(name, _MISSING) is not value:
-                remove(name) if value is _MISSING else write(name, value)
+            if namespace.get(name, _MISSING) is value:
+                continue
+            if value is _MISSING:
+                del namespace[name]
+            else:
+                namespace[name] = value
 
     return put_back
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .own_code import is_own_code, is_own_object, names_in
 from .put_back import PutBack, namespace_put_back, put_back_of, slots_put_back
@@ -175,10 +176,14 @@ class KeptObjects:
     # --- modules -----------------------------------------------------------------------------------------------------
 
     def _visit_module(self, module: nn.Module) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
-            self._waiting.extend(module.buffers())
+        if isinstance(module, torch.jit.ScriptModule):  # has its attributes elsewhere
+            self._put_backs.append(partial(setattr, module, "training", module.training))
+            self._waiting.extend((*module.buffers(), *module.children()))
             return
         attributes = vars(module)
+        if isinstance(module, LazyModuleMixin):  # becomes another class in its first forward, for good
+            self._put_backs.append(namespace_put_back(attributes, ["training"]))
+            return
         self._put_backs.append(namespace_put_back(attributes))
         is_metric = all(callable(getattr(module, name, None)) for name in _METRIC)
         for name, value in attributes.items():
@@ -198,21 +203,21 @@ class KeptObjects:
 
     def _visit_class(self, kind: type) -> None:
         """Keep the attributes of a class and its bases, as far as they are the user's, and note their methods."""
-        for each in (each for each in kind.__mro__ if is_own_code(each.__module__)):
-            named = {name: value for name, value in vars(each).items() if not _is_special(name)}
-            if each is not kind and id(each) in self._seen:
-                continue
-            self._seen[id(each)] = each
-            set_name, remove_name = partial(type.__setattr__, each), partial(type.__delattr__, each)
-            self._put_backs.append(partial(_put_back_class, each, named, set_name, remove_name))
-            for name, value in vars(each).items():
-                if not isinstance(value, FunctionType | property | staticmethod | classmethod):
-                    if name in named:
-                        self._waiting.append(value)
-                elif name in self._called or name == "forward" or (_is_special(name) and name != "__init__"):
-                    self._waiting.append(value)
-                else:
-                    self._methods.setdefault(name, []).append(value)
+        for each in kind.__mro__:
+            if _has_own_code(each) and (each is kind or id(each) not in self._seen):
+                self._seen[id(each)] = each
+                self._keep_class(each)
+
+    def _keep_class(self, kind: type) -> None:
+        named = {name: value for name, value in vars(kind).items() if not _is_special(name)}
+        self._put_backs.append(partial(_put_back_class, kind, named))
+        for name, value in vars(kind).items():
+            if not isinstance(value, FunctionType | property | staticmethod | classmethod):
+                self._waiting.extend((value,) if name in named else ())
+            elif name in self._called or name == "forward" or (_is_special(name) and name != "__init__"):
+                self._waiting.append(value)
+            else:
+                self._methods.setdefault(name, []).append(value)
 
     def _visit_function(self, function: FunctionType) -> None:
         """Keep what a function of the user reaches by name."""
@@ -250,12 +255,17 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _put_back_class(kind: type, before: dict[str, Any], write: Any, remove: Any) -> None:
+def _has_own_code(kind: type) -> bool:
+    """Return whether a class is the user's, or made of one: fully_shard makes one of each class that it shards."""
+    return any(is_own_code(each.__module__) for each in kind.__mro__)
+
+
+def _put_back_class(kind: type, before: dict[str, Any]) -> None:
     for name in [name for name in vars(kind) if name not in before and not _is_special(name)]:
-        remove(name)
+        type.__delattr__(kind, name)
     for name, value in before.items():
         if vars(kind).get(name, before) is not value:
-            write(name, value)
+            type.__setattr__(kind, name, value)
 
 
 def _put_back_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:

@@ -34,6 +34,15 @@ from echelon.callbacks import LearningRateCurve
 mpl.use("Agg")
 
 
+STEPS: list[int] = []
+
+
+class Meter:
+    """What a user's module may count with."""
+
+    count = 0
+
+
 class Tuned(TrainModule):
     """Uses all that a step can change: buffers, dropout, optimizer state, schedules, attributes, epochs."""
 
@@ -44,12 +53,16 @@ class Tuned(TrainModule):
         self.seen: list[float] = []
         self.mean = torch.zeros(())
         self.optimizer: Any = None
+        self.meter = Meter()
+        STEPS.clear()
 
     def on_train_epoch_start(self) -> None:
         self.epoch_losses: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append(float(batch[1][0]))
+        self.meter.count += 1
+        STEPS.append(self.global_step)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
         self.epoch_losses.append(loss.detach())
@@ -89,9 +102,12 @@ def test_a_fit_after_the_search_is_bitwise_one_from_the_rate(tmp_path: Path, set
     module, trainer = fit(tmp_path / "searched", 0.01, search, **settings)
     rate = module.hparams.lr
     assert rate != 0.01 and search.optimal_lr is not None and search.optimal_lr.suggestion() == rate
+    steps = list(STEPS)
     plain, plain_trainer = fit(tmp_path / "plain", rate, **settings)
     assert same(module, plain)
     assert module.seen == plain.seen and torch.equal(module.mean, plain.mean)
+    assert module.meter.count == plain.meter.count
+    assert steps == STEPS
     assert replace(trainer.counters, seconds=0.0) == replace(plain_trainer.counters, seconds=0.0)
     assert module.optimizer is trainer.optimizers[0]
     logged = [next(tmp_path.glob(f"{name}/**/metrics.csv")).read_text() for name in ("searched", "plain")]

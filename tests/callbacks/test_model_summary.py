@@ -179,3 +179,21 @@ def test_a_scripted_submodule_has_no_sizes():
 def test_another_depth_is_refused(depth):
     with pytest.raises(ConfigError, match=f"max_depth must be a number of levels, .*, got {depth!r}"):
         ModelSummary(max_depth=depth)
+
+
+def test_what_the_forward_counts_is_as_before() -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__(torch.randn(4, 8))
+            self.calls: list[int] = []
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.append(len(x))
+            return super().forward(x * torch.rand((), generator=self.generator))
+
+    net = Counting()
+    before = net.generator.get_state()
+    assert summarize(net).layers[0].out_size == [4, 16]
+    assert not net.calls
+    assert torch.equal(net.generator.get_state(), before)

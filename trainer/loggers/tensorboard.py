@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import torch
 from torch import nn
 
 from ...strategies.distributed.nested import to_device
 from ...strategies.errors import MissingDependencyError
+from ...strategies.module.traces import Traceless
 from .base import FolderLogger, VersionFolder, flatten
 from .dummy import DummyExperiment
 
@@ -152,10 +152,10 @@ class TensorBoardLogger(FolderLogger):
         if parameter is not None:
             example_input = to_device(example_input, parameter.device)
         try:
-            # add_graph traces in eval mode and restores the mode; with random state restored, the run is not affected
+            # add_graph traces in eval mode and restores the mode
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                with torch.random.fork_rng():
+                with Traceless(module):
                     self.experiment.add_graph(module, example_input)
         except Exception as error:  # noqa: BLE001  # whatever the user's forward raises under a trace
             warnings.warn(

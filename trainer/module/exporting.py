@@ -17,6 +17,7 @@ from torch import nn
 
 from ...strategies.distributed.nested import to_device
 from ...strategies.errors import MissingDependencyError, ModuleError, RunError
+from ...strategies.module.rehearsal import Untouched
 from ...strategies.state.dtensor import is_dtensor
 from ..checkpoint.atomic_folder import sync
 
@@ -167,19 +168,11 @@ def _arguments(module: nn.Module, method: str, name: str, sample: Sample) -> tup
 
 @contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put all submodules in eval mode, uncompiled; restore their modes afterwards."""
-    names = ("training", "_compiled_call_impl")  # torch has no public name for the second
-    before = [
-        (vars(part), {name: vars(part)[name] for name in names if name in vars(part)}) for part in module.modules()
-    ]
-    module.eval()
-    for attributes, _ in before:
-        attributes.pop("_compiled_call_impl", None)
-    try:
+    """Put all submodules in eval mode, uncompiled, and leave no trace of their calls."""
+    with Untouched(module):
+        for part in module.modules():
+            vars(part).pop("_compiled_call_impl", None)  # torch has no public name for it
         yield
-    finally:
-        for attributes, own in before:
-            attributes.update(own)
 
 
 def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) -> None:

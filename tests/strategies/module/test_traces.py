@@ -411,3 +411,18 @@ def test_an_untouched_module_is_in_eval_mode_also_after_it_was_rewound():
         assert not net.values
     assert net.norm.training
     assert net.training
+
+
+def test_attributes_of_a_class_that_was_made_of_the_users_are_restored():
+    net = Net()
+    net.__class__ = type("ShardedNet", (Net,), {"__module__": "torch.distributed"})  # as fully_shard does
+    changed_and_restored(net, lambda n: setattr(type(n), "steps", type(n).steps + 1), lambda n: n.steps)
+
+
+def test_a_layer_that_is_made_by_its_first_forward_stays_made():
+    net = Net(lazy=nn.LazyLinear(3))
+    with Untouched(net):
+        net.lazy(torch.ones(2, 2))
+    assert type(net.lazy) is nn.Linear
+    assert net.lazy.training
+    assert net.lazy(torch.ones(2, 2)).shape == (2, 3)
