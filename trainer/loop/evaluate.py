@@ -147,7 +147,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         if session.task != "fit":
             session.profiler.step()
     copy.finish()
-    metrics.in_batch, metrics.dataloader_idx = False, None
+    metrics.end_loader()
 
 
 def _of_loader(values: Sequence[tuple[Line, Tensor]], index: int) -> dict[str, float]:

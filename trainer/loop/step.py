@@ -208,6 +208,8 @@ class Step(ABC):
         if goes_on and window:
             self.end(window[-1])
         self.batch = self.output = None
+        if self.metrics.guard.watches:
+            self.metrics.end_step(len(window), window.size, is_whole=goes_on)
         self.metrics.in_batch, self.metrics.position = False, self.state.global_step
         return len(window) if goes_on else 0
 

@@ -100,6 +100,7 @@ def _begin_epoch(session: Session) -> None:
     state.begin_epoch()
     progress.batch_idx = state.batches_in_epoch
     metrics.enter("train")
+    metrics.guard.epoch = state.epoch
     if is_new:
         reload_if_due(session, "train")
     session.hooks.call("on_train_epoch_start")

@@ -16,6 +16,7 @@ from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope
 from .reduction import ComputedMetric, Line, Reduction, gather_once
+from .sample_guard import SampleGuard
 
 
 class Metrics:
@@ -32,8 +33,8 @@ class Metrics:
 
     __slots__ = (
         *("_batches", "_computed_at", "_entries", "_in_bar", "_is_alone", "_latest", "_module", "_reductions"),
-        *("_resumed", "_stages", "_strategy", "batch", "batch_size", "dataloader_idx", "in_batch", "logged"),
-        *("position", "stage"),
+        *("_resumed", "_stages", "_strategy", "batch", "batch_size", "dataloader_idx", "guard", "in_batch"),
+        *("logged", "position", "stage"),
     )
 
     def __init__(self, strategy: Strategy, module: nn.Module | None = None) -> None:
@@ -55,6 +56,7 @@ class Metrics:
         """The optimizer step that logged values belong to now: the current or the last one."""
         self.batch = 0
         """The number of the loader's batches evaluated in this run, including this one; 0 in training."""
+        self.guard = SampleGuard(strategy)
         self.stage: Stage = "train"
         self.enter("train")
 
@@ -63,13 +65,30 @@ class Metrics:
         before, self.stage = self.stage, stage
         self._entries = self._stages.setdefault(stage, {})
         self.batch = 0
+        self.guard.enter(stage)
         return before
 
     def begin_batch(self, size: int) -> None:
         """Log into an evaluation batch of this size from now on."""
+        self.guard.begin_batch(self.dataloader_idx, size, has_logged=self._has_logged)
         self.in_batch, self.batch_size = True, size
         loader = (self.stage, self.dataloader_idx)
         self.batch = self._batches[loader] = self._batches.get(loader, 0) + 1
+
+    def end_loader(self) -> None:
+        """End the batches of an evaluation loader."""
+        self.guard.end_loader(self.dataloader_idx, has_logged=self._has_logged)
+        self.in_batch, self.dataloader_idx = False, None
+
+    def end_step(self, num: int, size: int, *, is_whole: bool) -> None:
+        """End a step with this number of micro-batches and samples on this rank, and whether all of them came."""
+        self.guard.end_window(num, size, has_logged=self._has_logged, is_whole=is_whole)
+
+    @property
+    def _has_logged(self) -> bool:
+        """Whether anything was logged in the current step or evaluation batch; False if no metric is watched."""
+        entries = self._entries.values() if self.guard.watches else ()
+        return any(entry.stamp == self.position and entry.batch == self.batch for entry in entries)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -145,6 +164,8 @@ class Metrics:
         if isinstance(value, ComputedMetric):
             if entry.computed is not value:
                 gather_once(value, self._strategy)
+                if self.in_batch:
+                    self.guard.watch(entry.step_line.key, entry.step_line.name, value, self.dataloader_idx)
             entry.computed = value
             newest = getattr(value, "_forward_cache", None)  # torchmetrics' value of the last batch
             return newest.detach() if isinstance(newest, Tensor) else float("nan")
@@ -159,6 +180,7 @@ class Metrics:
     @contextmanager
     def evaluating_again(self) -> Iterator[None]:
         """Let values that are logged inside replace those of the current step; others stay."""
+        self.guard.leave_out()
         entries = self._logged_in_step(self.stage)
         for entry in entries:
             entry.stamp = -1
@@ -253,10 +275,12 @@ class Metrics:
         if not self._is_alone:
             for moment in ("epoch", "end"):
                 self._reduction(self.stage, moment).reset()
+        self.guard.forget()
 
     def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
         """Forget what the current stage's epoch has accumulated, and continue from a saved state if there is one."""
         self._entries.clear()
+        self.guard.stop_watching()
         self._resume(state_dict)
 
     def forget(self) -> None:
@@ -306,6 +330,8 @@ class Metrics:
     def _values(self, entries: list[Entry], stage: Stage, moment: Moment) -> list[tuple[Line, Tensor]]:
         """Return the values of a moment: those over all ranks, except the ones that each rank keeps for itself."""
         if self._is_alone:
+            if moment == "epoch":
+                self.guard.compare_own()
             return _with_values(entries, moment)
         own = [e for e in entries if not e.scope.sync_dist and e.share(moment).computed is None]
         shares = {entry.step_line.key: entry.share(moment) for entry in entries if entry not in own}
@@ -313,7 +339,8 @@ class Metrics:
 
     def _reduction(self, stage: Stage, moment: Moment) -> Reduction:
         if (stage, moment) not in self._reductions:
-            self._reductions[stage, moment] = Reduction(self._strategy, self._module)
+            guard = self.guard if moment == "epoch" else None
+            self._reductions[stage, moment] = Reduction(self._strategy, self._module, guard)
         return self._reductions[stage, moment]
 
     # --- state -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...strategies import Strategy
 from ...strategies.errors import ModuleError
 from .accumulator import Accumulator, to_numbers
+from .sample_guard import WIDTH, SampleGuard, Tally
 
 
 @runtime_checkable
@@ -118,22 +119,28 @@ class Reduction:
     All numbers of a read form one vector per rank, over the list of metrics that all ranks know. The vectors are
     gathered, and reduced in rank order on each rank, so every rank has the same bits. A rank with a new metric says so
     in its vector; then the ranks agree on the list again, and the vectors are gathered again. So ranks may log
-    different metrics, or in a different order, and still call the same collectives.
+    different metrics, or in a different order, and still call the same collectives. The tallies of the guard, if there
+    is one, go with them.
     """
 
-    def __init__(self, strategy: Strategy, module: nn.Module | None) -> None:
-        self._strategy, self._module = strategy, module
+    def __init__(self, strategy: Strategy, module: nn.Module | None, guard: SampleGuard | None = None) -> None:
+        self._strategy, self._module, self._guard = strategy, module, guard
         self._metrics: dict[str, ComputedMetric] = {}
+        self._tallies: dict[str, list[Tally]] = {}
+        """What each rank counted for the guard, as of the last `partials`."""
         self.lines: dict[str, Line] = {}
         """The metrics that all ranks know, in the same order on each."""
 
     def values(self, mine: Mapping[str, Share]) -> list[tuple[Line, Tensor]]:
-        """Return the value of every metric that any rank has logged. Collective: every rank calls it.
+        """Return the value of every metric that any rank has logged in an epoch. Collective: every rank calls it.
 
         Raises:
             ModuleError: as in `partials`.
         """
         partials = self.partials(mine)
+        for key in partials.keys() & self._tallies.keys():
+            assert self._guard is not None
+            self._guard.compare(self.lines[key].name, self._tallies[key])
         results = self._call_functions(mine, partials)
         values = []
         for key, partial in partials.items():
@@ -163,6 +170,11 @@ class Reduction:
         if any(row[0] for row in rows):
             self._agree(mine)
             rows = self._gather(mine)
+        told = self._told()
+        self._tallies = {
+            key: [Tally(*row[end : end + WIDTH or None]) for row in rows]
+            for key, end in zip(told, range(-WIDTH * len(told), 0, WIDTH), strict=True)
+        }
         partials = {}
         for position, (key, line) in enumerate(self.lines.items()):
             column = 2 + 2 * position
@@ -185,7 +197,7 @@ class Reduction:
     # --- the steps of a read -----------------------------------------------------------------------------------------
 
     def _gather(self, mine: Mapping[str, Share]) -> list[list[float]]:
-        """Return every rank's vector: whether it has a new metric, its loss, then total and weight of each line.
+        """Return every rank's vector: whether it has a new metric, its loss, total and weight of each line, tallies.
 
         The weight is NaN if a rank has no value. Ranks that share one replica have the same loss, which counts once.
         """
@@ -195,11 +207,18 @@ class Reduction:
         vector = [float(is_new), float(self._strategy.loss_collectives.rank)]
         for key in self.lines:
             vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
+        for key in self._told():
+            assert self._guard is not None
+            vector += self._guard.tally(key, self._metrics.get(key))
         # on the CPU, whatever the device, since the numbers are read there
         rows: list[list[float]] = self._strategy.collectives.all_gather(
             torch.tensor(vector, dtype=torch.float64)
         ).tolist()
         return rows
+
+    def _told(self) -> list[str]:
+        """Return the keys of the metric objects whose tallies are sent."""
+        return [key for key, line in self.lines.items() if line.path is not None] if self._guard is not None else []
 
     def _agree(self, mine: Mapping[str, Share]) -> None:
         """Add the lines of all ranks to the list, in rank order."""

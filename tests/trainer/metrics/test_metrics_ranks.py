@@ -36,6 +36,7 @@ def joined():
     collectives = Collectives(group, torch.device("cpu"))
     return SimpleNamespace(
         rank=group.rank,
+        data_rank=group.rank,
         world_size=group.world_size,
         collectives=collectives,
         loss_collectives=collectives,
