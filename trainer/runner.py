@@ -345,7 +345,7 @@ class Runner:
     def _metrics_of(self, request: Request) -> Metrics:
         """Return the metrics that ``self.log`` writes to in a run, attached to the module."""
         metrics = Metrics(self.strategy, request.module)
-        metrics.position, metrics.guard.epoch = self.state.global_step, self.state.epoch
+        metrics.position, metrics.guard.epoch = self.state.global_step, self.state.current_epoch
         request.module.attach(self._run, None if self.settings.barebones else metrics)
         if request.datamodule is not None:
             request.datamodule.trainer = self._run

@@ -70,25 +70,25 @@ class Metrics:
 
     def begin_batch(self, size: int) -> None:
         """Log into an evaluation batch of this size from now on."""
-        self.guard.begin_batch(self.dataloader_idx, size, has_logged=self._has_logged)
+        self.guard.has_begun = True
+        if self.guard.watches:
+            self.guard.begin_batch(self.dataloader_idx, size, self._has_logged)
         self.in_batch, self.batch_size = True, size
         loader = (self.stage, self.dataloader_idx)
         self.batch = self._batches[loader] = self._batches.get(loader, 0) + 1
 
     def end_loader(self) -> None:
         """End the batches of an evaluation loader."""
-        self.guard.end_loader(self.dataloader_idx, has_logged=self._has_logged)
+        self.guard.end_loader(self.dataloader_idx, self._has_logged)
         self.in_batch, self.dataloader_idx = False, None
 
     def end_step(self, num: int, size: int, *, is_whole: bool) -> None:
         """End a step with this number of micro-batches and samples on this rank, and whether all of them came."""
-        self.guard.end_window(num, size, has_logged=self._has_logged, is_whole=is_whole)
+        self.guard.end_window(num, size, self._has_logged, is_whole=is_whole)
 
-    @property
     def _has_logged(self) -> bool:
-        """Whether anything was logged in the current step or evaluation batch; False if no metric is watched."""
-        entries = self._entries.values() if self.guard.watches else ()
-        return any(entry.stamp == self.position and entry.batch == self.batch for entry in entries)
+        """Return whether anything was logged in the current step or evaluation batch."""
+        return any(entry.stamp == self.position and entry.batch == self.batch for entry in self._entries.values())
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,9 @@ class Metrics:
             if entry.computed is not value:
                 gather_once(value, self._strategy)
                 if self.in_batch:
-                    self.guard.watch(entry.step_line.key, entry.step_line.name, value, self.dataloader_idx)
+                    self.guard.watch(
+                        entry.step_line.key, entry.step_line.name, value, self.dataloader_idx, self.batch_size
+                    )
             entry.computed = value
             newest = getattr(value, "_forward_cache", None)  # torchmetrics' value of the last batch
             return newest.detach() if isinstance(newest, Tensor) else float("nan")

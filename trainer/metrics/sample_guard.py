@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -33,6 +33,9 @@ class Tally(NamedTuple):
     num_stray: float = 0.0
     """Updates where this rank had no micro-batch."""
 
+
+_SILENT: Final = -1
+"""Instead of a number of updates: none, where nothing was logged, either."""
 
 WIDTH: Final = len(Tally._fields)
 """The numbers of a tally."""
@@ -74,7 +77,7 @@ def difference(tallies: Sequence[Tally]) -> SampleDifference | None:
 
 @dataclass(slots=True)
 class _Watch:
-    """A metric object that was logged in a batch, and how often it was updated in each micro-batch since."""
+    """A metric object that was logged in a batch, and how often it was updated in each window since."""
 
     name: str
     metric: object
@@ -82,72 +85,65 @@ class _Watch:
     last: int
     """Its number of updates when it was last looked at."""
     before: int
-    """Its number of updates at its first log, in this micro-batch or earlier."""
+    """Its number of updates at its first log, in this window or earlier."""
     first: tuple[int, int, int] | None = None
-    """Micro-batches, samples and later updates of the window in which it was first logged."""
-    num: int = 0
-    samples: int = 0
-    seen: float = 0.0
-    num_silent: int = 0
+    """The window in which it was first logged, and its updates from then on."""
+    windows: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """How many windows had this number of micro-batches, samples and updates."""
     num_stray: int = 0
     is_known: bool = True
     is_new: bool = True
-    calls: Counter[int] = field(default_factory=Counter)
-    """Micro-batches by their number of updates."""
 
-    def new_calls(self) -> int:
+    def new_updates(self) -> int:
         """Return the number of updates since the last look."""
         count = updates_of(self.metric) or 0
-        calls, self.last = count - self.last, count
-        if calls < 0:  # the user has reset it
+        updates, self.last = count - self.last, count
+        if updates < 0:  # the user has reset it
             self.is_known = False
-        return max(calls, 0)
+            return 0
+        return updates
 
-    def note(self, num: int, size: int, *, has_logged: bool) -> None:
-        """Count what happened in a window, which may have no micro-batch."""
-        calls = self.new_calls()
+    def note(self, num: int, size: int, has_logged: Callable[[], bool]) -> None:
+        """Count the updates in a window, which may have no micro-batch."""
+        updates = self.new_updates()
         if num == 0:
-            self.num_stray += calls
+            self.num_stray += updates
         elif self.is_new:
-            self.is_new, self.first = False, (num, size, calls)
+            self.is_new, self.first = False, (num, size, updates)
         else:
-            self.add(num, size, calls, is_silent=not has_logged)
-
-    def add(self, num: int, size: int, calls: int, *, is_silent: bool) -> None:
-        """Count the updates in a window's micro-batches."""
-        self.num += num
-        self.samples += size
-        if is_silent and not calls:
-            self.num_silent += num
-            return
-        self.seen += calls * size / num
-        each, rest = divmod(calls, num)
-        self.calls[each] += num - rest
-        if rest:
-            self.calls[each + 1] += rest
+            window = num, size, updates if updates or has_logged() else _SILENT
+            self.windows[window] = self.windows.get(window, 0) + 1
 
     def forget(self) -> None:
         """Forget the epoch, and look at the metric anew."""
-        self.last, self.before, self.first, self.is_new = updates_of(self.metric) or 0, 0, None, False
-        self.num = self.samples = self.num_silent = self.num_stray = 0
-        self.seen, self.is_known = 0.0, True
-        self.calls.clear()
+        self.last, self.first, self.is_new = updates_of(self.metric) or 0, None, False
+        self.windows.clear()
+        self.num_stray, self.is_known = 0, True
 
     def tally(self, data_rank: int) -> Tally:
         """Return the tally of the epoch."""
-        if self.first is not None:
-            num, size, after = self.first
-            usual = min(self.calls, default=1)
-            # what a metric had before its first log may be of another epoch, unless it is what is usual
-            if self.before <= usual * num:
-                self.add(num, size, self.before + after, is_silent=False)
-            self.first = None
         if not self.is_known:
             return Tally(data_rank, math.nan)
-        fewest = min(self.calls, default=math.inf)
-        num_fewest = self.calls[int(fewest)] if self.calls else 0
+        windows = list(self.windows.items())
+        usual = min((updates // num for num, _, updates in self.windows if updates != _SILENT), default=1)
+        # what a metric had before its first log may be of another epoch, unless it is what is usual
+        if self.first is not None and self.before <= usual * self.first[0]:
+            num, size, after = self.first
+            windows.append(((num, size, self.before + after), 1))
+        by_updates: Counter[int] = Counter()
+        samples, seen = 0, 0.0
+        for (num, size, updates), times in windows:
+            samples += times * size
+            seen += times * size * max(updates, 0) / num
+            each, rest = divmod(updates, num) if updates != _SILENT else (_SILENT, 0)
+            by_updates[each] += times * (num - rest)
+            by_updates[each + 1] += times * rest
+        num_silent = by_updates.pop(_SILENT, 0)
+        counts = +by_updates  # without those that no micro-batch has
+        fewest = min(counts, default=math.inf)
+        num_fewest = min(counts.items(), default=(0, 0))[1]
         return Tally(
-            *(data_rank, self.num, self.samples, self.seen, fewest, num_fewest, self.num_silent, self.num_stray)
+            *(data_rank, counts.total() + num_silent, samples, seen, fewest, num_fewest, num_silent, self.num_stray)
         )
 
 
@@ -162,39 +158,47 @@ class SampleGuard:
         strategy: the strategy of the ranks, connected.
     """
 
-    __slots__ = ("_has_begun", "_open", "_stage", "_strategy", "_warned", "epoch", "watches")
+    __slots__ = ("_open", "_stage", "_strategy", "_warned", "epoch", "has_begun", "watches")
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._stage: Stage = "train"
         self._open: tuple[int | None, int] | None = None
-        """Loader and samples of the evaluation batch that runs."""
-        self._has_begun: set[Stage] = set()
-        """Evaluations in whose epoch this rank had a batch."""
+        """Loader and samples of the evaluation batch that runs, if metrics are watched."""
         self._warned: set[tuple[Stage, str]] = set()
         self.epoch = 0
         """The epoch of training, for the warning."""
+        self.has_begun = False
+        """Whether this rank has had a batch in the current evaluation."""
         self.watches: dict[Stage, dict[str, _Watch]] = {}
         """Watched metrics of each stage; empty in a run without metric objects."""
 
-    def watch(self, key: str, name: str, metric: object, loader: int | None) -> None:
-        """Watch a metric object that is logged for the first time, in a batch of the current stage."""
+    def watch(self, key: str, name: str, metric: object, loader: int | None, size: int) -> None:
+        """Watch a metric object that is logged for the first time, in a batch of this size of the current stage."""
         count = updates_of(metric)
-        if count is not None:
-            self.watches.setdefault(self._stage, {})[key] = _Watch(name, metric, loader, last=count, before=count)
+        if count is None:
+            return
+        self.watches.setdefault(self._stage, {})[key] = _Watch(name, metric, loader, last=count, before=count)
+        if self._stage != "train":
+            self._open = loader, size
 
     def enter(self, stage: Stage) -> None:
         """Look at the metrics of this stage from now on; another stage may have updated them, too."""
-        self._stage, self._open = stage, None
-        for watch in self.watches.get(stage, {}).values():
-            watch.last = updates_of(watch.metric) or 0
+        self._stage, self._open, self.has_begun = stage, None, False
+        self._look_anew()
 
     def forget(self) -> None:
         """Forget the current stage's epoch."""
-        self._open = None
-        self._has_begun.discard(self._stage)
-        for watch in self.watches.get(self._stage, {}).values():
+        self._open, self.has_begun = None, False
+        for watch in self._current():
             watch.forget()
+
+    def _current(self) -> Collection[_Watch]:
+        return self.watches.get(self._stage, {}).values()
+
+    def _look_anew(self) -> None:
+        for watch in self._current():
+            watch.last = updates_of(watch.metric) or 0
 
     def stop_watching(self) -> None:
         """Leave the current stage's metrics alone until they are logged again."""
@@ -202,45 +206,44 @@ class SampleGuard:
 
     def leave_out(self) -> None:
         """Say that the module's step runs more than once on purpose, so that updates of this epoch tell nothing."""
-        for watch in self.watches.get(self._stage, {}).values():
+        for watch in self._current():
             watch.is_known = False
 
-    # --- micro-batches -----------------------------------------------------------------------------------------------
+    # --- micro-batches; `has_logged` says whether anything was logged in the current ones ----------------------------
 
-    def begin_batch(self, loader: int | None, size: int, *, has_logged: bool) -> None:
-        """Begin an evaluation batch; `has_logged` says whether anything was logged in the one before."""
+    def begin_batch(self, loader: int | None, size: int, has_logged: Callable[[], bool]) -> None:
+        """Begin an evaluation batch, and end the one before."""
         if self._open is not None:
-            self._end_batch(has_logged=has_logged)
-        elif self._stage in self.watches:
-            self.enter(self._stage)
+            self._end_batch(has_logged)
+        else:
+            self._look_anew()
         self._open = loader, size
-        self._has_begun.add(self._stage)
 
-    def end_loader(self, loader: int | None, *, has_logged: bool) -> None:
+    def end_loader(self, loader: int | None, has_logged: Callable[[], bool]) -> None:
         """End the last batch of an evaluation loader; this rank may have had none."""
         if self._open is not None:
-            self._end_batch(has_logged=has_logged)
+            self._end_batch(has_logged)
             return
-        for watch in self.watches.get(self._stage, {}).values():
-            calls = watch.new_calls()
-            watch.num_stray += calls if watch.loader == loader else 0
+        for watch in self._current():
+            updates = watch.new_updates()
+            watch.num_stray += updates if watch.loader == loader else 0
 
-    def _end_batch(self, *, has_logged: bool) -> None:
+    def _end_batch(self, has_logged: Callable[[], bool]) -> None:
         assert self._open is not None
         (loader, size), self._open = self._open, None
-        for watch in self.watches.get(self._stage, {}).values():
+        for watch in self._current():
             if watch.loader == loader:
-                watch.note(1, size, has_logged=has_logged)
+                watch.note(1, size, has_logged)
             else:
-                watch.new_calls()
+                watch.new_updates()
 
-    def end_window(self, num: int, size: int, *, has_logged: bool, is_whole: bool) -> None:
+    def end_window(self, num: int, size: int, has_logged: Callable[[], bool], *, is_whole: bool) -> None:
         """End the micro-batches of an optimizer step on this rank, possibly none; of a part nobody knows the number."""
         if not is_whole:
-            self.enter(self._stage)
+            self._look_anew()
             return
-        for watch in self.watches.get("train", {}).values():
-            watch.note(num, size, has_logged=has_logged)
+        for watch in self._current():
+            watch.note(num, size, has_logged)
 
     # --- the end of an epoch -----------------------------------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class SampleGuard:
         watch = self.watches.get(self._stage, {}).get(key)
         if watch is not None:
             return watch.tally(data_rank)
-        if self._stage == "train" or self._stage in self._has_begun:
+        if self._stage == "train" or self.has_begun:
             return Tally(data_rank)
         return Tally(data_rank, num_stray=updates_of(metric) or 0)
 
