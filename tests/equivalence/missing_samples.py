@@ -319,6 +319,13 @@ def attempt(function: Callable[[], Any]) -> Any:
         return traceback.format_exc()
 
 
+def checked(records):
+    """Return the records of all ranks, if none of them failed."""
+    for rank, record in enumerate(records):
+        assert not isinstance(record, str), f"rank {rank} failed:\n{record}"
+    return records
+
+
 def run_all(processes: int) -> dict[Any, Any]:
     """Run every program for a number of processes; in each of them."""
     warnings.simplefilter("ignore")

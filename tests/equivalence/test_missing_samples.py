@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from missing_samples import KINDS, LAYOUTS, NUMBERS, OWN_LOOPS, STAGES, Layout, in_own_loop, program, run_all
+from missing_samples import KINDS, LAYOUTS, NUMBERS, OWN_LOOPS, STAGES, Layout, checked, in_own_loop, program, run_all
 
 from echelon.testing import run_ranks
 
@@ -43,13 +43,6 @@ def records_of(ends_of):
 def alone(global_batch, kind, number):
     """Return the record of one process that takes the same steps."""
     return program(Layout("single", 1, lambda: "single", {"global_batch_size": global_batch}, kind=kind), number)
-
-
-def checked(records):
-    """Return the records of all ranks, if none of them failed."""
-    for rank, record in enumerate(records):
-        assert not isinstance(record, str), f"rank {rank} failed:\n{record}"
-    return records
 
 
 def values_of(number, num_loaders=1):
