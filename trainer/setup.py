@@ -36,7 +36,7 @@ from .data.train_data import TrainData
 from .loggers import default_logger
 from .loggers.tracker import continue_saved_runs
 from .loop.schedule import validates
-from .metrics.reduction import gather_once
+from .metrics.gathering import gather_once
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
 from .module.optimizers import (

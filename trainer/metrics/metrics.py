@@ -15,7 +15,8 @@ from ...strategies.errors import ModuleError
 from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope
-from .reduction import ComputedMetric, Line, Reduction, gather_once
+from .gathering import gather_once
+from .reduction import ComputedMetric, Line, Reduction
 from .sample_guard import SampleGuard
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...strategies import Strategy
 from ...strategies.errors import ModuleError
 from .accumulator import Accumulator, to_numbers
+from .gathering import gather_once
 from .sample_guard import WIDTH, SampleGuard, Tally
 
 
@@ -46,34 +47,6 @@ def computed_value(name: str, metric: ComputedMetric) -> Tensor | None:
             f"returned {shown}; log its numbers under names of their own, with self.log_dict for example."
         )
     return value.detach().double().reshape(())
-
-
-class GatherOnce:
-    """torchmetrics' gathering, from the ranks whose losses count; it is pickled as None, for torchmetrics' own."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """Return the state of each of these ranks, by default those whose losses count. Collective."""
-        from torchmetrics.utilities.distributed import gather_all_tensors
-
-        ranks = group or self._strategy.count_collectives.device_group
-        gathered: list[Tensor] = gather_all_tensors(state, ranks)
-        return gathered
-
-    def __deepcopy__(self, memo: Any) -> GatherOnce:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def gather_once(metric: Any, strategy: Strategy) -> None:
-    """Make a torchmetrics object that gathers from all ranks count each replica once."""
-    if isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
-        is_shared = strategy.count_collectives is not strategy.collectives
-        metric.dist_sync_fn = GatherOnce(strategy) if is_shared else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +255,7 @@ class Reduction:
             assert self._module is not None
             found = dict(self._module.named_modules())[line.path or ""]
             assert isinstance(found, ComputedMetric)
+            gather_once(found, self._strategy)
             metric = self._metrics[line.key] = found
         with warnings.catch_warnings():
             # torchmetrics warns on a rank without a batch, but the value comes from the other ranks

@@ -1,0 +1,88 @@
+"""torchmetrics objects whose lists differ between ranks are gathered whole, also by their copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from as_rank import calm_down, double_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.text import ROUGEScore
+
+from echelon import TrainModule
+from echelon.testing import run_ranks
+
+NUM_SAMPLES = 7
+
+
+class Kept(torchmetrics.Metric):
+    """Keeps rows of whole numbers for each sample, in a list that is concatenated and in one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("joined", [], dist_reduce_fx="cat")
+        self.add_state("apart", [], dist_reduce_fx=None)
+        self.add_state("named", [], dist_reduce_fx=None)
+        self.add_state("total", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, numbers: Tensor) -> None:
+        self.joined.append(numbers[:, None].expand(-1, 2))
+        self.apart.extend(torch.full((int(number),), int(number)) for number in numbers)
+        self.named.extend((int(number), b"of bytes") for number in numbers)
+        self.total += numbers.sum()
+
+    def compute(self) -> Tensor:
+        joined = torch.cat(list(self.joined)) if isinstance(self.joined, list) else self.joined
+        assert len(self.named) == len(self.apart) == len(joined)
+        return torch.stack([self.total, joined.sum(), sum(values.sum() for values in self.apart)])
+
+
+class Module(TrainModule):
+    def __init__(self, *, copies: bool = False) -> None:
+        super().__init__()
+        self.layer, self.kept, self.copies = nn.Linear(1, 1), Kept(), copies
+        self.rouge = ROUGEScore(rouge_keys=("rouge1",))
+        self.found: Any = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch[:, None].double())
+        self.kept.update(batch)
+        words = [" ".join("abcdefgh"[: int(number)]) for number in batch]
+        self.rouge.update(words, ["a b"] * len(words))
+
+    def on_validation_epoch_end(self) -> None:
+        kept = copy.deepcopy(self.kept) if self.copies else self.kept
+        self.found = kept.compute().tolist(), self.rouge.compute()["rouge1_recall"].item()
+        if self.copies:
+            assert pickle.loads(pickle.dumps(self.kept)).dist_sync_fn is None  # elsewhere, torchmetrics gathers
+        self.kept.reset()
+
+
+def validated(strategy: str, num_samples: int, *, copies: bool = False) -> Any:
+    calm_down()
+    module = Module(copies=copies)
+    numbers: Any = torch.arange(1, num_samples + 1)
+    double_trainer(strategy=strategy).validate(module, DataLoader(numbers, 2), verbose=False)
+    return module.found
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 7])
+def test_lists_of_which_ranks_have_different_numbers_or_none_are_gathered_whole(num_samples: int) -> None:
+    total = num_samples * (num_samples + 1) / 2
+    squares = sum(number**2 for number in range(1, num_samples + 1))
+    (alone,) = run_ranks(partial(validated, "single", num_samples), 1)
+    assert alone[0] == [total, 2 * total, squares]
+    for numbers, recall in run_ranks(partial(validated, "ddp", num_samples), 2, timeout=60):
+        assert numbers == alone[0]
+        assert recall == pytest.approx(alone[1])
+
+
+def test_a_copy_of_a_metric_gathers_like_it() -> None:
+    for numbers, _ in run_ranks(partial(validated, "ddp", 8, copies=True), 2, timeout=60):
+        assert numbers == [36, 72, 204]

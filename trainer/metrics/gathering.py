@@ -1,0 +1,118 @@
+"""Gathering: the states of a torchmetrics object from the ranks that count, whatever each of them holds."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategies import Strategy
+
+
+class GatherOnce:
+    """torchmetrics' gathering, from the ranks whose losses count; it is pickled as None, for torchmetrics' own."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Return the state of each of these ranks, by default those whose losses count. Collective."""
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        ranks = group or self._strategy.count_collectives.device_group
+        gathered: list[Tensor] = gather_all_tensors(state, ranks)
+        return gathered
+
+    def all_gather_object(self, data: Any, group: Any = None) -> list[Any]:
+        """Return an object of each of these ranks, in the order of their states. Collective."""
+        if group is None:
+            return self._strategy.count_collectives.all_gather_object(data)
+        gathered = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, data, group)
+        return gathered
+
+    def __deepcopy__(self, memo: Any) -> GatherOnce:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def gather_once(metric: Any, strategy: Strategy) -> None:
+    """Make a torchmetrics object count each replica once, and gather lists of which ranks have different numbers."""
+    if not isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
+        return  # no such object, or one with the user's own gathering
+    metric.dist_sync_fn = GatherOnce(strategy) if strategy.collectives.world_size > 1 else None
+    synced = getattr(type(metric), "_sync_dist", None)
+    if getattr(synced, "__module__", "").partition(".")[0] == "torchmetrics":
+        # a bound method follows the metric to its copies, and is pickled by name: as that of its class
+        metric._sync_dist = types.MethodType(_sync_dist, metric)  # noqa: SLF001
+
+
+def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_group: Any = None) -> None:
+    """Gather and reduce every state, as torchmetrics' method of this name does. Collective.
+
+    torchmetrics gathers the tensors of a list one by one: a rank with fewer of them calls fewer collectives, and one
+    without any sends an empty float32 vector, whatever the others have.
+    """
+    reductions: dict[str, Any] = self._reductions
+    if not isinstance(dist_sync_fn, GatherOnce) or not reductions:
+        type(self)._sync_dist(self, dist_sync_fn, process_group)  # noqa: SLF001
+        return
+    from torchmetrics.utilities import dim_zero_cat
+
+    group = process_group or self.process_group
+    lists = {name: value for name in reductions if isinstance(value := getattr(self, name), list)}
+    described = dist_sync_fn.all_gather_object({name: _described(value) for name, value in lists.items()}, group)
+    for name, reduce in reductions.items():
+        if name in lists:
+            of_ranks = [of_rank[name] for of_rank in described]
+            gathered: Any = _gather_list(lists[name], of_ranks, partial(dist_sync_fn, group=group), self.device)
+            if not gathered and reduce is dim_zero_cat:
+                gathered = [torch.empty(0, dtype=self.dtype, device=self.device)]
+        else:
+            gathered = torch.stack(dist_sync_fn(getattr(self, name), group))
+        setattr(self, name, reduce(gathered) if reduce is not None and len(gathered) else gathered)
+
+
+def _described(values: Sequence[Any]) -> list[Any]:
+    """Return the dtype and shape of each tensor, and other objects as they are."""
+    return [(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else _Whole(value) for value in values]
+
+
+class _Whole:
+    """An element of a list that is not a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _gather_list(
+    own: Sequence[Any],
+    described: Sequence[Sequence[Any]],
+    gather: Callable[[Tensor], list[Tensor]],
+    device: torch.device,
+) -> list[Any]:
+    """Return the elements of all ranks, in rank order: those of one dtype are sent as one vector. Collective."""
+    dtypes = {one[0]: None for of_rank in described for one in of_rank if not isinstance(one, _Whole)}
+    vectors = {}
+    for dtype in dtypes:
+        parts = [value.detach().flatten() for value in own if isinstance(value, Tensor) and value.dtype == dtype]
+        vector = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+        vectors[dtype] = gather(vector.to(device))
+    elements: list[Any] = []
+    for rank, of_rank in enumerate(described):
+        places = dict.fromkeys(dtypes, 0)
+        for one in of_rank:
+            if isinstance(one, _Whole):
+                elements.append(one.value)
+                continue
+            dtype, shape = one
+            start, size = places[dtype], torch.Size(shape).numel()
+            elements.append(vectors[dtype][rank][start : start + size].view(shape))
+            places[dtype] += size
+    return elements
