@@ -222,6 +222,14 @@ class ShardedStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.set_grad_sync(enabled)
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        if self._sharded is not None:
+            self._sharded.writes.end_backward()
+
     def unscale(self, optimizer: Optimizer) -> None:
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
         super().unscale(optimizer)
@@ -279,6 +287,7 @@ class ShardedStrategy(Strategy):
     def sync_replicas(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
+            self._sharded.writes.agree()
             # a sharded buffer differs between ranks
             self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
 

@@ -104,6 +104,9 @@ class ShardedModule:
         self._checked_steps: set[str] = set()
         self._is_in_step, self._syncs = False, True
         self._is_known, self._is_gathered = False, False
+        self.writes = ParameterWrites(
+            self.roots, lambda shard: self.parameters[shard], collectives, evaluates_alone=runs is not None
+        )
         if not is_manual:
             self._forward, module.forward = module.forward, self._call
 
@@ -282,14 +285,17 @@ class ShardedModule:
         if step_name not in self._checked_steps:
             self._check_batch(step_name, args)
         if self._is_manual:
+            self.writes.begin(step_name)
             output = getattr(self.module, step_name)(*args)
             if not torch.is_grad_enabled():
                 self.reshard()
+            self.writes.end(step_name)
             return output
         return self._run(step_name, *args)
 
     def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         self._is_in_step = has_failed = True
+        self.writes.begin(step_name)
         try:
             # in each micro-batch, the hooks would cost time only to find everything gathered already
             call = self._caller.forward if self._is_gathered else self.roots[0]
@@ -303,6 +309,9 @@ class ShardedModule:
         # the parameters, which do not have the gradients
         if step_name != "training_step" or not torch.is_grad_enabled():
             self.reshard()
+            self.writes.end(step_name)
+        else:
+            self.writes.await_backward(step_name)
         return self._caller.rebuild(output)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,6 +378,7 @@ class ShardedModule:
         """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
         reduce_sharded_gradients(self.roots[0])
         self.reshard()
+        self.writes.end("training_step")
         self._is_known = True  # torch's lazy initialization happens in the hooks of the first call
 
 
