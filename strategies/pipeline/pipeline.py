@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.collectives import Collectives
+from ..errors import EchelonError
 from ..state.dtensor import is_dtensor, local_shard, with_local_shard
 from .partition import Partition, check_is_cut, make_partition, stages_of_parameters
 from .schedule import Schedule
@@ -118,7 +120,7 @@ class Pipeline:
         return self.runner.evaluate(signature, step)
 
     def annotate(self, error: BaseException) -> None:
-        """Add a note to errors of torch that say nothing of stages."""
+        """Add a note to errors of torch and of the module's hooks that say nothing of stages."""
         text = str(error) if isinstance(error, RuntimeError) else ""
         if re.search(r"\bmeta\b", text):
             error.add_note(
@@ -130,6 +132,14 @@ class Pipeline:
                 f"schedule={self.schedule.name!r} computes backward in two halves, which does not work with code that "
                 "the module compiles itself or with its own selective checkpoints; use Trainer(compile=True) or "
                 "activation_checkpointing=, or schedule='1f1b'."
+            )
+        hook = None if isinstance(error, EchelonError) or self.rank == self.last_rank else _ending_hook(error)
+        if hook is not None:
+            error.add_note(
+                f"{hook} ran on a rank whose stages do not reach the loss: what a step appends to a list after its "
+                "last block exists on the last stage only, and is missing here. Return early from the hook unless "
+                "self.trainer.strategy.has_loss; or collect what the step returns in on_validation_batch_end, which "
+                "gets it on every rank (on_train_batch_end: only the loss)."
             )
 
     # --- parameters on several ranks ---------------------------------------------------------------------------------
@@ -183,3 +193,9 @@ class Pipeline:
                 with torch.no_grad():
                     for buffer, value in zip(buffers, values, strict=True):
                         buffer.copy_(value)
+
+
+def _ending_hook(error: BaseException) -> str | None:
+    """Return the hook at the end of a batch, an epoch or a stage in which an error was raised."""
+    names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((name for name in names if re.fullmatch(r"on_\w+_end", name)), None)
