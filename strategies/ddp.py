@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from .estimate.replicas import estimate_replica, replicas_traffic, summed_rows
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
+from .parallel.frozen_replicas import FrozenReplicas
 from .parallel.replica import DDPOptions, Replica
 from .strategy import Strategy
 
@@ -30,8 +32,12 @@ class ReplicaStrategy(Strategy):
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
 
+    _compares_frozen: ClassVar[bool] = False
+    """Whether the frozen parameters have to be equal on all ranks after each step."""
+
+    # Known after `setup_module`:
     _replica: Replica
-    """Known after `setup_module`."""
+    _frozen: FrozenReplicas | None
 
     def __init__(self, options: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(**settings)
@@ -71,6 +77,8 @@ class ReplicaStrategy(Strategy):
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         super().setup_module(module, is_manual=is_manual)
         self._replica = self._make_replica(module, is_manual=is_manual)
+        compares = self._compares_frozen and self.group is not None
+        self._frozen = FrozenReplicas(module, self.collectives) if compares else None
 
     def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
         collectives = None if self.group is None else self.collectives
@@ -88,20 +96,25 @@ class ReplicaStrategy(Strategy):
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
         loss = self._replica.zero_loss()
-        if loss is None:
-            super().stand_by(step_name, busy, run)
-        else:
-            self.backward(loss)
+        with nullcontext() if self._frozen is None else self._frozen.absent():
+            if loss is None:
+                super().stand_by(step_name, busy, run)
+            else:
+                self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
-        self._replica.end_backward()
+        self.end_backward()
 
     def end_backward(self) -> None:
         self._replica.end_backward()
+        if self._frozen is not None:
+            self._frozen.end_backward(syncs=self._replica.syncs)
 
     def sync_replicas(self) -> None:
         self._replica.sync_replicas()
+        if self._frozen is not None:
+            self._frozen.compare()
 
 
 class DDPStrategy(ReplicaStrategy):
@@ -124,6 +137,7 @@ class DDPStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "ddp"
+    _compares_frozen: ClassVar[bool] = True
     supports_restarts: bool = True
 
     def __init__(

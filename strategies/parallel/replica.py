@@ -94,7 +94,8 @@ class Replica:
         self._ignored = frozenset(ignored)
         self._wrapper: Any = None
         self._averages_after_backward = self._is_rehearsed = False
-        self._syncs = True
+        self.syncs = True
+        """Whether the next backward is the last of its step."""
         self._is_first_backward = True
         if collectives is None:
             return
@@ -152,7 +153,7 @@ class Replica:
 
     def set_grad_sync(self, enabled: bool) -> None:
         """Set whether the next backward averages gradients; only a step's last micro-batch needs to."""
-        self._syncs = enabled
+        self.syncs = enabled
         if self._wrapper is not None:
             # DDP learns a static graph in the first backward, which therefore has to synchronize; averaging the same
             # gradients a second time changes nothing
@@ -182,7 +183,7 @@ class Replica:
                 average_gradients(self._module.parameters(), self._collectives)
             return
         synchronizes = self._wrapper is not None and self._wrapper.require_backward_grad_sync
-        if self._is_rehearsed and self._syncs:
+        if self._is_rehearsed and self.syncs:
             synchronizes = True
             self._sum_in_place()
         # with several modules, this one may not have been part of the backward

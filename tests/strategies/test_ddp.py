@@ -157,6 +157,11 @@ class Gan(TrainModule):
         return [torch.optim.Adam(part.parameters(), lr=0.02) for part in (self.generator, self.discriminator)]
 
 
+class OwnBackward(Gan):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+
+
 class Faint(Net):
     """Has gradients that do not overflow when they are scaled."""
 
@@ -214,6 +219,7 @@ CASES = {
     "tied": Case(Tied),
     "two optimizers": Case(TwoOptimizers, settings=TWICE),
     "manual optimization": Case(Gan),
+    "manual optimization, own backward": Case(OwnBackward),
     "LBFGS": Case(Lbfgs, bound=1e-10),
     "compiled": Case(settings={"compile": {"backend": "aot_eager"}}),
     "clipped by value": Case(settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),

@@ -375,6 +375,7 @@ class OneRankStep(Step):
 
 def _module_backward(module: TrainModule, strategy: Strategy, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     module.backward(strategy.scaled(loss), *args, **kwargs)
+    strategy.end_backward()
 
 
 def _without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
