@@ -293,7 +293,7 @@ class ParallelStrategy(ShardedStrategy):
         """Compare the first step of each kind with one on whole sequences, if sequences are split. Collective."""
         if self._sequences is not None:
             run = self._run_step if self._pipeline is None else self._run_through_stages
-            with nullcontext() if self._sharded is None else self._sharded.writes.ignored():
+            with nullcontext() if self._sharded is None else self._sharded.runs.writes.ignored():
                 self._sequences.check(step_name, self.module, args, partial(run, step_name))
 
     def _run_through_stages(self, step_name: str, *args: Any) -> Any:

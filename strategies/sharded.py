@@ -205,7 +205,7 @@ class ShardedStrategy(Strategy):
 
     def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
         assert self._sharded is not None
-        return self._sharded.idle_ranks.beside(step_name, busy, lent)
+        return self._sharded.runs.beside_idle(step_name, busy, lent)
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
         assert self._sharded is not None
@@ -228,7 +228,7 @@ class ShardedStrategy(Strategy):
 
     def end_backward(self) -> None:
         if self._sharded is not None:
-            self._sharded.writes.end_backward()
+            self._sharded.runs.end_backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
@@ -287,7 +287,7 @@ class ShardedStrategy(Strategy):
     def sync_replicas(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
-            self._sharded.writes.agree()
+            self._sharded.runs.writes.agree()
             # a sharded buffer differs between ranks
             self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
 

@@ -14,14 +14,14 @@ _NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class CallWatch(TorchDispatchMode):
-    """Calls a function before each torch collective inside, unless it is paused, with the collective's name.
+    """Calls a function before each torch collective inside, unless it is paused.
 
     Args:
         ranks: global ranks; collectives of groups without any of them are ignored.
         found: what to call.
     """
 
-    def __init__(self, ranks: Collection[int], found: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Collection[int], found: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ranks, self._found = frozenset(ranks), found
         self._num_pauses = 0
@@ -43,7 +43,7 @@ class CallWatch(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls it again with the tensors that are sent
         if not self._num_pauses and func.namespace in _NAMESPACES and self._concerns(args, kwargs or {}):
-            self._found(func.name().partition("::")[2].rstrip("_"))
+            self._found()
         return func(*args, **(kwargs or {}))
 
     def _concerns(self, args: Any, kwargs: Any) -> bool:

@@ -20,6 +20,8 @@ from .noticeboard import Messages, Noticeboard
 _STRATEGIES: Final = Path(__file__).parents[1]
 _PACKAGE: Final = _STRATEGIES.parent
 _TORCH: Final = Path(torch.__file__).parent
+_WRAPPERS: Final = ("wrapper", "_fn", "inner", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
+"""Functions of torch and of this package that only call others."""
 _LONGEST_SHAPES: Final = 160  # characters
 
 Aspect = Literal["name", "shapes", "where"]
@@ -164,6 +166,18 @@ def _describe(leaf: Any) -> str:
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" + (
         " +grad" if leaf.requires_grad and torch.is_grad_enabled() else ""
     )
+
+
+def user_call() -> str:
+    """Return the function of torch or of this package that the user's code has called, with the file and line."""
+    frame = inspect.currentframe()
+    assert frame is not None  # CPython has frames
+    called = ""
+    while frame.f_back is not None and _is_below(frame.f_code.co_filename, _PACKAGE, _TORCH):
+        name = frame.f_code.co_name
+        called = name if name not in _WRAPPERS else called
+        frame = frame.f_back
+    return f"{called} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _caller() -> tuple[str, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -21,9 +20,9 @@ from ..module.norms import match_inputs_of_norms
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor, local_shard, shard_like
 from ..torch_internals import BatchNorm
-from ..units.idle_ranks import IdleRanks
 from ..units.large_layers import LargeLayers, LayerUnit
 from ..units.torch_units import reduce_sharded_gradients
+from ..units.unit_runs import UnitRuns
 from .equal_ranks import make_equal, overrides
 from .mesh import in_stage
 from .sharding_policy import ShardingOptions, large_layers
@@ -88,15 +87,19 @@ class ShardedModule:
         self.roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual = is_manual
         self._set_prefetch()
-        # a step by hand changes parameters, of which every rank has a part
-        by_all = ("training_step",) if is_manual else ()
-        self.idle_ranks = IdleRanks(self.roots, data_collectives, can_run_step=runs is None, run_by_all=by_all)
-        """What ranks without samples do."""
-        self._layers: LargeLayers | None = None
+        self.runs = UnitRuns(
+            self.roots,
+            lambda shard: self.parameters[shard],
+            collectives,
+            data_collectives,
+            is_manual=is_manual,
+            has_stages=runs is not None,
+        )
+        """What ranks do together around the runs of steps."""
         if layers:
             self._units += layers
-            self._layers = LargeLayers(layers, self.idle_ranks.agree)
-            self.roots[0].register_forward_pre_hook(self._layers.begin)
+            self.runs.layers = LargeLayers(layers, self.runs.agree_on_reads)
+            self.roots[0].register_forward_pre_hook(self.runs.layers.begin)
         if device.type == "cpu":
             match_inputs_of_norms(module)
         self.parameters = _names(module)
@@ -104,9 +107,6 @@ class ShardedModule:
         self._checked_steps: set[str] = set()
         self._is_in_step, self._syncs = False, True
         self._is_known, self._is_gathered = False, False
-        self.writes = ParameterWrites(
-            self.roots, lambda shard: self.parameters[shard], collectives, evaluates_alone=runs is not None
-        )
         if not is_manual:
             self._forward, module.forward = module.forward, self._call
 
@@ -285,17 +285,17 @@ class ShardedModule:
         if step_name not in self._checked_steps:
             self._check_batch(step_name, args)
         if self._is_manual:
-            self.writes.begin(step_name)
+            self.runs.writes.begin(step_name)
             output = getattr(self.module, step_name)(*args)
             if not torch.is_grad_enabled():
                 self.reshard()
-            self.writes.end(step_name)
+            self.runs.end(step_name)
             return output
         return self._run(step_name, *args)
 
     def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         self._is_in_step = has_failed = True
-        self.writes.begin(step_name)
+        self.runs.writes.begin(step_name)
         try:
             # in each micro-batch, the hooks would cost time only to find everything gathered already
             call = self._caller.forward if self._is_gathered else self.roots[0]
@@ -303,15 +303,15 @@ class ShardedModule:
             has_failed = False
         finally:
             self._is_in_step = False
-            if self._layers is not None:
-                self._layers.end(step_name, has_failed=has_failed)
+            if self.runs.layers is not None:
+                self.runs.layers.end(step_name, has_failed=has_failed)
         # otherwise hooks between steps, or a loop between forward and backward, would see and change gathered copies of
         # the parameters, which do not have the gradients
         if step_name != "training_step" or not torch.is_grad_enabled():
             self.reshard()
-            self.writes.end(step_name)
+            self.runs.end(step_name)
         else:
-            self.writes.await_backward(step_name)
+            self.runs.writes.awaited = step_name
         return self._caller.rebuild(output)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,16 +351,12 @@ class ShardedModule:
         If no rank is busy, the gradients that earlier micro-batches have left are reduced.
         """
         if any(busy):
-            self.idle_ranks.follow(step_name, busy, run, partial(self._note_read, step_name))
+            self.runs.follow(step_name, busy, run)
         else:
             self._syncs = True
             for root in self.roots:
                 reduce_sharded_gradients(root)
         self.reshard()
-
-    def _note_read(self, step_name: str, are_read: list[float]) -> None:
-        assert self._layers is not None
-        self._layers.note_read(step_name, are_read)
 
     # --- the micro-batches of a pipeline -----------------------------------------------------------------------------
 
@@ -378,7 +374,7 @@ class ShardedModule:
         """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
         reduce_sharded_gradients(self.roots[0])
         self.reshard()
-        self.writes.end("training_step")
+        self.runs.end("training_step")
         self._is_known = True  # torch's lazy initialization happens in the hooks of the first call
 
 

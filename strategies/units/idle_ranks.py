@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from ..distributed.call_watch import CallWatch
 from ..distributed.collectives import Collectives
-from ..distributed.debug import call_here
+from ..distributed.debug import user_call
 from ..errors import ModuleError
 from ..torch_internals import is_in_backward
 from .torch_units import (
@@ -48,7 +49,8 @@ class IdleRanks:
         self._roots, self._collectives, self._can_run_step = list(roots), collectives, can_run_step
         self._run_by_all = set(run_by_all)
         """The steps that all ranks run; those whose code sends something itself are added."""
-        self._leading: _Leading | None = None
+        self._watched: _Watching | None = None
+        """The step of this rank whose collectives are watched."""
 
     @contextmanager
     def beside(self, step_name: str, busy: Sequence[bool], lent: Any) -> Iterator[None]:
@@ -67,12 +69,8 @@ class IdleRanks:
             leading.tell("run", lent)
             yield
             return
-        self._leading = leading
-        try:
-            with leading.watching():
-                yield
-        finally:
-            self._leading = None
+        with leading.watching():
+            yield
         if leading.found is None:
             leading.tell("end")
             forget_order(unit_groups(self._roots))
@@ -88,7 +86,7 @@ class IdleRanks:
             )
 
     def follow(
-        self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None], agreed: Callable[[list[float]], None]
+        self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None], join: Callable[..., None]
     ) -> None:
         """Take part in a step of the busy ranks. Collective: with `beside` on these.
 
@@ -96,7 +94,7 @@ class IdleRanks:
             step_name: the kind of step.
             busy: which data ranks have samples.
             run: runs the step with what the first of them lends.
-            agreed: called with what the busy ranks have agreed on in `agree`.
+            join: takes part in what the busy ranks do `together`, and gets the same arguments.
         """
         groups, has_reduced = unit_groups(self._roots), False
         while True:
@@ -108,8 +106,8 @@ class IdleRanks:
                 index, has_gradient = content
                 join_reduce(groups[index], has_gradient)
                 has_reduced = True
-            elif kind == "agree":
-                agreed(self._collectives.all_reduce([0.0] * content[0], "max"))
+            elif kind == "together":
+                join(*content)
             elif kind == "run":
                 run(content[0])
                 return
@@ -125,16 +123,18 @@ class IdleRanks:
             end_backward(self._roots)
         forget_order(groups)
 
-    def agree(self, numbers: Sequence[float]) -> list[float]:
-        """Return the largest of each number over the data ranks; those that follow count as 0. Collective."""
-        if self._leading is None:
-            return self._collectives.all_reduce(list(numbers), "max")  # type: ignore[no-any-return]
-        with self._leading.watch.paused():
-            self._leading.tell("agree", len(numbers))
-            return self._collectives.all_reduce(list(numbers), "max")  # type: ignore[no-any-return]
+    @contextmanager
+    def together(self, *what: Any) -> Iterator[None]:
+        """Let idle ranks take part in the collectives inside, which are the trainer's, by the `join` of `follow`."""
+        if self._watched is None:
+            yield
+            return
+        with self._watched.watch.paused():
+            self._watched.note_together(*what)
+            yield
 
 
-class _Watching:
+class _Watching(ABC):
     """A step of this rank in which what it sends is watched.
 
     Args:
@@ -156,15 +156,18 @@ class _Watching:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the step, which runs inside."""
-        groups = unit_groups(self._peers._roots)  # noqa: SLF001
-        with ExitStack() as stack:
-            stack.enter_context(instead_of(groups, self._unshard, self._post_backward))
-            stack.enter_context(self.watch)
-            yield
+        peers = self._peers
+        peers._watched = self  # noqa: SLF001
+        try:
+            groups = unit_groups(peers._roots)  # noqa: SLF001
+            with instead_of(groups, self._unshard, self._post_backward), self.watch:
+                yield
+        finally:
+            peers._watched = None  # noqa: SLF001
 
-    def _find(self, operation: str) -> None:
+    def _find(self) -> None:
         """Note the user's first call that sends something."""
-        self.found = f"{operation} ({call_here(operation, None, ()).where})"
+        self.found = user_call()
         self.watch.stop()
 
     def _unshard(self, index: int, group: Any, async_op: bool) -> None:
@@ -180,11 +183,15 @@ class _Watching:
                 self._note_reduce(index, has_gradient)
             type(group).post_backward(group)
 
-    def _note_gather(self, index: int, group: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def note_together(self, *what: Any) -> None:
+        """Note what the trainer sends by itself."""
 
-    def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _note_gather(self, index: int, group: Any) -> None: ...
+
+    @abstractmethod
+    def _note_reduce(self, index: int, has_gradient: list[bool]) -> None: ...
 
 
 class _Leading(_Watching):
@@ -200,14 +207,18 @@ class _Leading(_Watching):
         if self.is_first:
             _send_all(self._collectives, self._idle, message)
 
+    def note_together(self, *what: Any) -> None:
+        if self.found is None:
+            self.tell("together", *what)
+
     def _note_gather(self, index: int, group: Any) -> None:
         self.tell("gather", index, is_kept_in_part(group))
 
     def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
         self.tell("reduce", index, has_gradient)
 
-    def _find(self, operation: str) -> None:
-        super()._find(operation)
+    def _find(self) -> None:
+        super()._find()
         if not self._peers._can_run_step or is_in_backward():  # noqa: SLF001
             self.tell("refuse", self.found, self._idle)
             raise _refusal(self._step_name, self.found, self._idle)
@@ -239,14 +250,18 @@ class _CatchingUp(_Watching):
         if self._is_first:
             _send_all(self._collectives, self._busy, message)
 
+    def note_together(self, *what: Any) -> None:
+        if self.found is None:
+            raise self._refusal()
+
     def _note_gather(self, index: int, group: Any) -> None:
         self._tell(index)
 
     def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
         raise self._refusal()
 
-    def _find(self, operation: str) -> None:
-        super()._find(operation)
+    def _find(self) -> None:
+        super()._find()
         self._tell(None)
 
     def _refusal(self) -> ModuleError:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -37,13 +37,26 @@ def end_backward(roots: Iterable[Any]) -> None:
 
 def gathered_parameters(roots: Iterable[Any]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
+    for parameter in (parameter for group in parameter_groups(roots) for parameter in group.fsdp_params):
+        if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+            yield parameter.sharded_param, gathered
+
+
+def parameter_groups(roots: Iterable[Any]) -> list[Any]:
+    """Return what gathers parameters below ``fully_shard`` roots: a group for each unit, or several."""
     from torch.distributed.fsdp import FSDPModule
 
     with names_of_torch:
-        units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
-        for parameter in (p for unit in units for group in _groups_of(_state_of(unit)) for p in group.fsdp_params):
-            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
-                yield parameter.sharded_param, gathered
+        units = dict.fromkeys(unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule))
+        states = dict.fromkeys(_state_of(unit) for unit in units)
+        return [group for state in states for group in _groups_of(state)]
+
+
+def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which writes to a tensor do not count as such for autograd."""
+    with names_of_torch:
+        context: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+        return context(tensor)  # type: ignore[no-any-return]
 
 
 # --- units, one by one: a "group" is torch's object for the parameters of a unit -------------------------------------

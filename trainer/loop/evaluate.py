@@ -22,7 +22,7 @@ from ..module.arguments import num_step_arguments
 from ..session.session import Session
 from .host_copy import HostCopy
 from .schedule import reload_if_due, validates
-from .shared_step import nothing_logged
+from .shared_step import unseen
 
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
 
@@ -176,7 +176,7 @@ def _in_lockstep(
 
 def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[Any, int]) -> None:
     """Run a step of another rank's batch, which does not count here."""
-    with nothing_logged(session):
+    with unseen(session, step_name):
         session.strategy.run(step_name, *(*lent, dataloader_idx)[:num_args])
 
 

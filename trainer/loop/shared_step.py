@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.errors import DataError, ModuleError
+from ...strategies.module.traces import Traceless
 from ..data.micro_batch import MicroBatch, Window
 from ..data.replica_batches import gather_numbers
 from ..module.loss import loss_of, mean_of
@@ -212,7 +213,7 @@ class SharedStep(Step):
     def _run_unseen(self, lent: tuple[Any, int] | None) -> None:
         """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""
         batch, batch_idx = (self._batch_to_spare(), self.progress.batch_idx) if lent is None else lent
-        with nothing_logged(self.session):
+        with unseen(self.session, "training_step"):
             output = self.forward(batch, batch_idx)
             if self.is_automatic:
                 loss = loss_of(output)
@@ -248,11 +249,12 @@ class SharedStep(Step):
 
 
 @contextmanager
-def nothing_logged(session: Session) -> Iterator[None]:
-    """Ignore what the module logs."""
+def unseen(session: Session, step_name: str) -> Iterator[None]:
+    """Ignore what a step of the module logs, and undo what else it leaves, as far as `Traceless` does."""
     module, metrics = session.module, session.module_metrics
-    module.attach(session.run, None)
-    try:
-        yield
-    finally:
-        module.attach(session.run, metrics)
+    with Traceless(module, [getattr(module, step_name)]):
+        module.attach(session.run, None)
+        try:
+            yield
+        finally:
+            module.attach(session.run, metrics)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import parameter_groups
+from .torch_units import keeping_version, parameter_groups
 
 
 class WatchedParameter(nn.Parameter):
@@ -21,7 +21,7 @@ class WatchedParameter(nn.Parameter):
     """
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The values without their history, as torch's ``.data``."""
         if torch.compiler.is_compiling():
             return self.detach()  # compiled code increases the parameter's own version
@@ -61,7 +61,8 @@ class ShardedParameter:
         """The gathered values; of a parameter that is cut by tensor parallelism, the part of this rank."""
         with torch.no_grad():
             gathered = self._parameter._unsharded_param.detach()
-            return getattr(gathered, "_local_tensor", gathered)
+            local: Tensor = getattr(gathered, "_local_tensor", gathered)
+            return local
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ class ShardedParameter:
         def take() -> None:
             gathered()
             target = self.whole
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+            with torch.no_grad(), keeping_version(target):
                 target.copy_(whole)
 
         self._parameter.init_unsharded_param = take

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.parallel.parameter_writes import ParameterWrites
+from echelon.strategies.units.parameter_writes import ParameterWrites
 from echelon.testing import run_ranks
 
 

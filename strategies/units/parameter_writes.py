@@ -62,10 +62,12 @@ class ParameterWrites:
     ) -> None:
         self.keeps_whole = False
         """Whether another rank has no samples in this run, and will need what this one writes."""
+        self.awaited = ""
+        """The step whose run ends with its backward, which has not ended yet."""
         self._name_of, self._collectives = name_of, collectives
         self._units = watch_units(roots, self._note)
         self._compared = _COMPARED[:1] if evaluates_alone else _COMPARED
-        self._step = self._awaited = ""
+        self._step = ""
         self._is_ignoring = False
         self._runs: Counter[str] = Counter()
         self._past: dict[_Key, _Written] = {}
@@ -135,16 +137,6 @@ class ParameterWrites:
         elif self._run:
             _append(self._past, self._run)
             self._run = {}
-
-    def await_backward(self, step: str) -> None:
-        """Note that a run of a step ends with the next `end_backward`."""
-        self._awaited = step
-
-    def end_backward(self) -> None:
-        """End the run whose backward was awaited, if any, as `end` does."""
-        step, self._awaited = self._awaited, ""
-        if step:
-            self.end(step)
 
     def agree(self, *, is_absent: bool = False) -> None:
         """Compare what the ranks have written since the last time. Collective: every rank calls it.

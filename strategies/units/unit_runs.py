@@ -1,0 +1,87 @@
+"""UnitRuns: what ranks do together around the runs of a sharded module's steps, with samples or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..distributed.collectives import Collectives
+from .idle_ranks import IdleRanks
+from .large_layers import LargeLayers
+from .parameter_writes import ParameterWrites
+
+
+class UnitRuns:
+    """Ends runs of steps, and lets ranks without samples take part in those of others.
+
+    Args:
+        roots: the ``fully_shard`` roots of the module.
+        name_of: returns the name of a shard.
+        collectives: over all ranks that share the parameters.
+        data_collectives: over the ranks that read different samples and hold the same parts of the module.
+        is_manual: whether the module's step computes gradients and updates itself.
+        has_stages: whether the module is a part of a pipeline.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        name_of: Callable[[nn.Parameter], str],
+        collectives: Collectives,
+        data_collectives: Collectives,
+        *,
+        is_manual: bool,
+        has_stages: bool,
+    ) -> None:
+        # a step by hand changes parameters, of which every rank has a part
+        by_all = ("training_step",) if is_manual else ()
+        self._idle = IdleRanks(roots, data_collectives, can_run_step=not has_stages, run_by_all=by_all)
+        self._data_collectives = data_collectives
+        self.writes = ParameterWrites(roots, name_of, collectives, evaluates_alone=has_stages)
+        """What the steps write into parameters."""
+        self.layers: LargeLayers | None = None
+        """The large layers of the module, if it has any."""
+
+    def end(self, step_name: str) -> None:
+        """End a run of a step, its backward included. Collective after some runs."""
+        with self._idle.together("written"):
+            self.writes.end(step_name)
+
+    def end_backward(self) -> None:
+        """End the run whose backward has ended, if any. Collective after some runs."""
+        step_name, self.writes.awaited = self.writes.awaited, ""
+        if step_name:
+            self.end(step_name)
+
+    def agree_on_reads(self, are_read: Sequence[float]) -> list[float]:
+        """Return which large layers any rank has read outside of their calls. Collective."""
+        with self._idle.together("read", len(are_read)):
+            return self._data_collectives.all_reduce(list(are_read), "max")  # type: ignore[no-any-return]
+
+    # --- runs in which some ranks have no samples --------------------------------------------------------------------
+
+    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
+        """Return the context of a step of this rank while others `follow`; see `IdleRanks`. Collective."""
+        self.writes.keeps_whole = True
+        return self._idle.beside(step_name, busy, lent)
+
+    def follow(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        """Take part in a step of the busy ranks without samples; see `IdleRanks`. Collective."""
+        self._idle.follow(step_name, busy, partial(self._run_lent, run), partial(self._join, step_name))
+
+    def _run_lent(self, run: Callable[[Any], None], lent: Any) -> None:
+        """Run the step as the busy ranks do."""
+        self.writes.keeps_whole = True
+        run(lent)
+
+    def _join(self, step_name: str, what: str, *numbers: int) -> None:
+        """Take part in what the busy ranks agree on in a step."""
+        if what == "written":
+            self.writes.end(step_name, is_absent=True)
+        else:
+            assert self.layers is not None
+            self.layers.note_read(step_name, self._data_collectives.all_reduce([0.0] * numbers[0], "max"))
