@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import pickle
 import warnings
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from echelon import Callback, Trainer
 from echelon.strategies import SingleDeviceStrategy
-from echelon.trainer.metrics.sample_guard import SampleDifference, Tally, difference
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -382,40 +380,6 @@ def test_a_metric_object_that_does_not_count_its_updates_is_left_alone():
             self.total = 0.0
 
     assert fit(Summing(Plain), [Again("validation_batch_end")]) == []
-
-
-# --- the rule ---
-
-
-def rank(data_rank, *updates, size=2, stray=0, silent=0):
-    """The tally of a rank with this number of updates in each micro-batch."""
-    num, fewest = len(updates) + silent, min(updates, default=float("inf"))
-    seen = size * sum(updates)
-    return Tally(data_rank, num, size * num, seen, fewest, updates.count(fewest), silent, stray)
-
-
-@pytest.mark.parametrize(
-    ("tallies", "found"),
-    [
-        ([rank(0, 1, 1, 1), rank(1, 1, 1)], None),
-        ([rank(0, 1, 1, 1), rank(1, 1, 2)], (12, 10, 1)),
-        ([rank(0, 1, 1, 1), rank(1, stray=1)], (8, 6, 1)),
-        ([rank(0, 1, 1, 1), rank(1, 1, 1, silent=1)], (10, 12, 1)),
-        ([rank(0, 1, 1, 1), rank(0, 1, 1, 2)], None),  # they share samples, and the first counts
-        ([rank(0, 2, 2), rank(1, 2, 2)], None),
-        ([rank(0, 2, 2), rank(1, 2, 3)], (18, 16, 2)),
-        ([rank(0, 0, 1, 1, 2)], None),
-        ([rank(0, 1, 1, 1, silent=1)], None),  # one process loses no batch
-        ([rank(0, 1, 1, 1), Tally(1, float("nan"))], None),
-        ([rank(0, 1, 1, 1), Tally(1)], None),  # it has not logged the metric
-        ([rank(0, 1, 2)], None),  # none of them is what is usual
-        ([rank(0, *itertools.repeat(1, 40), 2, 2, 2)], (92, 86, 1)),
-        ([rank(0, *itertools.repeat(1, 40), *itertools.repeat(2, 10))], None),
-        ([], None),
-    ],
-)
-def test_a_fault_is_what_few_batches_have_and_no_module_does(tallies, found):
-    assert difference(tallies) == (found and SampleDifference(*found))
 
 
 def test_a_run_without_metric_objects_watches_nothing():
