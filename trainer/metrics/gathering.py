@@ -66,8 +66,12 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
     from torchmetrics.utilities import dim_zero_cat
 
     group = process_group or self.process_group
-    lists = {name: value for name in reductions if isinstance(value := getattr(self, name), list)}
-    described = dist_sync_fn.all_gather_object({name: _described(value) for name, value in lists.items()}, group)
+    # by the defaults, which are the same on every rank
+    held = {name: getattr(self, name) for name in reductions if isinstance(self._defaults[name], list)}
+    lists = {name: value if isinstance(value, list) else [value] for name, value in held.items()}
+    described = []
+    if lists:
+        described = dist_sync_fn.all_gather_object({name: _described(value) for name, value in lists.items()}, group)
     for name, reduce in reductions.items():
         if name in lists:
             of_ranks = [of_rank[name] for of_rank in described]
