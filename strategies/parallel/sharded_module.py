@@ -87,14 +87,8 @@ class ShardedModule:
         self.roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual = is_manual
         self._set_prefetch()
-        self.runs = UnitRuns(
-            self.roots,
-            lambda shard: self.parameters[shard],
-            collectives,
-            data_collectives,
-            is_manual=is_manual,
-            has_stages=runs is not None,
-        )
+        ranks, has_stages = (collectives, data_collectives), runs is not None
+        self.runs = UnitRuns(self.roots, self._name_of, *ranks, is_manual=is_manual, has_stages=has_stages)
         """What ranks do together around the runs of steps."""
         if layers:
             self._units += layers
@@ -105,10 +99,13 @@ class ShardedModule:
         self.parameters = _names(module)
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
-        self._is_in_step, self._syncs = False, True
-        self._is_known, self._is_gathered = False, False
+        self._is_in_step = self._is_known = self._is_gathered = False
+        self._syncs = True
         if not is_manual:
             self._forward, module.forward = module.forward, self._call
+
+    def _name_of(self, shard: nn.Parameter) -> str:
+        return self.parameters[shard]
 
     # --- sharding ----------------------------------------------------------------------------------------------------
 
