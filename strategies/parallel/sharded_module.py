@@ -308,7 +308,7 @@ class ShardedModule:
             self.reshard()
             self.runs.end(step_name)
         else:
-            self.runs.writes.awaited = step_name
+            self.runs.await_backward(step_name)
         return self._caller.rebuild(output)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

@@ -62,8 +62,6 @@ class ParameterWrites:
     ) -> None:
         self.keeps_whole = False
         """Whether another rank has no samples in this run, and will need what this one writes."""
-        self.awaited = ""
-        """The step whose run ends with its backward, which has not ended yet."""
         self._name_of, self._collectives = name_of, collectives
         self._units = watch_units(roots, self._note)
         self._compared = _COMPARED[:1] if evaluates_alone else _COMPARED

@@ -40,7 +40,9 @@ class UnitRuns:
         # a step by hand changes parameters, of which every rank has a part
         by_all = ("training_step",) if is_manual else ()
         self._idle = IdleRanks(roots, data_collectives, can_run_step=not has_stages, run_by_all=by_all)
-        self._data_collectives = data_collectives
+        self._data_collectives, self._has_stages = data_collectives, has_stages
+        self._awaited = ""
+        """The step whose run ends with its backward, which has not ended yet."""
         self.writes = ParameterWrites(roots, name_of, collectives, evaluates_alone=has_stages)
         """What the steps write into parameters."""
         self.layers: LargeLayers | None = None
@@ -51,9 +53,13 @@ class UnitRuns:
         with self._idle.together("written"):
             self.writes.end(step_name)
 
+    def await_backward(self, step_name: str) -> None:
+        """Note that a run ends with the next `end_backward`, unless it is one of a window of micro-batches."""
+        self._awaited = "" if self._has_stages else step_name
+
     def end_backward(self) -> None:
         """End the run whose backward has ended, if any. Collective after some runs."""
-        step_name, self.writes.awaited = self.writes.awaited, ""
+        step_name, self._awaited = self._awaited, ""
         if step_name:
             self.end(step_name)
 
