@@ -94,7 +94,7 @@ class Engine(EngineProcesses):
         names = {parameter: name for name, parameter in module.named_parameters(remove_duplicate=False)}
         strategy.setup_module(module, is_manual=not overlap)
         adopt(optimizers, names, module)
-        prepare(strategy, self._gradients.note_forward)
+        prepare(strategy, self._gradients)
         self._strategies[module] = strategy
         self._gradients.train(strategy)
         if not self._is_parted:

@@ -24,7 +24,8 @@ class PreparedLoader:
     """Iterates over this rank's batches; each ``iter()`` reads an epoch, in the order in which a Trainer reads it.
 
     All ranks get the same number of batches: if one has none left, an earlier batch stands in, with weight 0 in
-    `Engine.backward`, `Engine.reduce` and `Engine.gather_for_metrics`. Other attributes are the loader's own.
+    `Engine.backward`, `Engine.reduce` and `Engine.gather_for_metrics`, and without a trace in the modules that run on
+    it. `batch_size` is 0 then; what a loop adds up itself has to skip it. Other attributes are the loader's own.
 
     Args:
         loader: a DataLoader or any iterable of batches, or a list, dict or `CombinedLoader` of them.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.errors import ConfigError, ModuleError
+from .step_gradients import StepGradients
 
 _CALL: Final = "__call__"
 _CALLS: Final = "_engine_calls"
@@ -67,14 +68,14 @@ class ModuleCalls:
 
     Args:
         strategy: the strategy that set the module up.
-        note: called before a forward that may be followed by a backward.
+        gradients: is told of calls, and of those that may be followed by a backward.
     """
 
-    def __init__(self, strategy: Strategy, note: Callable[[], None]) -> None:
+    def __init__(self, strategy: Strategy, gradients: StepGradients) -> None:
         self._module: Any = strategy.module
         self._precision, self._device_type = strategy.precision, strategy.device.type
         self._plain, self._synchronized = strategy.step_fn("run_plainly"), strategy.step_fn("run_synchronized")
-        self._note = note
+        self._gradients = gradients
         self._is_inside = False
         self.marked: set[str] = set()
         """The methods that also go through the strategy."""
@@ -86,8 +87,9 @@ class ModuleCalls:
         if precision.param_dtype is not None:
             args, kwargs = precision.convert_batch((args, kwargs))  # type: ignore[misc]
         run = self._plain
+        self._gradients.note_call(self._module)
         if torch.is_grad_enabled():
-            self._note()
+            self._gradients.note_forward()
             run = self._synchronized
         self._is_inside = True
         try:
@@ -127,13 +129,13 @@ def check_plain(module: Any) -> None:
         )
 
 
-def prepare(strategy: Strategy, note: Callable[[], None]) -> None:
-    """Make the calls of a module go through the strategy that set it up, and call `note` as `ModuleCalls` does."""
+def prepare(strategy: Strategy, gradients: StepGradients) -> None:
+    """Make the calls of a module go through the strategy that set it up."""
     module = strategy.module
     plain = type(module)
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     module.__class__ = type(plain.__name__, (PreparedModule, plain), names)
-    vars(module)[_CALLS] = ModuleCalls(strategy, note)
+    vars(module)[_CALLS] = ModuleCalls(strategy, gradients)
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

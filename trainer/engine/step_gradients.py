@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
 from ...strategies import Strategy
 from ...strategies.errors import RunError
+from ...strategies.module.traces import Traceless
 from ...strategies.state.dtensor import local_shard, multiply_all
 from ..data.micro_batch import MicroBatch, Window
 from ..loop.loss_weights import Weights
@@ -64,6 +65,8 @@ class StepGradients:
         self._weights: Weights | None = None
         self._correction: Tensor | float | None = None
         self._corrected: set[Optimizer] = set()
+        self._unseen: dict[nn.Module, Traceless] = {}
+        """The modules that have run on a stand-in batch since the last update, and what they were before."""
 
     @property
     def is_inside_step(self) -> bool:
@@ -87,6 +90,7 @@ class StepGradients:
 
     def read(self, batch: LoopBatch) -> None:
         """Note a batch that the loop receives."""
+        self._forget_stand_in()
         batch.read_at = self._num_updates
         if batch is not self._batch:
             self._reading.pop(batch, None)
@@ -97,6 +101,7 @@ class StepGradients:
 
     def leave(self, batch: LoopBatch) -> None:
         """Note that a loader is no longer read; the one that was read before it, if any, becomes current."""
+        self._forget_stand_in()
         self._reading.pop(batch, None)
         self._batch = next(reversed(self._reading), self._nothing)
         if self._batch.syncs != self.syncs:
@@ -121,8 +126,17 @@ class StepGradients:
             self._ends.append(strategy.end_backward)
 
     def note_forward(self) -> None:
-        """Note that a prepared module computes something."""
+        """Note that a prepared module computes something that a backward may follow."""
         self._has_forward = True
+
+    def note_call(self, module: nn.Module) -> None:
+        """Note that a prepared module is called; what a call on a stand-in leaves in it is undone before the update."""
+        if not self.size and module not in self._unseen:  # later, since a backward may need what a batch norm has
+            self._unseen[module] = Traceless(module, [type(module).forward]).__enter__()
+
+    def _forget_stand_in(self) -> None:
+        while self._unseen:
+            self._unseen.popitem()[1].put_back()
 
     def weigh(self, loss: Tensor | Loss) -> Tensor:
         """Return the tensor whose gradient a loss contributes to the step.
@@ -201,6 +215,7 @@ class StepGradients:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
+        self._forget_stand_in()
         self._stepped_at[optimizer] = self._num_backwards
         self.has_stepped = True
         self._num_updates += 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from echelon import ConfigError, DDPStrategy, Engine, Loss, RunError, seed_everything
 from echelon.testing import run_ranks
@@ -57,7 +58,7 @@ def resumed_on_ranks(folder):
     for strategy in ("ddp", "zero", "fsdp"):
         found[strategy] = train(Engine(strategy=strategy, accelerator="cpu"), 11, f"{folder}/one.ckpt", resumes=True)
         train(Engine(strategy=strategy, accelerator="cpu"), 5, f"{folder}/{strategy}.ckpt")
-    return found, values_of_ranks(), two_modules(), mistakes()
+    return found, values_of_ranks(), two_modules(), {kind: traces(kind) for kind in ("ddp", "fsdp")}, mistakes()
 
 
 def values_of_ranks():
@@ -90,6 +91,48 @@ def two_modules():
     engine.clip_gradients(optimizer, clip_val=0.5)
     optimizer.step()
     return second[1].weight.detach().clone()
+
+
+class Counting(nn.Module):
+    """A module that leaves the values of its samples in a metric, a list, a buffer and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.metric, self.values, self.calls = SumMetric(), [], 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x, index):
+        self.metric.update(index)
+        self.values.extend(index.tolist())
+        self.total += index.sum()
+        self.calls += 1
+        return self.linear(self.norm(x))
+
+
+def traces(strategy):
+    """What a training and an evaluation on 13 samples leave in a module: on each rank, and by how many of its calls."""
+    engine = Engine(strategy=strategy, accelerator="cpu")
+    module = Counting().double()
+    module, optimizer = engine.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    found = []
+    for trains in (True, False):
+        loader, num_own = engine.setup_dataloaders(DataLoader(data(), 2)), 0
+        module.train(trains)
+        with torch.set_grad_enabled(trains):
+            for x, y, index in loader:
+                num_own += loader.batch_size > 0
+                loss = nn.functional.mse_loss(module(torch.cat((x, x)), index), torch.cat((y, y)))
+                if trains:
+                    engine.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        batches = int(module.norm.num_batches_tracked)
+        found.append((module.metric.sum_value.item(), sorted(module.values), module.calls - num_own, batches))
+        module.metric.reset()
+        module.values, module.calls = [], 0
+    return found
 
 
 def mistakes():
@@ -126,6 +169,15 @@ def test_a_checkpoint_goes_on_under_other_strategies_and_numbers_of_ranks(strate
         assert found[strategy] == pytest.approx(undisturbed, rel=1e-11, abs=0)
     back = alone(11, folder=f"{folder}/{strategy}.ckpt", resumes=True)
     assert back == pytest.approx(undisturbed, rel=1e-11, abs=0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_batch_that_stands_in_leaves_no_trace_in_a_module(strategy, of_ranks):
+    ranks = [rank[3][strategy] for rank in of_ranks]
+    for at in range(2):
+        assert sum(rank[at][0] for rank in ranks) == sum(range(13))
+        assert sorted(value for rank in ranks for value in rank[at][1]) == list(range(13))
+        assert [rank[at][2:] for rank in ranks] == [(0, 4), (0, 3)]
 
 
 def test_values_count_each_sample_once_and_ranks_draw_numbers_of_their_own(of_ranks):
