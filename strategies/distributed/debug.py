@@ -19,6 +19,7 @@ from .noticeboard import Messages, Noticeboard
 
 _STRATEGIES: Final = Path(__file__).parents[1]
 _PACKAGE: Final = _STRATEGIES.parent
+_OURS: Final = (_STRATEGIES, *(_PACKAGE / floor for floor in ("trainer", "callbacks", "lightning")))
 _TORCH: Final = Path(torch.__file__).parent
 _WRAPPERS: Final = ("wrapper", "_fn", "inner", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 """Functions of torch and of this package that only call others."""
@@ -173,7 +174,7 @@ def user_call() -> str:
     frame = inspect.currentframe()
     assert frame is not None  # CPython has frames
     called = ""
-    while frame.f_back is not None and _is_below(frame.f_code.co_filename, _PACKAGE, _TORCH):
+    while frame.f_back is not None and _is_below(frame.f_code.co_filename, *_OURS, _TORCH):
         name = frame.f_code.co_name
         called = name if name not in _WRAPPERS else called
         frame = frame.f_back

@@ -20,6 +20,7 @@ from .torch_units import (
     gathers_next,
     gradients_to_reduce,
     instead_of,
+    is_in_forward,
     is_kept_in_part,
     join_gather,
     join_reduce,
@@ -100,8 +101,8 @@ class IdleRanks:
         while True:
             kind, *content = self._collectives.recv(list(busy).index(True))
             if kind == "gather":
-                index, from_part = content
-                join_gather(groups[index], from_part=from_part)
+                index, from_part, in_forward = content
+                join_gather(groups[index], from_part=from_part, in_forward=in_forward)
             elif kind == "reduce":
                 index, has_gradient = content
                 join_reduce(groups[index], has_gradient)
@@ -212,7 +213,7 @@ class _Leading(_Watching):
             self.tell("together", *what)
 
     def _note_gather(self, index: int, group: Any) -> None:
-        self.tell("gather", index, is_kept_in_part(group))
+        self.tell("gather", index, is_kept_in_part(group), is_in_forward(group))
 
     def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
         self.tell("reduce", index, has_gradient)

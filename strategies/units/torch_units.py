@@ -90,19 +90,28 @@ def is_kept_in_part(group: Any) -> bool:
         return bool(group.is_sharded_post_forward)
 
 
-def join_gather(group: Any, *, from_part: bool) -> None:
+def is_in_forward(group: Any) -> bool:
+    """Return whether a unit's parameters are gathered for a forward, after which they may be kept in part."""
+    with names_of_torch:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        return bool(group._training_state == TrainingState.FORWARD)
+
+
+def join_gather(group: Any, *, from_part: bool = False, in_forward: bool = False) -> None:
     """Take part in gathering a unit's parameters, and free them. Collective: the ranks that shard them call it.
 
     Args:
         group: the unit's.
         from_part: whether they are gathered among the ranks that kept a part of them after forward.
+        in_forward: whether they are gathered for a forward.
     """
     with names_of_torch:
         if not from_part:
             group._to_sharded()
         type(group).unshard(group)
         group.wait_for_unshard()
-        if group._use_post_forward_mesh and not from_part:
+        if group._use_post_forward_mesh and in_forward:
             group._to_sharded_post_forward()
         else:
             group._to_sharded()
@@ -162,7 +171,7 @@ def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
             if not has:
                 continue
             if not hasattr(parameter, "_unsharded_param"):  # a single rank has the shards, and sends nothing to gather
-                join_gather(group, from_part=False)
+                join_gather(group)
             if parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param)
         type(group).post_backward(group)
