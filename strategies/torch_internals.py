@@ -152,6 +152,13 @@ def function_modes() -> list[Any]:
     return list(_get_current_function_mode_stack())
 
 
+def dispatch_modes() -> list[Any]:
+    """Return the TorchDispatchModes around the caller, the outermost first."""
+    with names_of_torch:
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    return list(_get_current_dispatch_mode_stack())
+
+
 def compilation_callbacks() -> Any:
     """Return the registry of functions that torch.compile calls before and after it compiles."""
     with names_of_torch:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from ..torch_internals import TorchDispatchMode, group_named, tree_leaves
+from ..torch_internals import TorchDispatchMode, dispatch_modes, group_named, tree_leaves
 
 _NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -39,6 +39,11 @@ class CallWatch(TorchDispatchMode):
         """Ignore what is sent from now on."""
         self._num_pauses += 1
 
+    def note(self, ranks: Collection[int]) -> None:
+        """Note that a collective of these ranks is about to be called."""
+        if not self._num_pauses and not self._ranks.isdisjoint(ranks):
+            self._found()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls it again with the tensors that are sent
@@ -61,3 +66,10 @@ class CallWatch(TorchDispatchMode):
             if isinstance(group, dist.ProcessGroup) and not self._ranks.isdisjoint(dist.get_process_group_ranks(group)):
                 return True
         return False
+
+
+def note_call(ranks: Collection[int]) -> None:
+    """Tell every `CallWatch` around the caller of a collective, where ranks meet before torch is called."""
+    for mode in dispatch_modes():
+        if isinstance(mode, CallWatch):
+            mode.note(ranks)

@@ -14,6 +14,7 @@ from ..errors import ConfigError, EchelonError, RunError, did_you_mean
 from . import tensor_collectives
 from .buckets import Reducible, map_joined
 from .call_record import CallRecord
+from .call_watch import note_call
 from .debug import Aspect, CollectiveChecks, PostedCall, call_here
 from .parcels import Parcel, fill, slots, unpack
 from .point_to_point import Mailbox, PendingTransfer
@@ -345,6 +346,7 @@ class Collectives:
         if self._record is not None:
             self._record.note(name)
         if self._checks is not None:
+            note_call(self.ranks)
             self._checks.check(call_here(name, data, compared))
 
     def _announce_backward(self, name: str, gradient: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -54,9 +53,6 @@ class SharedReplicas(Strategy):
 
     def set_grad_sync(self, enabled: bool) -> None:
         self._is_last = enabled
-
-    def zero_loss(self, spare: Callable[[], Tensor]) -> Tensor:
-        return spare() * 0
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)

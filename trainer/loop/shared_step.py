@@ -207,8 +207,9 @@ class SharedStep(Step):
         if is_first and self.is_automatic:
             for zero_grad in self.zero_grads:
                 zero_grad()
-        self._manual_weight = 0.0
+        weight, self._manual_weight = self._manual_weight, 0.0
         self.strategy.stand_by("training_step", busy, self._run_unseen)
+        self._manual_weight = weight
 
     def _run_unseen(self, lent: tuple[Any, int] | None) -> None:
         """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""

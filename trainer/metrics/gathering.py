@@ -46,7 +46,11 @@ def gather_once(metric: Any, strategy: Strategy) -> None:
     """Make a torchmetrics object count each replica once, and gather lists of which ranks have different numbers."""
     if not isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
         return  # no such object, or one with the user's own gathering
-    metric.dist_sync_fn = GatherOnce(strategy) if strategy.collectives.world_size > 1 else None
+    has_peers = strategy.collectives.world_size > 1
+    metric.dist_sync_fn = GatherOnce(strategy) if has_peers else None
+    if not has_peers:
+        vars(metric).pop("_sync_dist", None)
+        return
     synced = getattr(type(metric), "_sync_dist", None)
     if getattr(synced, "__module__", "").partition(".")[0] == "torchmetrics":
         # a bound method follows the metric to its copies, and is pickled by name: as that of its class

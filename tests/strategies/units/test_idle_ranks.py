@@ -144,6 +144,7 @@ CASES = {
     "compiled": (Net, 3, whole() | {"compile": {"backend": "eager"}}),
     "sends by itself": (SendsByItself, SAMPLES, whole()),
     "sends by itself at once": (SendsByItself, 1, whole()),
+    "sends by itself, with compared calls": (SendsByItself, SAMPLES, whole(check_collectives=True)),
     "by hand": (ByHand, SAMPLES, whole()),
     "by hand at once": (ByHand, 1, whole()),
 }
