@@ -95,6 +95,18 @@ class SendsByItself(Net):
         return self.blocks[0](x)
 
 
+class Remembers(Net):
+    """Writes the number of the step into a frozen parameter, and computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def features(self, x, at):
+        self.memory.data.fill_(self.global_step + 1.0)
+        return super().features(x, at) * (1 + self.memory.mean() / 100)
+
+
 class ByHand(Net):
     """Steps by itself, with a scheduler."""
 
@@ -145,6 +157,8 @@ CASES = {
     "sends by itself": (SendsByItself, SAMPLES, whole()),
     "sends by itself at once": (SendsByItself, 1, whole()),
     "sends by itself, with compared calls": (SendsByItself, SAMPLES, whole(check_collectives=True)),
+    "writes a parameter": (Remembers, SAMPLES, whole()),
+    "writes a parameter at once": (Remembers, 1, whole(reshard_after_forward=False)),
     "by hand": (ByHand, SAMPLES, whole()),
     "by hand at once": (ByHand, 1, whole()),
 }
