@@ -111,10 +111,10 @@ def test_a_batch_that_one_rank_sees_twice_is_told_by_rank_0():
 
 
 def test_a_batch_that_one_rank_sees_twice_is_told_of_sharded_parameters():
-    assert on_two(fit, "fsdp", num=12) == []
-    of_validation, of_training = on_two(fit, "fsdp", num=12, callbacks=[Again])
-    assert "'validated' has seen 14 samples in stage 'validate' of epoch 0, but the loader gave 12" in of_validation
-    assert "'trained' has seen 14 samples in stage 'train' of epoch 1, but the loader gave 12" in of_training
+    assert on_two(fit, "fsdp") == []
+    of_validation, of_training = on_two(fit, "fsdp", callbacks=[Again])
+    assert "'validated' has seen 15 samples in stage 'validate' of epoch 0, but the loader gave 13" in of_validation
+    assert "'trained' has seen 15 samples in stage 'train' of epoch 1, but the loader gave 13" in of_training
 
 
 def test_a_batch_that_one_rank_loses_is_told():
