@@ -1,4 +1,4 @@
-"""Private names of torch: all that Echelon imports, each with the versions of torch in which it was seen."""
+"""Private names of torch, but for those of units, each with the versions of torch in which it was seen."""
 
 from __future__ import annotations
 

@@ -47,25 +47,27 @@ class CallWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls it again with the tensors that are sent
-        if not self._num_pauses and func.namespace in _NAMESPACES and self._concerns(args, kwargs or {}):
-            self._found()
+        if not self._num_pauses and func.namespace in _NAMESPACES:
+            self.note(_ranks_of(args, kwargs))
         return func(*args, **(kwargs or {}))
 
-    def _concerns(self, args: Any, kwargs: Any) -> bool:
-        import torch.distributed as dist
 
-        for leaf in tree_leaves((args, kwargs)):
-            group = leaf
-            if isinstance(leaf, torch.ScriptObject):
-                try:
-                    group = dist.ProcessGroup.unbox(leaf)
-                except RuntimeError:  # another object, such as the kind of a reduction
-                    continue
-            elif isinstance(leaf, str):
-                group = group_named(leaf)
-            if isinstance(group, dist.ProcessGroup) and not self._ranks.isdisjoint(dist.get_process_group_ranks(group)):
-                return True
-        return False
+def _ranks_of(args: Any, kwargs: Any) -> list[int]:
+    """Return the global ranks of the process group among the arguments of a collective of torch."""
+    import torch.distributed as dist
+
+    for leaf in tree_leaves((args, kwargs)):
+        group = leaf
+        if isinstance(leaf, torch.ScriptObject):
+            try:
+                group = dist.ProcessGroup.unbox(leaf)
+            except RuntimeError:  # another object, such as the kind of a reduction
+                continue
+        elif isinstance(leaf, str):
+            group = group_named(leaf)
+        if isinstance(group, dist.ProcessGroup):
+            return dist.get_process_group_ranks(group)
+    return []
 
 
 def note_call(ranks: Collection[int]) -> None:

@@ -171,24 +171,26 @@ def _describe(leaf: Any) -> str:
 
 def user_call() -> str:
     """Return the function of torch or of this package that the user's code has called, with the file and line."""
-    frame = inspect.currentframe()
-    assert frame is not None  # CPython has frames
-    called = ""
-    while frame.f_back is not None and _is_below(frame.f_code.co_filename, *_OURS, _TORCH):
-        name = frame.f_code.co_name
-        called = name if name not in _WRAPPERS else called
-        frame = frame.f_back
-    return f"{called} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    called, file, line = _call_into(*_OURS, _TORCH)
+    return f"{called} ({file}:{line})"
 
 
 def _caller() -> tuple[str, bool]:
     """Return the file and line of the call into strategies/, and whether they are in the user's code."""
+    _, file, line = _call_into(_STRATEGIES, _TORCH)
+    return f"{file}:{line}", not _is_below(file, _PACKAGE / "trainer", _PACKAGE / "callbacks")
+
+
+def _call_into(*folders: Path) -> tuple[str, str, int]:
+    """Return the function of these folders that code outside of them has called, and the file and line of the call."""
     frame = inspect.currentframe()
     assert frame is not None  # CPython has frames
-    while frame.f_back is not None and _is_below(frame.f_code.co_filename, _STRATEGIES, _TORCH):
+    called = ""
+    while frame.f_back is not None and _is_below(frame.f_code.co_filename, *folders):
+        name = frame.f_code.co_name
+        called = name if name not in _WRAPPERS else called
         frame = frame.f_back
-    file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno}", not _is_below(file, _PACKAGE / "trainer", _PACKAGE / "callbacks")
+    return called, frame.f_code.co_filename, frame.f_lineno
 
 
 def _is_below(file: str, *folders: Path) -> bool:

@@ -74,7 +74,7 @@ class IdleRanks:
             yield
         if leading.found is None:
             leading.tell("end")
-            forget_order(unit_groups(self._roots))
+            forget_order(leading.groups)
             return
         self._run_by_all.add(step_name)
         if leading.is_first:
@@ -151,6 +151,8 @@ class _Watching(ABC):
         self._idle = [rank for rank, is_busy in enumerate(busy) if not is_busy]
         others = [rank for at, rank in enumerate(self._collectives.ranks) if at != self._collectives.rank]
         self.watch = CallWatch(others, self._find)
+        self.groups: Sequence[Any] = ()
+        """Those of the units, once the step is watched."""
         self.found: str | None = None
         """The user's call that sends something, once it was seen."""
 
@@ -160,8 +162,8 @@ class _Watching(ABC):
         peers = self._peers
         peers._watched = self  # noqa: SLF001
         try:
-            groups = unit_groups(peers._roots)  # noqa: SLF001
-            with instead_of(groups, self._unshard, self._post_backward), self.watch:
+            self.groups = unit_groups(peers._roots)  # noqa: SLF001
+            with instead_of(self.groups, self._unshard, self._post_backward), self.watch:
                 yield
         finally:
             peers._watched = None  # noqa: SLF001
@@ -224,9 +226,8 @@ class _Leading(_Watching):
             self.tell("refuse", self.found, self._idle)
             raise _refusal(self._step_name, self.found, self._idle)
         self.tell("catch up", self._lent)
-        groups = unit_groups(self._peers._roots)  # noqa: SLF001
         while (index := self._collectives.recv(self._idle[0])) is not None:
-            lend_shards(groups[index])
+            lend_shards(self.groups[index])
 
 
 class _CatchingUp(_Watching):

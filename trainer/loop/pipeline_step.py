@@ -18,7 +18,6 @@ from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
-from .loss_weights import Weights
 from .shared_step import SharedStep
 
 
@@ -185,6 +184,3 @@ class PipelineStep(SharedStep):
             f"An optimizer of {type(self.module).__name__} asked for the loss a second time, which a pipeline does not "
             "compute again; call the closure once, or use dp_shard instead of pp."
         )
-
-    def make_weights(self, window: Window) -> Weights:
-        return Weights(window, self.strategy)

@@ -157,7 +157,7 @@ class SharedStep(Step):
     def make_weights(self, window: Window) -> Weights:
         if not self.is_automatic:
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
-        if window:
+        if window and not self._is_collective:  # where ranks without samples are lent a batch if they need one
             self._spare_batch = window[-1]
         return Weights(window, self.strategy)
 
