@@ -14,6 +14,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import IO, Any, Final
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from torch.storage import TypedStorage
 
 from ..errors import ConfigError
@@ -88,6 +89,9 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
             if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
                 # torch leaves hooks out; they are set last, since they may refer to the module
                 return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, _set_hooks)
+            if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+                # torch refuses, because of the class that it has made for this module; cloudpickle can send that
+                return _new, (type(obj),), vars(obj)
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):
@@ -95,6 +99,10 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
             return super().reducer_override(obj)
 
     Packer(file).dump(value)
+
+
+def _new(kind: type) -> object:
+    return kind.__new__(kind)
 
 
 def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -212,12 +220,10 @@ def is_importable(value: object) -> bool:
 
 
 def _is_picklable(value: object) -> bool:
-    import cloudpickle
-
-    return _is_taken(value, cloudpickle.dumps)
+    return _is_taken(value, lambda value: _pack_into(io.BytesIO(), value, set()))
 
 
-def _is_taken(value: object, dumps: Callable[[object], bytes]) -> bool:
+def _is_taken(value: object, dumps: Callable[[object], object]) -> bool:
     try:
         dumps(value)
     except Exception:  # noqa: BLE001 - a __reduce__ may raise anything

@@ -10,6 +10,7 @@ import pytest
 import torch
 from programs import run_program
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from echelon.strategies.distributed.pickling import find_culprit, pack, pack_into, unpack, unpack_from
 from echelon.strategies.errors import ConfigError
@@ -144,3 +145,16 @@ def test_tensors_of_every_dtype_travel(dtype):
     for name, value in (("whole", tensor), ("part", tensor[:, 1:])):
         assert again[name].dtype == dtype
         assert torch.equal(again[name].float(), value.float())
+
+
+def test_parametrized_layers_travel():
+    layer = parametrizations.weight_norm(nn.Linear(4, 4))
+    found = unpack(pack(nn.Sequential(layer, nn.ReLU())))[0]
+    assert isinstance(found, nn.Linear)
+    torch.testing.assert_close(found.state_dict(), layer.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(found.weight, layer.weight, rtol=0, atol=0)
+    parametrize.remove_parametrizations(found, "weight")
+    assert type(found) is nn.Linear
+    layer.lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"the function\.0\.lock \(lock\) cannot be sent"):
+        pack(nn.Sequential(layer))
