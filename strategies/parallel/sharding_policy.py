@@ -16,6 +16,7 @@ from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..torch_internals import BatchNorm
 from .mesh import Degrees
+from .unit_dtypes import check_dtypes, layers_of_other_dtypes
 
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
 """Module classes; a minimum number of parameters; or a function of a submodule's name and the submodule."""
@@ -127,10 +128,21 @@ class ShardingOptions:
                 )
 
     def find_units(self, module: nn.Module, precision: Precision) -> list[str]:
-        """Return the names of the units of a module."""
+        """Return the names of the units of a module.
+
+        Raises:
+            ConfigError: for a policy that is invalid, or that matches no submodule.
+            ModuleError: for parameters that cannot be sharded.
+        """
         # batch norms become units, to compute their statistics in float32
         with_batch_norms = self.mixed_precision is None and precision.autocast_dtype is not None
-        return find_units(module, self.policy, with_batch_norms=with_batch_norms)
+        units = find_units(module, self.policy, with_batch_norms=with_batch_norms)
+        others = layers_of_other_dtypes(module, units, precision)
+        if others:
+            chosen = {*units, *others} - _shared_submodules(module, others)
+            units = [name for name, _ in module.named_modules() if name in chosen]
+        check_dtypes(module, units, precision)
+        return units
 
     def plan(
         self, module: nn.Module, precision: Precision, degrees: Degrees, shapes: Mapping[nn.Parameter, Shape] = _SAME

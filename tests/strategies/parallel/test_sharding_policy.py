@@ -1,12 +1,14 @@
 """The submodules that become units, and how the plan shows them."""
 
 import pytest
+import torch
 from torch import nn
 
 from echelon import EchelonError
 from echelon.strategies.fsdp import FSDPStrategy
+from echelon.strategies.module.precision import Precision
 from echelon.strategies.parallel.mesh import Degrees
-from echelon.strategies.parallel.sharding_policy import find_units, make_plan
+from echelon.strategies.parallel.sharding_policy import ShardingOptions, find_units, make_plan
 
 
 class Block(nn.Module):
@@ -102,3 +104,21 @@ def test_a_strategy_plans_before_it_runs():
 def test_ranks_shard_where_they_do_not_replicate(world_size, num_nodes, replicate, expected):
     degrees = Degrees.of(world_size, num_nodes, replicate)
     assert (degrees.dp_replicate, degrees.dp_shard, degrees.world_size) == (*expected, world_size)
+
+
+def test_a_layer_of_another_dtype_is_a_unit_of_its_own():
+    model = Model()
+    model.blocks[0].experts[1].double()
+    model.tail[0].bfloat16()
+    named = ["blocks.0", "blocks.0.experts.1", "blocks.1", "tail.0"]
+    assert ShardingOptions().find_units(model, Precision("32-true")) == named
+    assert ShardingOptions().find_units(model, Precision("64-true")) == ["blocks.0", "blocks.1"]
+    model.requires_grad_(False)  # torch gathers a unit in any dtypes
+    assert ShardingOptions().find_units(model, Precision("32-true")) == ["blocks.0", "blocks.1"]
+
+
+def test_a_parameter_of_another_dtype_among_the_others_of_its_module_is_refused():
+    model = Model()
+    model.blocks[0].scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(EchelonError, match=r"blocks.0.scale \(torch.float64\) of Model .* parameters of blocks.0 \("):
+        ShardingOptions().find_units(model, Precision("32-true"))
