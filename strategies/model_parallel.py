@@ -267,6 +267,7 @@ class ParallelStrategy(ShardedStrategy):
             self._check_sequences("training_step", work.arguments_at(0))
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
+        self._pipeline.note_trained(self._sharded.parameters)
         self._sharded.begin_window()
         if self._gradient_hooks is not None:
             self._gradient_hooks.link()

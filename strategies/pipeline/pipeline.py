@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Pipeline:
         self._device = device
         self._staged: StagedModule | None = None
         self._runner: WindowRunner | None = None
+        self._trained: list[bool] = []
 
     def _leave_to_others(self, holders: Mapping[Tensor, Sequence[int]]) -> set[nn.Parameter]:
         """Replace the parameters of other ranks' stages by ones without memory, and return the latter."""
@@ -98,6 +99,17 @@ class Pipeline:
     def last_rank(self) -> int:
         """The rank that has the last stage, and so the loss."""
         return self.schedule.rank_of(self.schedule.num_stages - 1)
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let stages tell each other anew what has gradients, if other parameters are trained than in the last window.
+
+        Args:
+            parameters: all those of the module, as they are between steps.
+        """
+        trained = [parameter.requires_grad for parameter in parameters]
+        if trained != self._trained:
+            self._trained = trained
+            self.runner.known.clear()
 
     def run_window(self, work: WindowWork) -> None:
         """Add the gradients of a window. Collective: every rank of the pipeline calls it."""
