@@ -101,7 +101,7 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
     Packer(file).dump(value)
 
 
-def _new(kind: type) -> object:
+def _new(kind: Any) -> object:
     return kind.__new__(kind)
 
 
