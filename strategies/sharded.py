@@ -274,12 +274,13 @@ class ShardedStrategy(Strategy):
         return f"{word} {' and '.join(map(str, stages))} of {schedule.num_stages}"
 
     def annotate(self, error: BaseException) -> None:
-        if "mixed torch.Tensor and DTensor" in str(error):
+        if any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
             error.add_note(
                 "A sharded parameter was used while this rank had only its shard. The parameters of a unit are "
                 "gathered while its forward runs, all others while a step or the module's own forward runs: call the "
                 "layer there, through its forward, or let policy make a larger submodule a unit (print "
-                "strategy.plan(module))."
+                "strategy.plan(module)). Compute a penalty on weights in the forward of their layers, or use the "
+                "optimizer's weight_decay."
             )
 
     # --- state -------------------------------------------------------------------------------------------------------
