@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import ModuleError
 from ..module.precision import Precision
@@ -65,7 +66,7 @@ def _trained(
     for layer, submodule in module.named_modules():
         unit = next((prefix for prefix in _prefixes(layer) if prefix in chosen), "")
         for name, parameter in submodule.named_parameters(recurse=False):
-            if parameter.requires_grad and parameter not in seen:
+            if parameter.requires_grad and not is_lazy(parameter) and parameter not in seen:
                 seen.add(parameter)
                 converts = precision.param_dtype is not None and parameter.is_floating_point()
                 dtype = precision.param_dtype if converts else parameter.dtype
