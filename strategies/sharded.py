@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from .cluster.hardware import Hardware
 from .distributed.collectives import Collectives
+from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError, ModuleError
 from .estimate.estimate import Estimate, whole_activations
@@ -335,7 +337,6 @@ class ShardedStrategy(Strategy):
         own = dict(self.module.named_parameters())
         entries = state["state"] if self._pipeline is None else here(self._pipeline, state["state"])
         sharded = {
-            name: {key: shard_like(value, own.get(name)) for key, value in values.items()}
-            for name, values in entries.items()
+            name: map_tensors(partial(shard_like, like=own.get(name)), values) for name, values in entries.items()
         }
         super().load_optimizer_state(optimizer, {**state, "state": sharded})

@@ -32,7 +32,7 @@ from .parallel.replica import copy_from_first
 from .pipeline.timeline import WindowRecorder
 from .pipeline.work import WindowWork
 from .state.dtensor import multiply_all, whole_on_cpu
-from .state.optimizer_state import state_by_name, state_by_position
+from .state.optimizer_state import load_by_name, state_by_name
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
@@ -433,7 +433,7 @@ class Strategy(ABC):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load what any strategy's `optimizer_state` returned. Collective: every rank calls it."""
-        optimizer.load_state_dict(state_by_position(optimizer, self.module, state))
+        load_by_name(optimizer, self.module, state)
 
     # --- collectives of the data ranks, as `Collectives` documents them ----------------------------------------------
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..distributed.nested import named_leaves
+
 
 class ModelAverage:
     """Averages the parameters of one optimizer over the ranks whenever torch's averager says that it is due.
@@ -64,9 +66,9 @@ class ModelAverage:
         tensors: dict[str, Tensor] = {}
         for index, parameter in enumerate(self._parameters()):
             tensors[f"{index}"] = parameter.detach()
-            for name, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    tensors[f"{index}.{name}"] = value
+            for name, value in named_leaves(self._optimizer.state.get(parameter, {})):
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                    tensors[f"{index}{name}"] = value
         return tensors
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,88 +12,131 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.nested import map_tensors
+from ..distributed.nested import map_tensors, rebuild_mapping
 from ..errors import CheckpointError
-from .schema import NUMBER, TEXT, check, shown
+from .optimizer_groups import UNNAMED, Sources, match_groups, taken_over
+from .schema import TEXT, check, shown
 
 _SCHEMA: Final = {"state": {TEXT: dict}, "param_groups": [{"params": [TEXT]}]}
+_DTYPES: Final = {TEXT: torch.dtype}
 
 
 def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with each parameter's position replaced by its name in `module`.
 
-    A parameter that does not belong to the module is called ``unnamed.<position>``.
+    A parameter that does not belong to the module is called ``unnamed.<position>``. ``dtypes`` has the dtypes of the
+    parameters, and ``shared`` the state that belongs to no parameter, if there is any.
     """
     state = optimizer.state_dict()
     names = parameter_names(optimizer, module)
+    shared = {key: value for key, value in state["state"].items() if type(key) is not int}
     return {
-        "state": {names[position]: value for position, value in state["state"].items()},
+        "state": {names[position]: value for position, value in state["state"].items() if position not in shared},
         "param_groups": [
             {**group, "params": [names[position] for position in group["params"]]} for group in state["param_groups"]
         ],
+        "dtypes": {name: p.dtype for name, p in zip(names, _parameters_of(optimizer), strict=True)},
+        **({"shared": shared} if shared else {}),
     }
 
 
-def state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name in the form of ``optimizer.load_state_dict``; the inverse of `state_by_name`.
+def load_by_name(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state by name, with the settings of its groups, into an optimizer; the inverse of `state_by_name`.
+
+    Groups are matched by their parameters. State in the dtype of its parameter follows that dtype; any other state
+    keeps the dtype in which it was saved, which ``optimizer.load_state_dict`` would convert.
 
     Raises:
-        CheckpointError: if the state is from other parameters, another number of groups, or another optimizer.
+        CheckpointError: if the state is from other parameters, other groups that cannot be matched, or another
+            optimizer.
     """
+    by_position = _state_by_position(optimizer, module, state)
+    optimizer.load_state_dict(by_position)
+    dtypes, names = state.get("dtypes", {}), parameter_names(optimizer, module)
+    for position, parameter in enumerate(_parameters_of(optimizer)):
+        saved, loaded = by_position["state"].get(position, {}), optimizer.state.get(parameter)
+        if isinstance(loaded, dict):
+            changed = dtypes.get(names[position], parameter.dtype), parameter.dtype
+            for key in saved.keys() & loaded.keys() - {"step"}:  # torch has a rule of its own for this name
+                loaded[key] = _as_saved(loaded[key], saved[key], changed)
+
+
+def _as_saved(loaded: Any, saved: Any, changed: tuple[torch.dtype, torch.dtype]) -> Any:
+    """Return a value of a parameter's state without the conversions of ``optimizer.load_state_dict``.
+
+    Args:
+        loaded: The value as the optimizer has it now.
+        saved: As it was saved.
+        changed: The dtypes of the parameter then and now.
+    """
+    before, now = changed
+    if isinstance(saved, Tensor):
+        wanted = now if saved.dtype == before else saved.dtype
+        is_converted = isinstance(loaded, Tensor) and loaded.shape == saved.shape and loaded.dtype == now != wanted
+        return saved.to(loaded.device, wanted) if is_converted else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict) and saved.keys() == loaded.keys():
+        own = {k: loaded[k] if k == "step" else _as_saved(loaded[k], saved[k], changed) for k in saved}
+        return rebuild_mapping(saved, own)
+    if type(saved) in (list, tuple, deque) and type(loaded) is type(saved):
+        items = [_as_saved(one, other, changed) for one, other in zip(loaded, saved, strict=True)]
+        return deque(items, saved.maxlen) if type(saved) is deque else type(saved)(items)
+    return saved if isinstance(saved, str | set | frozenset) else loaded  # torch makes a text of any other text
+
+
+def _state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by name in the form of ``optimizer.load_state_dict``."""
     check(state, _SCHEMA, "The optimizer state")
+    check(state.get("dtypes", {}), _DTYPES, "dtypes of the optimizer state")
+    check(state.get("shared", {}), dict, "The optimizer state's shared part")
     names = parameter_names(optimizer, module)
-    saved_names = [name for group in state["param_groups"] for name in group["params"]]
-    if set(saved_names) != set(names):
-        missing, unexpected = sorted(set(names) - set(saved_names)), sorted(set(saved_names) - set(names))
+    saved_names = {name for group in state["param_groups"] for name in group["params"]}
+    if saved_names != set(names):
+        missing, unexpected = sorted(set(names) - saved_names), sorted(saved_names - set(names))
         raise CheckpointError(
             f"The optimizer state must have this optimizer's parameters, got one without {missing[:5]} and with "
             f"{unexpected[:5]}; load the weights only (echelon.load_weights), or configure the optimizer as it was "
             "saved."
         )
-    here = optimizer.state_dict()["param_groups"]
-    saved = state["param_groups"]
-    if len(saved) != len(here):
-        raise CheckpointError(
-            f"The optimizer state must have {len(here)} parameter groups as this optimizer has, got {len(saved)}; "
-            "configure the optimizer as it was saved."
-        )
-    _check_kind(optimizer, saved)
-    _check_settings(optimizer, saved)
+    here, saved = optimizer.state_dict()["param_groups"], state["param_groups"]
+    groups = taken_over(optimizer, here, saved, group_sources(optimizer, module, state))
     _check_entries(state["state"], names)
     position = {name: index for index, name in enumerate(names)}
+    entries = {position[name]: value for name, value in state["state"].items()} | dict(state.get("shared", {}))
     return {
         # cloned, since tensors of a checkpoint may be views of its file
-        "state": {position[name]: map_tensors(Tensor.clone, dict(value)) for name, value in state["state"].items()},
-        "param_groups": [{**new, **old, "params": new["params"]} for old, new in zip(saved, here, strict=True)],
+        "state": map_tensors(Tensor.clone, entries),
+        "param_groups": groups,
     }
 
 
-def _check_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Reject the state of another kind of optimizer, which would cause a KeyError in the next step."""
-    for group, here in zip(saved, optimizer.param_groups, strict=True):
-        # loading fills in settings that newer versions of torch have added; only both together mean another kind
-        lacking, unknown = sorted(optimizer.defaults.keys() - group.keys()), sorted(group.keys() - here.keys())
-        if lacking and unknown:
-            raise CheckpointError(
-                f"The optimizer is {type(optimizer).__name__} with {lacking}, the saved one had {unknown} instead; "
-                "configure the optimizer as it was saved, or load the weights only (echelon.load_weights)."
-            )
+def group_sources(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> Sources:
+    """Return the group of a saved state from which each group of an optimizer takes its settings.
+
+    Raises:
+        CheckpointError: for a group with parameters of saved groups that had different settings.
+    """
+    names = iter(parameter_names(optimizer, module))
+    return match_groups(
+        state["param_groups"], [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    )
 
 
-def _check_settings(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Reject settings that are not numbers where this optimizer has numbers."""
-    for index, (group, here) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        for name in group.keys() & here.keys() - {"params"}:
-            _check_setting(group[name], here[name], f"{name} of group {index} in the optimizer state")
-
-
-def _check_setting(saved: Any, here: Any, place: str) -> None:
-    if isinstance(here, tuple):
-        check(saved, [(NUMBER, Tensor)], place)
-        if len(saved) != len(here):
-            raise CheckpointError(f"{place} must have {len(here)} numbers, got {len(saved)}; use another checkpoint.")
-    elif isinstance(here, int | float) and not isinstance(here, bool):
-        check(saved, (NUMBER, Tensor), place)
+def match_optimizers(
+    optimizers: Sequence[Optimizer], module: nn.Module, states: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Return the index of the saved state of each optimizer, by its parameters; without a match, keep their order."""
+    for state in states:
+        check(state, _SCHEMA, "The optimizer state")
+    saved = [{name for group in state["param_groups"] for name in group["params"]} for state in states]
+    left, order = list(range(len(states))), []
+    for index, optimizer in enumerate(optimizers):
+        names = set(parameter_names(optimizer, module))
+        found = [other for other in left if saved[other] == names]
+        if not found:
+            return list(range(len(states)))
+        order.append(index if index in found else found[0])
+        left.remove(order[-1])
+    return order
 
 
 def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -117,8 +160,11 @@ def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Return the names in `module` of an optimizer's parameters, in the optimizer's order."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [known.get(parameter, f"unnamed.{index}") for index, parameter in enumerate(parameters)]
+    return [known.get(p, f"{UNNAMED}{index}") for index, p in enumerate(_parameters_of(optimizer))]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:

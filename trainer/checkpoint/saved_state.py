@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from ...strategies.errors import CheckpointError, EchelonError
-from ...strategies.state.schema import INTEGER, NUMBER, TEXT, check, shown
+from ...strategies.state.schema import COUNT, INTEGER, NUMBER, TEXT, check, shown
 
 _REDUCTIONS: Final = ("mean", "sum", "min", "max")
 _METRIC: Final = {
@@ -44,7 +44,8 @@ _TRAINING: Final = {
     "callbacks": {TEXT: object},
     "rng": [dict],
 }
-_BUILDING: Final = {
+_OPTIONAL: Final = {
+    "lr_scheduler_optimizers": [(COUNT, None)],
     "hyper_parameters": {TEXT: object},
     "hyper_parameters_argument": (TEXT, None),
     "hyper_parameters_type": ("omegaconf", None),
@@ -67,7 +68,7 @@ def check_saved(state: Mapping[str, Any], place: str) -> None:
         CheckpointError: with the value that is not as a run saves it.
     """
     check(state, {"model": {TEXT: object}}, place)
-    check(state, {name: schema for name, schema in _BUILDING.items() if name in state}, place)
+    check(state, {name: schema for name, schema in _OPTIONAL.items() if name in state}, place)
     if "loop" in state:
         check(state, _TRAINING, place)
         if not state["data"]:

@@ -9,7 +9,9 @@ from typing import Any, Final, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...strategies.state.schema import NUMBER, check
+from ...strategies.errors import CheckpointError
+from ...strategies.state.optimizer_groups import Sources
+from ...strategies.state.schema import NUMBER, check, shown
 
 Winner = Literal["saved", "configured"]
 
@@ -21,6 +23,15 @@ _MOVING: Final = frozenset(
         *("num_bad_epochs", "_schedulers"),
     ]
 )
+
+
+_ITEM_A_GROUP: Final = frozenset(
+    [
+        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "eta_mins", "base_momentums", "max_momentums"),
+        *("_initial_lrs", "initial_lrs"),
+    ]
+)
+_NO_ITEM_A_GROUP: Final = frozenset(["_milestones", "milestones", "_schedule_phases"])
 
 
 def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_scheduler: bool, winner: Winner) -> list[str]:
@@ -46,9 +57,14 @@ def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_schedule
     return differences
 
 
-def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> list[str]:
-    """Load a scheduler's state, and resolve what was configured differently; return the differences as text."""
+def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sources: Sources = ()) -> list[str]:
+    """Load a scheduler's state, and resolve what was configured differently; return the differences as text.
+
+    `sources` are the saved groups of its optimizer's groups, if those have changed.
+    """
     before = scheduler.state_dict()
+    if sources:
+        saved = _by_group(saved, before, sources, type(scheduler).__name__)
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
     for key, value in before.items():
         if key in state and isinstance(value, int | float) and not isinstance(value, bool):
@@ -63,3 +79,30 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner) -> 
             state[key] = value
     scheduler.load_state_dict(state)
     return differences
+
+
+def _by_group(saved: Mapping[str, Any], before: Mapping[str, Any], sources: Sources, name: str) -> dict[str, Any]:
+    """Return a scheduler's saved state with its lists that have an item for each group in the order of the groups here.
+
+    Raises:
+        CheckpointError: for a list of which it is not known whether its items belong to groups.
+    """
+    number = len(saved.get("base_lrs", saved.get("min_lrs", ())))
+    state = dict(saved)
+    for key, value in saved.items():
+        own = before.get(key)
+        if key == "_schedulers" and isinstance(value, list) and isinstance(own, list) and len(own) == len(value):
+            state[key] = [_by_group(one, mine, sources, name) for one, mine in zip(value, own, strict=True)]
+        elif not isinstance(value, list | tuple) or key in _NO_ITEM_A_GROUP or len(value) != number:
+            continue
+        elif key in _ITEM_A_GROUP and isinstance(own, list | tuple) and len(own) == len(sources):
+            state[key] = type(value)(
+                mine if source is None else value[source] for mine, source in zip(own, sources, strict=True)
+            )
+        else:
+            raise CheckpointError(
+                f"The optimizer's groups are not in the order in which they were saved, and {key} of {name}, with "
+                f"{number} items, got {shown(value)}, may belong to them; configure the groups as they were saved, or "
+                "load the weights only (echelon.load_weights)."
+            )
+    return state

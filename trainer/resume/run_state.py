@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ...strategies import Strategy
 from ...strategies.errors import CheckpointError, EchelonError
+from ...strategies.state.optimizer_groups import Sources
+from ...strategies.state.optimizer_state import group_sources, match_optimizers
 from ..checkpoint import difference
 from ..checkpoint.saved_state import FORGED, reading, unfit
 from ..data.seed import capture_rng, derive, restore_rng, seed_devices, seed_generators
@@ -25,6 +27,7 @@ from ..module.train_module import TrainModule
 from ..session.session import Session
 from ..session.train_state import TrainState
 from .changed_settings import Winner, load_groups, load_scheduler
+from .matching import changed_order, match_schedulers, optimizers_of_schedulers
 
 T = TypeVar("T")
 
@@ -77,6 +80,7 @@ def _training_state(session: Session) -> dict[str, Any]:
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
+        "lr_scheduler_optimizers": optimizers_of_schedulers(session),
         "precision": session.strategy.scaler.state_dict(),
         "loop": session.state.state_dict(),
         "data": list(data),
@@ -204,14 +208,21 @@ def _check_number(what: str, here: int, saved: int) -> None:
 def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner) -> None:
     scheduled = [config.scheduler.optimizer for config in session.schedulers if hasattr(config.scheduler, "optimizer")]
     differences = []
-    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
-        before = [dict(group) for group in optimizer.param_groups]
-        with reading("optimizers"):
+    module, steps = session.strategy.module, session.state.optimizer_steps
+    with reading("optimizers"):
+        order = match_optimizers(session.optimizers, module, state["optimizers"])
+        if len(steps) == len(order):
+            session.state.optimizer_steps = [steps[saved] for saved in order]
+        sources: dict[Any, Sources] = {}
+        for optimizer, saved in zip(session.optimizers, [state["optimizers"][index] for index in order], strict=True):
+            before = [dict(group) for group in optimizer.param_groups]
             session.strategy.load_optimizer_state(optimizer, saved)
             differences += load_groups(optimizer, before, optimizer in scheduled, winner)
-    for config, saved in zip(session.schedulers, state["lr_schedulers"], strict=True):
-        with reading("lr_schedulers"):
-            differences += load_scheduler(config.scheduler, saved, winner)
+            sources[optimizer] = changed_order(group_sources(optimizer, module, saved), len(saved["param_groups"]))
+    with reading("lr_schedulers"):
+        for config, index in zip(session.schedulers, match_schedulers(session, state, order), strict=True):
+            groups = sources.get(getattr(config.scheduler, "optimizer", None), ())
+            differences += load_scheduler(config.scheduler, state["lr_schedulers"][index], winner, groups)
     if differences and session.strategy.rank == 0:
         other = "configured" if winner == "saved" else "saved"
         _log.warning(
