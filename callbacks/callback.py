@@ -22,6 +22,7 @@ class Callback:
         on_load_checkpoint; load_state_dict         # of a run that is resumed
         on_fit_start
         on_sanity_check_start; validate(); on_sanity_check_end
+        state_dict                                  # can a checkpoint hold it? Asked again after the first step
         on_train_start
         for epoch in epochs:
             on_train_epoch_start
@@ -35,7 +36,7 @@ class Callback:
                     on_train_batch_end
                 validate()                          # if due
                 on_train_epoch_end                  # if this was the last step of the epoch
-                on_train_step_end                   # if a checkpoint is due: state_dict; on_save_checkpoint
+                on_train_step_end                   # if a checkpoint is due: its state; on_save_checkpoint
         on_train_last_step
         on_train_end
         on_fit_end

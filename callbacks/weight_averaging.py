@@ -10,6 +10,7 @@ from torch import nn
 
 from ..strategies.errors import ConfigError
 from ..strategies.servers.remote_embedding import RemoteEmbedding
+from ..strategies.state.dtensor import is_wrapper, unfit
 from .callback import Callback
 from .helpers.averaged_weights import AveragedWeights, AverageMany, AverageOne, ExponentialAverage
 from .run import Run
@@ -106,7 +107,7 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin an average, or continue that of the checkpoint."""
-        _refuse_remote(module)
+        _check_weights(module)
         self._average = AveragedWeights(module, self._use_buffers, self._device, self._avg_fn, self._multi_avg_fn)
         if self._saved_count:
             self._average.load(self._saved, self._saved_count)
@@ -171,13 +172,23 @@ class WeightAveraging(Callback):
         self._is_swapped = False
 
 
-def _refuse_remote(module: nn.Module) -> None:
-    """Raise a `ConfigError` for a table on a server, whose weights are not here to average."""
+def _check_weights(module: nn.Module) -> None:
+    """Check that all weights are here, as dense tensors, which can be averaged.
+
+    Raises:
+        ConfigError: for a table on a server, or a weight that wraps other tensors.
+    """
     for name, part in module.named_modules():
         if isinstance(part, RemoteEmbedding) and part.is_remote:
             raise ConfigError(
                 f"Weight averaging needs all weights in the trainer, got RemoteEmbedding {name!r}, whose table is on a "
                 "server; leave out dense='ddp', or the callback."
+            )
+    for name, parameter in module.named_parameters():
+        if is_wrapper(parameter):
+            raise ConfigError(
+                f"Weight averaging needs dense weights, got {name}, which is {unfit(parameter)}; leave out the "
+                "callback, or keep an average of the other weights in a callback of your own."
             )
 
 

@@ -19,6 +19,7 @@ from .loop.train import make_step, train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
 from .resume.run_state import first_step_of, load_generators, load_position, load_training, load_weights
+from .resume.savable import check_savable
 from .session.progress import LoaderKind
 from .session.session import Session
 from .setup import (
@@ -79,6 +80,8 @@ def fit(session: Session, request: Request) -> None:
             session.interruption.start(session.state.seconds)
             session.progress.validated_seconds = session.state.seconds
             if _trains(session):
+                check_savable(session)
+                session.check_savable = partial(check_savable, session)
                 with first_step_of(session.state) if is_resumed else nullcontext():
                     train(session, step)
             elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from ..distributed.collectives import Collectives
-from ..errors import CheckpointError
-from ..torch_internals import read_by_placements, strided_shard
-from .lazy_tensor import Block, read_block
+from ..errors import CheckpointError, ModuleError
+from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
+from .lazy_tensor import Block, StoredTensor, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
 
@@ -32,6 +33,41 @@ def is_dtensor(value: object) -> bool:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor as is; the result shares its memory."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def held_as(tensor: Tensor) -> Tensor:
+    """Return the tensor that holds this rank's shard, without an operation on it, which its class might not support."""
+    with torch.no_grad():
+        return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor, or its shard, is of a class that keeps its elements in other tensors."""
+    return is_traceable_wrapper_subclass(held_as(tensor))
+
+
+def unfit(tensor: Tensor) -> str:
+    """Return why a tensor's elements, or those of its shard, are not plainly in its memory; empty if they are."""
+    tensor = held_as(tensor)
+    if is_lazy(tensor):
+        return "a lazy parameter that has no shape yet"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}, which wraps other tensors"
+    kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
+    kind = next(
+        (name for name, holds in kinds.items() if holds), "sparse" if tensor.layout is not torch.strided else ""
+    )
+    if kind:
+        return f"a {kind} tensor"
+    has_memory = not tensor.numel() or is_without_memory(tensor) or isinstance(tensor, StoredTensor)
+    return "" if has_memory or _address(tensor) else f"a {type(tensor).__name__} without memory of its own"
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a functional tensor, or one in a transform of torch.func
+        return 0
 
 
 def values_here(tensor: Tensor) -> Tensor:
@@ -89,12 +125,29 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
     Ranks that do not keep it hold only one whole tensor at a time.
     """
     whole: dict[str, Any] = {}
+    check_whole(state)
     for name, value in state.items():
         if is_dtensor(value):
             value = whole_tensor(value)
         if is_kept:
             whole[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     return whole
+
+
+def check_whole(state: Mapping[str, Any]) -> None:
+    """Check that sharded tensors can be gathered.
+
+    Raises:
+        ModuleError: naming one whose shards are not dense tensors.
+    """
+    for name, value in state.items():
+        reason = unfit(value) if is_dtensor(value) else ""
+        if reason:
+            raise ModuleError(
+                f"{name} is sharded, and {reason}: its shards cannot be put together, as a fit that starts its own "
+                "processes does at its end. Leave it out of the module's state_dict() and set strict_loading = False, "
+                "or start the processes with torchrun."
+            )
 
 
 def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -7,20 +7,20 @@ import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ...strategies.errors import CheckpointError
-from ...strategies.state.dtensor import is_dtensor, layout_of, local_shard, own_blocks, writes
+from ...strategies.state.dtensor import is_dtensor, layout_of, local_shard, own_blocks, unfit, writes
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import Elsewhere, Sharded
 from ...strategies.state.shards import Holders
-from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
-from .tags import COLLECTIONS, SCALARS
+from ...strategies.torch_internals import is_without_memory
+from .tags import COLLECTIONS, SCALARS, named_member
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -42,6 +42,10 @@ SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
 
 _REMEDY: Final = (
     "store numbers, strings, tensors, or lists and dicts of them (state_dict and load_state_dict can convert others)"
+)
+_DENSE: Final = (
+    "make it a dense tensor, or leave it out in on_save_checkpoint (a frozen weight: "
+    "del checkpoint['state_dict'][name]), with strict_loading = False on the module"
 )
 
 
@@ -116,6 +120,10 @@ class Encoder:
             items = [self._encode(item, f"{path}[{index}]", _join(key, index)) for index, item in enumerate(value)]
             return {COLLECTIONS[kind]: items} if COLLECTIONS[kind] else items
         if kind in SCALARS:
+            if kind is datetime and value.tzinfo is not None and type(value.tzinfo) is not timezone:
+                raise CheckpointError(
+                    f"{path} is {value!r:.80}, whose time zone a checkpoint cannot hold; use value.astimezone(UTC)."
+                )
             tag, write = SCALARS[kind]
             return {tag: write(value)}
         return self._rare(value, path, key)
@@ -165,8 +173,13 @@ class Encoder:
         if kind is Namespace:
             return {"$namespace": self._mapping(vars(value), path, key)}
         if isinstance(value, Enum):
-            member = f"{kind.__module__}:{kind.__qualname__}", value.name
-            return {"$enum": [*member, self._encode(value.value, path, key)]}
+            where = f"{kind.__module__}:{kind.__qualname__}"
+            if named_member(where, value.name) is not value:
+                raise CheckpointError(
+                    f"{path} is {value!r:.80}, which is not found as a member of {where}; save its value, or define "
+                    "the class in a module and save one member."
+                )
+            return {"$enum": [where, value.name, self._encode(value.value, path, key)]}
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return self._array(value, path, key, numpy)
@@ -186,9 +199,9 @@ class Encoder:
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
         is_shard = is_dtensor(tensor)
-        unfit = "" if is_shard else _unfit(tensor)
-        if unfit:
-            raise CheckpointError(f"{path} is {unfit}; make it a dense tensor before saving.")
+        reason = unfit(tensor)
+        if reason:
+            raise CheckpointError(f"{path} is {reason}; {_DENSE}.")
         if tensor.dtype not in SAFETENSORS_DTYPES and not tensor.is_complex():
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors does not support; convert it before saving."
@@ -247,19 +260,6 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     if is_without_memory(tensor):
         return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()  # noqa: SLF001
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _unfit(tensor: Tensor) -> str:
-    """Return why a tensor's elements are not plainly in its memory; empty if they are."""
-    if is_lazy(tensor):
-        return "a lazy parameter that has no shape yet"
-    if is_traceable_wrapper_subclass(tensor):
-        return f"a {type(tensor).__name__}, which wraps other tensors"
-    kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
-    kind = next(
-        (name for name, holds in kinds.items() if holds), "sparse" if tensor.layout is not torch.strided else ""
-    )
-    return f"a {kind} tensor" if kind else ""
 
 
 def _join(key: str, name: object) -> str:

@@ -102,15 +102,21 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _enum_member(content: list[Any]) -> Any:
-    """Return the member of an enum; its value if the class is not imported, or no longer has the member."""
-    where, name, value = content
+def named_member(where: str, name: str | None) -> Enum | None:
+    """Return a member of an enum that is imported; None if there is none of this name. Nothing is imported."""
     module, _, qualname = where.partition(":")
     owner: Any = sys.modules.get(module)
     for attribute in qualname.split("."):
         owner = getattr(owner, "__dict__", {}).get(attribute)  # getattr(owner, attribute) may import a module
     is_known = isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__
-    return owner[name] if is_known else value
+    return owner[name] if is_known else None
+
+
+def _enum_member(content: list[Any]) -> Any:
+    """Return the member of an enum; its value if the class is not imported, or no longer has the member."""
+    where, name, value = content
+    member = named_member(where, name)
+    return value if member is None else member
 
 
 _READERS: Final[Readers] = {

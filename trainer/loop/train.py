@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 from torch import nn
@@ -113,6 +113,12 @@ def _begin_epoch(session: Session) -> None:
         data.begin_epoch(state.epoch)
 
 
+def _checked(check: Callable[[], None]) -> Iterator[Window]:
+    """Call a check when the next window is asked for, and yield none: a chain then costs later windows nothing."""
+    check()
+    yield from ()
+
+
 def _windows(session: Session) -> Iterator[Window]:
     """Return the windows of the rest of the epoch.
 
@@ -130,6 +136,9 @@ def _windows(session: Session) -> Iterator[Window]:
                 "max_epochs=1, or pass one that begins again with each iter()."
             )
         windows = chain([first], windows)
+    if session.check_savable is not None:
+        windows = chain(islice(windows, 1), _checked(session.check_savable), windows)
+        session.check_savable = None
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 
 

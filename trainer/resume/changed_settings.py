@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ...strategies.errors import CheckpointError
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.schema import NUMBER, check, shown
+from .schedules import holds_schedules, load_schedule, schedule_state
 
 Winner = Literal["saved", "configured"]
 
@@ -62,7 +63,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
 
     `sources` are the saved groups of its optimizer's groups, if those have changed.
     """
-    before = scheduler.state_dict()
+    live, before = scheduler.state_dict(), schedule_state(scheduler)
     if sources:
         saved = _by_group(saved, before, sources, type(scheduler).__name__)
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
@@ -71,13 +72,13 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
             check(state[key], (NUMBER, Tensor), f"{key} of {type(scheduler).__name__} in the checkpoint")
     differences = []
     for key, value in before.items():
-        if key in _MOVING or key not in state or state[key] == value:
+        if key in _MOVING or key not in state or state[key] == value or holds_schedules(live[key]):
             continue
         if not key.startswith("_"):  # private attributes follow from public ones
             differences.append(f"{type(scheduler).__name__}: {key} saved {state[key]!r}, configured {value!r}")
         if winner == "configured":
             state[key] = value
-    scheduler.load_state_dict(state)
+    load_schedule(scheduler, state)
     return differences
 
 

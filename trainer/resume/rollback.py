@@ -11,6 +11,7 @@ from ..loop.schedule import plan_epoch
 from ..session.session import Session
 from .find_checkpoint import read_checkpoint
 from .run_state import load_weights
+from .schedules import load_schedule
 
 
 def roll_back(session: Session, path: Path) -> None:
@@ -39,7 +40,7 @@ def roll_back(session: Session, path: Path) -> None:
         session.strategy.load_optimizer_state(optimizer, optimizer_state)
     for config, scheduler_state in zip(session.schedulers, saved["lr_schedulers"], strict=True):
         if config.interval == "step":
-            config.scheduler.load_state_dict(scheduler_state)
+            load_schedule(config.scheduler, scheduler_state)
         elif hasattr(config.scheduler, "get_last_lr"):  # epochs are not rolled back, but the optimizer's rates were
             for group, rate in zip(
                 config.scheduler.optimizer.param_groups, config.scheduler.get_last_lr(), strict=True

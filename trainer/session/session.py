@@ -92,6 +92,9 @@ class Session:
     """Whether everything that a checkpoint holds exists: the strategy has the module, a fit its data and optimizers."""
     has_failed: bool = False
     """Whether an error has ended it."""
+    check_savable: Callable[[], None] | None = None
+    """Checks that a checkpoint can hold the state; called once more after the first step, which makes that of
+    optimizers."""
     recovery: ElasticFit | None = None
     """Set in a fit of an elastic strategy."""
 

@@ -138,11 +138,13 @@ def micro_batch(is_first, is_last):
     ]
 
 
-EPOCH = [
+FIRST_STEP = [
     *both("on_train_epoch_start"),
     *micro_batch(is_first=True, is_last=False),
     *micro_batch(is_first=False, is_last=True),
     *both("on_train_step_end"),
+]
+REST_OF_EPOCH = [
     *micro_batch(is_first=True, is_last=True),
     "module.on_validation_model_zero_grad",
     *evaluation("validation", "validation_step", 2),
@@ -162,8 +164,13 @@ FIT = [
     *both("on_sanity_check_start"),
     *evaluation("validation", "validation_step", 1),
     *both("on_sanity_check_end"),
+    "callback.state_dict",  # a checkpoint must be able to hold it, also after the first step
     *both("on_train_start"),
-    *EPOCH * 2,
+    *FIRST_STEP,
+    "callback.state_dict",
+    *REST_OF_EPOCH,
+    *FIRST_STEP,
+    *REST_OF_EPOCH,
     *both("on_train_last_step"),
     *both("on_train_end"),
     *both("on_fit_end"),
@@ -243,6 +250,7 @@ def test_a_resumed_fit_loads_just_before_it_starts_and_checks_nothing(recorded):
         *both("on_load_checkpoint"),
         "callback.load_state_dict",
         *both("on_fit_start"),
+        "callback.state_dict",
     ]
 
 

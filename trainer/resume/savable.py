@@ -1,0 +1,82 @@
+"""Check that a checkpoint can hold the state of a run, long before the first one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...callbacks.callback import Callback
+from ...callbacks.dispatch import callback_states, overrides
+from ...callbacks.model_checkpoint import ModelCheckpoint
+from ...strategies.errors import CheckpointError, EchelonError
+from ..checkpoint.encoding import Encoder
+from ..data.seed import isolated_rng
+from ..module.train_module import TrainModule
+from ..session.session import Session
+from .run_state import take_state
+from .schedules import schedule_state
+
+
+def check_savable(session: Session) -> None:
+    """Encode what a checkpoint would hold, without copying tensors. Collective: every rank calls it.
+
+    It does nothing in a run that saves no checkpoints. ``on_save_checkpoint`` is called only if the module's state
+    cannot be saved as it is, since the hook may leave parts of it out.
+
+    Raises:
+        CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
+    """
+    saves_training = _saves(session, weights_only=False)
+    if session.strategy.collectives.is_rehearsed or not (saves_training or _saves(session, weights_only=True)):
+        return
+    weights = session.strategy.model_state()
+    optimizers = [session.strategy.optimizer_state(each) for each in session.optimizers] if saves_training else []
+    collectives = session.strategy.collectives
+    unfit = _fault({"model": dict(weights), "optimizers": optimizers})
+    asks_hooks = collectives.all_reduce(float(unfit is not None), "max") and _has_hooks(session)
+    if asks_hooks:
+        state = take_state(session, weights_only=not saves_training)
+        unfit = _fault({name: state.get(name) for name in ("model", "optimizers")})
+    with collectives.fail_together(), isolated_rng():
+        if unfit is not None:
+            raise unfit
+        if saves_training:
+            _check_parts(session)
+
+
+def _check_parts(session: Session) -> None:
+    parts: dict[str, Callable[[], Any]] = {
+        "lr_schedulers": lambda: [schedule_state(config.scheduler) for config in session.schedulers],
+        "callbacks": lambda: callback_states(session.callbacks),
+        "datamodule": lambda: session.datamodule.state_dict() if session.datamodule is not None else {},
+    }
+    for part, take in parts.items():
+        try:
+            value = take()
+        except EchelonError:
+            raise
+        except Exception:  # noqa: BLE001 - it may not be ready before training begins: saving it will tell
+            continue
+        Encoder().encode(value, f"state[{part!r}]", part)
+
+
+def _fault(parts: dict[str, Any]) -> CheckpointError | None:
+    try:
+        for part, value in parts.items():
+            Encoder().encode(value, f"state[{part!r}]", part)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _saves(session: Session, *, weights_only: bool) -> bool:
+    savers = [each for each in session.callbacks if isinstance(each, ModelCheckpoint)]
+    writes = any(each.save_weights_only is weights_only and (each.save_top_k or each.save_last) for each in savers)
+    return writes or (not weights_only and session.recovery is not None)
+
+
+def _has_hooks(session: Session) -> bool:
+    hooks = [(each, Callback) for each in session.callbacks]
+    return overrides(session.module, "on_save_checkpoint", TrainModule) or any(
+        overrides(owner, "on_save_checkpoint", base) for owner, base in hooks
+    )
