@@ -20,7 +20,7 @@ from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import Elsewhere, Sharded
 from ...strategies.state.shards import Holders
 from ...strategies.torch_internals import is_without_memory
-from .tags import COLLECTIONS, SCALARS, named_member
+from .tags import COLLECTIONS, SCALARS, name_of, named_member
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -173,13 +173,17 @@ class Encoder:
         if kind is Namespace:
             return {"$namespace": self._mapping(vars(value), path, key)}
         if isinstance(value, Enum):
-            where = f"{kind.__module__}:{kind.__qualname__}"
-            if named_member(where, value.name) is not value:
+            if not is_found(value):
                 raise CheckpointError(
-                    f"{path} is {value!r:.80}, which is not found as a member of {where}; save its value, or define "
-                    "the class in a module and save one member."
+                    f"{path} is {value!r:.80}, which is not found as a member of {name_of(kind)}; save its value, or "
+                    "define the class in a module and save one member."
                 )
-            return {"$enum": [where, value.name, self._encode(value.value, path, key)]}
+            return {"$enum": [name_of(kind), value.name, self._encode(value.value, path, key)]}
+        if isinstance(value, tuple) and hasattr(kind, "_fields") and len(kind._fields) == len(value):
+            names = list(kind._fields)
+            named = zip(names, value, strict=True)
+            items = [self._encode(item, f"{path}.{name}", _join(key, name)) for name, item in named]
+            return {"$named_tuple": [name_of(kind), names, items]}
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return self._array(value, path, key, numpy)
@@ -241,6 +245,11 @@ class Encoder:
             unique = f"{key}#{count}"
         self._taken.add(unique)
         return unique
+
+
+def is_found(member: Enum) -> bool:
+    """Return whether a member of an enum is found by its name again: several flags are not, nor is a local class."""
+    return named_member(name_of(type(member)), member.name) is member
 
 
 def _plain(block: Block) -> Block:

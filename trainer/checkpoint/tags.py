@@ -102,14 +102,25 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def named_member(where: str, name: str | None) -> Enum | None:
-    """Return a member of an enum that is imported; None if there is none of this name. Nothing is imported."""
+def name_of(kind: type) -> str:
+    """Return the module and the name of a class, as `imported_class` takes them."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def imported_class(where: str) -> type | None:
+    """Return a class that is imported; None if it is not. Nothing is imported."""
     module, _, qualname = where.partition(":")
     owner: Any = sys.modules.get(module)
     for attribute in qualname.split("."):
         owner = getattr(owner, "__dict__", {}).get(attribute)  # getattr(owner, attribute) may import a module
-    is_known = isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__
-    return owner[name] if is_known else None
+    return owner if isinstance(owner, type) else None
+
+
+def named_member(where: str, name: str | None) -> Enum | None:
+    """Return a member of an enum that is imported; None if there is none of this name."""
+    owner = imported_class(where)
+    is_known = owner is not None and issubclass(owner, Enum) and name in owner.__members__
+    return owner[name] if is_known else None  # type: ignore[index]
 
 
 def _enum_member(content: list[Any]) -> Any:
@@ -117,6 +128,31 @@ def _enum_member(content: list[Any]) -> Any:
     where, name, value = content
     member = named_member(where, name)
     return value if member is None else member
+
+
+class NamedValues(tuple[Any, ...]):  # noqa: SLOT001 - a tuple can have none
+    """A named tuple whose class is not imported: its items are attributes as well."""
+
+    _fields: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the item of a field."""
+        if name not in self._fields:
+            raise AttributeError(f"There is no field {name!r}, only {list(self._fields)}.")
+        return self[self._fields.index(name)]
+
+
+def _named_tuple(content: list[Any]) -> Any:
+    """Return a named tuple, made without its class's own code; `NamedValues` if the class is not imported."""
+    where, fields, items = content
+    owner = imported_class(where)
+    is_whole = len(items) == len(fields)
+    is_same = getattr(owner, "_fields", None) == tuple(fields)
+    if owner is not None and issubclass(owner, tuple) and is_same and is_whole:
+        return tuple.__new__(owner, items)
+    values = NamedValues(items)
+    values._fields = tuple(map(str, fields))
+    return values
 
 
 _READERS: Final[Readers] = {
@@ -128,6 +164,7 @@ _READERS: Final[Readers] = {
     "$counter": lambda pairs: Counter(dict(pairs)),
     "$namespace": lambda names: Namespace(**names),
     "$enum": _enum_member,
+    "$named_tuple": _named_tuple,
     "$float": float,
     "$bytes": lambda text: base64.b64decode(text, validate=True),
     "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),

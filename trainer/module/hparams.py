@@ -107,6 +107,24 @@ class HyperparametersMixin:
         return bool(self.__dict__.get("_hparams_initial")) and bool(self.__dict__.get("_hparams_logged"))
 
 
+def saved_hparams(owner: HyperparametersMixin) -> Any:
+    """Return a copy of the hyper-parameters for a checkpoint: as they are now, as in Lightning.
+
+    A value that `set_unsaved` has set, and nobody has changed since, is as it was configured.
+    """
+    kept, initial = _copy(owner.hparams), owner.hparams_initial
+    for name, value in owner.__dict__.get("_hparams_unsaved", {}).items():
+        if name in initial and kept.get(name) == value:
+            kept[name] = initial[name]
+    return kept
+
+
+def set_unsaved(owner: HyperparametersMixin, name: str, value: Any) -> None:
+    """Set a hyper-parameter that belongs to this run, such as a batch size that fits this machine's memory."""
+    owner.hparams[name] = value
+    owner.__dict__.setdefault("_hparams_unsaved", {})[name] = value
+
+
 def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str, Any] | None:
     """Return the arguments of every ``__init__`` of `owner` that is running, seen from `frame`; None if none is.
 
@@ -237,6 +255,11 @@ def _hints(cls: type) -> dict[str, Any]:
 def _as_dataclass(value: Any, annotation: Any) -> Any:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     for kind in typing.get_args(annotation) if is_union else (annotation,):
+        items = typing.get_args(kind)
+        if type(value) is list and typing.get_origin(kind) is list and items:
+            return [_as_dataclass(item, items[0]) for item in value]
+        if type(value) is dict and typing.get_origin(kind) is dict and items:
+            return {name: _as_dataclass(item, items[1]) for name, item in value.items()}
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             return kind(**{name: _as_dataclass(item, _hints(kind).get(name)) for name, item in value.items()})
     return value

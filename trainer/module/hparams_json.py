@@ -15,7 +15,7 @@ import torch
 
 from ...strategies.errors import CheckpointError
 from ...strategies.state.from_environment import FromEnvironment
-from ..checkpoint.encoding import encode
+from ..checkpoint.encoding import encode, is_found
 from ..checkpoint.tags import decode
 from .hparams import AttributeDict, is_omegaconf
 from .unresolved import marked_container
@@ -60,8 +60,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | torch.dtype | torch.device):
         return value
     if isinstance(value, Enum):
-        _plain(value.value)
-        return value
+        content = _plain(value.value)
+        return value if is_found(value) else content
     if isinstance(value, PurePath):
         return Path(value)
     if isinstance(value, str):
@@ -81,6 +81,8 @@ def _plain_container(value: Any) -> Any:
         return Namespace(**{name: _plain(item) for name, item in vars(value).items()})
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple.__new__(type(value), map(_plain, value))
     for kind, plain in ((tuple, tuple), (AbstractSet, set), (Sequence, list)):
         if isinstance(value, kind) and not isinstance(value, bytes | bytearray | memoryview):
             return plain(_plain(item) for item in value)

@@ -20,7 +20,7 @@ from ..checkpoint import difference
 from ..checkpoint.saved_state import FORGED, reading, unfit
 from ..data.seed import capture_rng, derive, restore_rng, seed_devices, seed_generators
 from ..loggers.tracker import tracker_runs
-from ..module.hparams import is_omegaconf
+from ..module.hparams import is_omegaconf, saved_hparams
 from ..module.hparams_json import jsonable
 from ..module.load import NAMES_FOR_HOOKS, as_hooks_see
 from ..module.train_module import TrainModule
@@ -53,13 +53,13 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]:
     """Return what is needed to build a module again: its weights and hyper-parameters."""
-    hyper_parameters, omitted = jsonable(module.hparams_initial)
+    hyper_parameters, omitted = jsonable(saved_hparams(module))
     return {
         "state_dict": weights,
         "hyper_parameters": hyper_parameters,
         "hyper_parameters_argument": module.hparams_argument,
         "omitted_hyper_parameters": omitted,
-        "hyper_parameters_type": "omegaconf" if is_omegaconf(module.hparams_initial) else None,
+        "hyper_parameters_type": "omegaconf" if is_omegaconf(module.hparams) else None,
     }
 
 
@@ -86,7 +86,7 @@ def _training_state(session: Session) -> dict[str, Any]:
         "loop": session.state.state_dict(),
         "data": list(data),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
-        "datamodule_hyper_parameters": jsonable(datamodule.hparams_initial)[0] if datamodule is not None else {},
+        "datamodule_hyper_parameters": jsonable(saved_hparams(datamodule))[0] if datamodule is not None else {},
         "datamodule_hyper_parameters_argument": datamodule.hparams_argument if datamodule is not None else None,
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),

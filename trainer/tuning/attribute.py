@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..module.hparams import HyperparametersMixin
+from ..module.hparams import HyperparametersMixin, set_unsaved
 
 Owner = HyperparametersMixin | None
 
@@ -25,9 +25,12 @@ def set_attribute(owners: Sequence[Owner], name: str, value: Any, *, is_saved: b
 
 
 def _set_item(owner: HyperparametersMixin, name: str, value: Any, *, is_saved: bool) -> None:
+    if not is_saved:
+        set_unsaved(owner, name, value)
+        return
     owner.hparams[name] = value
     saved = vars(owner).get("_hparams_initial")
-    if is_saved and saved is not None and name in saved:
+    if saved is not None and name in saved:
         saved[name] = value
 
 

@@ -1,5 +1,11 @@
 """`load_from_checkpoint` of modules and data modules, with Lightning's arguments and hooks (2.6.6)."""
 
+import dataclasses
+import enum
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 import torch
 import yaml
@@ -131,6 +137,7 @@ def test_a_container_of_omegaconf_stays_one(tmp_path):
     assert OmegaConf.is_dict(module.hparams_initial)
     module.hparams.width = 5
     assert module.hparams_initial.net.width == 3
+    module.hparams.width = 3
     trainer = quiet(tmp_path, max_epochs=1)
     trainer.fit(module, loader(2, 2))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -188,3 +195,76 @@ def test_a_data_module_of_data_sets_passes_arguments_on():
         "{Train dataloader: size=16}\n{Validation dataloader: 1. size=4 ; 2. size=2}\n"
         "{Test dataloader: None}\n{Predict dataloader: None}"
     )
+
+
+# --- hyper-parameters that changed, and their types
+
+
+class Rates(NamedTuple):
+    slow: float
+    fast: float = 1.0
+
+
+SLOW = Rates(0.1)
+
+
+@dataclasses.dataclass
+class Part:
+    size: int
+    rates: Rates = SLOW
+
+
+class Mode(enum.Flag):
+    ONE = 1
+    TWO = 2
+
+
+class Changing(Net):
+    """Changes its hyper-parameters once it trains."""
+
+    def __init__(self, rates=SLOW, parts: list[Part] = (), by_name: dict[str, Part] | None = None, mode=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_fit_start(self):
+        self.hparams.rates = self.hparams.rates._replace(fast=9.0)
+        self.hparams["seen"] = {"path": Path("a"), "dtype": torch.bfloat16}
+
+
+class FromConfig(Net):
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+
+    def on_fit_start(self):
+        self.hparams.net.width = 7
+
+
+def restored(module, path):
+    """Return the module as its checkpoint restores it."""
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    return type(module).load_from_checkpoint(path)
+
+
+def test_changed_hyper_parameters_are_saved_with_their_types(memory_path, monkeypatch):
+    module = Changing(parts=[Part(1), Part(2, Rates(0.3))], by_name={"a": Part(3)}, mode=Mode.ONE | Mode.TWO)
+    found = restored(module, memory_path / "a.ckpt")
+    assert (type(found.hparams.rates), found.hparams.rates) == (Rates, Rates(0.1, 9.0))
+    assert found.hparams.parts == [Part(1), Part(2, Rates(0.3))]
+    assert type(found.hparams.parts[1].rates) is Rates
+    assert found.hparams.by_name == {"a": Part(3)}
+    assert found.hparams.mode == 3
+
+    monkeypatch.delattr(sys.modules[__name__], "Rates")
+    rates = Changing.load_from_checkpoint(memory_path / "a.ckpt").hparams.rates
+    assert (rates.slow, rates.fast, tuple(rates)) == (0.1, 9.0, (0.1, 9.0))
+    with pytest.raises(AttributeError, match=r"no field 'middle', only \['slow', 'fast'\]"):
+        rates.middle  # noqa: B018
+
+
+def test_a_changed_omegaconf_container_is_saved(memory_path):
+    found = restored(FromConfig(OmegaConf.create({"net": {"width": 2}, "all": [1], "lr": 0.1})), memory_path / "a.ckpt")
+    assert OmegaConf.is_dict(found.hparams)
+    assert (found.hparams.net.width, list(found.hparams["all"])) == (7, [1])
