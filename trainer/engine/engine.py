@@ -197,6 +197,7 @@ class Engine(EngineProcesses):
             weighed = self.strategy.scaled(weighed)
         weighed.backward(*args, **kwargs)
         self._gradients.end_backward()
+        torch.clear_autocast_cache()  # in a block of `autocast`, weights may change before the next forward
 
     @property
     def sync_gradients(self) -> bool:

@@ -231,6 +231,7 @@ class Step(ABC):
         """Accumulate gradients when ``training_step`` calls for it in manual optimization."""
         self._end_manual_update()
         self.backward(loss, *args, **kwargs)
+        torch.clear_autocast_cache()  # the step may move the weights now, and compute with them again
 
     # --- the update --------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,17 @@ def test_half_precision_computes_inside_and_returns_float32_outside():
         assert net(torch.ones(2, 4)).dtype == torch.float32
 
 
+def test_a_forward_after_backward_sees_weights_that_were_moved_by_hand():
+    engine = Engine(accelerator="cpu", precision="bf16-mixed")
+    net = engine.setup(Net())
+    with engine.autocast():
+        engine.backward(net(torch.ones(2, 4)).float().mean())
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+        assert not net(torch.ones(2, 4)).any()
+
+
 def test_double_precision_takes_batches_and_noise_of_any_dtype():
     engine = Engine(accelerator="cpu", precision="64-true")
     net, _, loader = prepared(engine)

@@ -257,6 +257,46 @@ def test_a_second_forward_in_a_step_sees_the_weights_of_the_first_update(precisi
     assert trainer.counters.optimizer_steps == [16]
 
 
+class MovesWeights(Net):
+    """Moves the weights by hand between two backwards of a training step, as sharpness-aware minimization does."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def step(self, loss, backward, optimizer):
+        optimizer.zero_grad()
+        backward(loss())
+        moves = [50 * parameter.grad / parameter.grad.norm() for parameter in self.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_(list(self.parameters()), moves)
+        optimizer.zero_grad()
+        backward(loss())
+        with torch.no_grad():
+            torch._foreach_sub_(list(self.parameters()), moves)
+        optimizer.step()
+
+    def training_step(self, batch, batch_idx):
+        self.step(lambda: self.loss(batch, batch_idx), self.manual_backward, self.optimizers())
+
+
+def test_a_second_forward_in_a_step_sees_weights_that_were_moved_by_hand():
+    torch.manual_seed(0)
+    expected = MovesWeights()
+    (optimizer,), _ = expected.configure_optimizers()
+    for batch_idx, batch in enumerate(loader(16, 2)):
+
+        def loss(batch=batch, batch_idx=batch_idx):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return expected.loss(batch, batch_idx)
+
+        expected.step(loss, torch.Tensor.backward, optimizer)
+    torch.manual_seed(0)
+    module = MovesWeights()
+    fit(module, "bf16-mixed")
+    assert torch.equal(weights(module), weights(expected))
+
+
 def test_the_scale_goes_on_where_a_checkpoint_left_it(tmp_path):
     expected, *_ = by_hand("16-mixed", overflows=(2, 5))
     torch.manual_seed(0)
