@@ -228,6 +228,12 @@ class Engine(EngineProcesses):
                 f"clip_gradients must get one of max_norm and clip_val, got max_norm={max_norm} and "
                 f"clip_val={clip_val}; give one of them."
             )
+        limit = clip_val if max_norm is None else max_norm
+        if limit is not None and not limit >= 0:
+            raise ConfigError(
+                f"clip_gradients must get a limit of at least 0, got {limit}, which would turn gradients around; give "
+                "such a number."
+            )
         strategy, plain = self._strategy_of(optimizer), self._plain(optimizer)
         self._gradients.check_ready(plain, "clip_gradients")
         self._gradients.correct(plain)

@@ -70,9 +70,14 @@ class Optimization:
     def clip_gradients(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of an optimizer, by their global ``norm`` or each ``value``; None does nothing."""
-        if gradient_clip_val is None:
+        """Clip the gradients of an optimizer, by their global ``norm`` or each ``value``; None or 0 does nothing."""
+        if not gradient_clip_val:
             return
+        if not gradient_clip_val > 0:
+            raise ModuleError(
+                f"gradient_clip_val must be above 0, got {gradient_clip_val}, which would turn gradients around; give "
+                "such a number, or None for no clipping."
+            )
         algorithm = gradient_clip_algorithm or "norm"
         if algorithm not in ("norm", "value"):
             raise ModuleError(f"gradient_clip_algorithm must be 'norm' or 'value', got {algorithm!r}; give one.")

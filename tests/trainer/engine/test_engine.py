@@ -360,6 +360,8 @@ def test_modules_and_optimizers_are_set_up_once_and_together(engine):
         engine.clip_gradients(torch.optim.SGD(Net().parameters(), lr=0.1), max_norm=1.0)
     with pytest.raises(ConfigError, match=r"one of max_norm and clip_val"):
         engine.clip_gradients(managed)
+    with pytest.raises(ConfigError, match=r"a limit of at least 0, got -1.0"):
+        engine.clip_gradients(managed, max_norm=-1.0)
     with pytest.raises(ModuleError, match=r"mark_forward_method\('decode'\)"):
         net.mark_forward_method("decode")
     with pytest.raises(ConfigError, match=r"inside torch.compile"):

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from echelon import Callback
+from echelon import Callback, ModuleError
 
 
 def weights(module):
@@ -315,6 +315,26 @@ def test_gradients_may_be_clipped_in_another_way():
     before = weights(module)
     quiet(max_epochs=1, gradient_clip_val=0.5).fit(module, loader())
     assert 0 < (weights(module) - before).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_limit_of_0_clips_nothing_and_one_below_is_refused(algorithm):
+    class Own(Regression):
+        limit = 0
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, self.limit, algorithm)
+
+    torch.manual_seed(0)
+    module = Own()
+    quiet(max_epochs=1).fit(module, loader())
+    torch.manual_seed(0)
+    plain = Regression()
+    quiet(max_epochs=1).fit(plain, loader())
+    assert torch.equal(weights(module), weights(plain))
+    module.limit = -1.0
+    with pytest.raises(ModuleError, match=r"gradient_clip_val must be above 0, got -1.0"):
+        quiet(max_epochs=1).fit(module, loader())
 
 
 def test_backward_zero_grad_and_scheduler_steps_may_be_overridden():
