@@ -76,13 +76,17 @@ class EarlyStopping(Callback):
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.log_rank_zero_only = log_rank_zero_only
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._metric = MonitoredMetric("EarlyStopping", monitor, mode)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the checks so far."""
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._check_on_train_epoch_end = check_on_train_epoch_end
-        self._metric = MonitoredMetric("EarlyStopping", monitor, mode)
-        self._best = math.inf if mode == "min" else -math.inf
+        self._best = math.inf if self.mode == "min" else -math.inf
         self._is_due = self._was_pending = self._was_stopped = False
 
     @property
@@ -122,8 +126,9 @@ class EarlyStopping(Callback):
     # --- when to check -----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
-        """Forget the previous run; `load_state_dict` follows if this one is resumed."""
-        self._was_pending = self._was_stopped = False
+        """Forget the previous fit; `load_state_dict` follows if this one is resumed."""
+        if stage == "fit":
+            self._forget()
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Continue as the run being resumed: with a check pending, or stopped unless `patience` was increased."""

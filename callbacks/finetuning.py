@@ -238,6 +238,8 @@ class BackboneFinetuning(BaseFinetuning):
                 f"BackboneFinetuning needs a module {type(module).__name__}.backbone; give the backbone that name."
             )
         super().setup(trainer, module, stage)
+        if stage == "fit":
+            self.previous_backbone_lr = None
 
     def freeze_before_training(self, pl_module: nn.Module) -> None:
         self.freeze(pl_module.get_submodule("backbone"))

@@ -65,10 +65,14 @@ class LossSpikePolicy(Callback):
             if value < 1:
                 raise ConfigError(f"{name} must be 1 or more steps, got {value}.")
         self._action, self._threshold, self._warmup, self._max_consecutive = action, threshold, warmup, max_consecutive
-        self._statistics = {"loss": _Running(window), "grad_norm": _Running(window)}
+        self._window = window
         self._losses: list[Tensor] = []
-        self._num_consecutive = 0
         self._rolls_back = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._statistics = {"loss": _Running(self._window), "grad_norm": _Running(self._window)}
+        self._num_consecutive = 0
         self.decisions: list[dict[str, Any]] = []
         """Every spike: its position, its values, and the action taken."""
 
@@ -88,6 +92,11 @@ class LossSpikePolicy(Callback):
         if self.decisions[: len(saved)] != saved or not self.decisions:
             self.decisions = saved
             self._num_consecutive = state_dict["num_consecutive"]
+
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Forget the previous fit; `load_state_dict` follows if this one is resumed."""
+        if stage == "fit":
+            self._forget()
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Refuse several optimizers: a loss does not tell which of them it belongs to."""

@@ -66,14 +66,22 @@ class ThroughputMonitor(Callback):
         self._peak: float | None = None
         self._counter: Any = None
         self._count = ExitStack()
+        self._window: deque[_Reading] = deque()
+        self._forget()
+
+    def _forget(self) -> None:
         self._batches = 0
         self._counted = {"samples": 0, "tokens": 0}
         self._counted_here = {"samples": 0, "tokens": 0}
         self._seconds = 0.0
         self._resumed_at: float | None = None
-        self._window: deque[_Reading] = deque()
 
     # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Forget the previous fit; `load_state_dict` follows if this one is resumed."""
+        if stage == "fit":
+            self._forget()
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Look up the peak and start the clock."""

@@ -76,6 +76,13 @@ class Timer(Callback):
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Forget the previous fit; `load_state_dict` follows if this one is resumed."""
+        if stage == "fit":
+            self._before, self._seconds = 0.0, {}
+            self._starts.clear()
+            self._ends.clear()
+
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Start the clock; end training at once if a resumed run has no time left."""
         self._start("train")
@@ -156,8 +163,6 @@ class Timer(Callback):
     # --- the clock ---------------------------------------------------------------------------------------------------
 
     def _start(self, stage: str) -> None:
-        if stage == "train" and stage in self._starts:  # a second `fit` continues where the first one ended
-            self._before = self.time_elapsed("train")
         self._starts[stage] = monotonic()
         self._ends.pop(stage, None)
 

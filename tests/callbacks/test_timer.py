@@ -66,14 +66,6 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
     assert remaining <= 0
 
 
-def test_a_second_fit_counts_on(tmp_path: Path) -> None:
-    timer = Timer()
-    trainer_in(tmp_path, timer, max_epochs=1).fit(Scripted(), batches())
-    first = timer.time_elapsed()
-    trainer_in(tmp_path, timer, max_epochs=1).fit(Scripted(), batches())
-    assert timer.time_elapsed() > first
-
-
 @pytest.mark.parametrize(
     "duration", ["00:01:30:00", timedelta(minutes=90), {"hours": 1, "minutes": 30}], ids=["text", "timedelta", "dict"]
 )
