@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +12,17 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModuleError
 from ..module.precision import Precision
+
+
+class _Trained(NamedTuple):
+    """A trained parameter."""
+
+    name: str
+    layer: str
+    """The submodule that holds it."""
+    unit: str
+    dtype: torch.dtype
+    """Its dtype in training."""
 
 
 def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: Precision) -> set[str]:
@@ -21,10 +33,8 @@ def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: P
         units: the names of its units; the rest of the module is one more.
         precision: converts the module.
     """
-    usual = {unit: dtypes.most_common(1)[0][0] for unit, dtypes in _dtypes_of_units(module, units, precision).items()}
-    return {
-        layer for layer, unit, dtype, _ in _trained(module, units, precision) if layer != unit and dtype != usual[unit]
-    }
+    others, _ = _find_others(module, units, precision)
+    return {each.layer for each in others if each.layer != each.unit}
 
 
 def check_dtypes(module: nn.Module, units: Sequence[str], precision: Precision) -> None:
@@ -33,45 +43,40 @@ def check_dtypes(module: nn.Module, units: Sequence[str], precision: Precision) 
     Raises:
         ModuleError: naming those that do not.
     """
-    for unit, dtypes in _dtypes_of_units(module, units, precision).items():
-        if len(dtypes) == 1:
-            continue
-        usual = dtypes.most_common(1)[0][0]
-        others = [
-            f"{name} ({dtype})"
-            for _, of, dtype, name in _trained(module, units, precision)
-            if of == unit and dtype != usual
-        ]
+    others, usual = _find_others(module, units, precision)
+    if others:
+        unit = others[0].unit
+        named = [f"{each.name} ({each.dtype})" for each in others if each.unit == unit]
         raise ModuleError(
-            f"{', '.join(others[:5])} of {type(module).__name__} cannot be sharded together with the other trained "
-            f"parameters of {unit or 'the module'} ({usual}), since gradients are reduced in one dtype; put each dtype "
-            "into child modules of its own, which are then units, or convert the parameters to one dtype."
+            f"{', '.join(named[:5])} of {type(module).__name__} cannot be sharded together with the other trained "
+            f"parameters of {unit or 'the module'} ({usual[unit]}), since gradients are reduced in one dtype; put each "
+            "dtype into child modules of its own, which are then units, or convert the parameters to one dtype."
         )
 
 
-def _dtypes_of_units(module: nn.Module, units: Iterable[str], precision: Precision) -> dict[str, Counter[torch.dtype]]:
-    """Count the numbers in trained parameters by dtype, for each unit."""
-    found: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    for _, unit, dtype, name in _trained(module, units, precision):
-        found[unit][dtype] += module.get_parameter(name).numel()
-    return found
-
-
-def _trained(
+def _find_others(
     module: nn.Module, units: Iterable[str], precision: Precision
-) -> Iterator[tuple[str, str, torch.dtype, str]]:
-    """Yield of each trained parameter the layer that holds it, its unit, its dtype in training, and its name."""
-    chosen = set(units)
+) -> tuple[list[_Trained], dict[str, torch.dtype]]:
+    """Return the trained parameters of another dtype than most numbers in their unit, and the latter of each unit."""
+    sizes: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    trained = []
+    for each, parameter in _trained(module, set(units), precision):
+        trained.append(each)
+        sizes[each.unit][each.dtype] += parameter.numel()
+    usual = {unit: counts.most_common(1)[0][0] for unit, counts in sizes.items()}
+    return [each for each in trained if each.dtype != usual[each.unit]], usual
+
+
+def _trained(module: nn.Module, units: set[str], precision: Precision) -> Iterator[tuple[_Trained, nn.Parameter]]:
     seen: set[nn.Parameter] = set()
     for layer, submodule in module.named_modules():
-        unit = next((prefix for prefix in _prefixes(layer) if prefix in chosen), "")
+        unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
         for name, parameter in submodule.named_parameters(recurse=False):
             if parameter.requires_grad and not is_lazy(parameter) and parameter not in seen:
                 seen.add(parameter)
-                converts = precision.param_dtype is not None and parameter.is_floating_point()
-                dtype = precision.param_dtype if converts else parameter.dtype
-                assert dtype is not None
-                yield layer, unit, dtype, f"{layer}.{name}" if layer else name
+                converted = precision.param_dtype if parameter.is_floating_point() else None
+                full_name = f"{layer}.{name}" if layer else name
+                yield _Trained(full_name, layer, unit, converted or parameter.dtype), parameter
 
 
 def _prefixes(name: str) -> Iterator[str]:
