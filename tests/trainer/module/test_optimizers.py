@@ -17,6 +17,14 @@ def weights(module):
     return torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
 
+def fitted(kind, epochs=1):
+    """A module of this class, trained from the same weights in every call."""
+    torch.manual_seed(0)
+    module = kind()
+    quiet(max_epochs=epochs).fit(module, loader())
+    return module
+
+
 def configured(configure, base=Regression):
     """A module that returns this."""
 
@@ -109,13 +117,7 @@ def test_several_optimizers_step_with_the_gradients_of_one_backward():
         def configure_optimizers(self):
             return [SGD([self.net.weight], lr=0.1), SGD([self.net.bias], lr=0.1)]
 
-    torch.manual_seed(0)
-    both = Both()
-    quiet(max_epochs=2).fit(both, loader())
-    torch.manual_seed(0)
-    one = Regression()
-    quiet(max_epochs=2).fit(one, loader())
-    assert torch.equal(weights(both), weights(one))
+    assert torch.equal(weights(fitted(Both, 2)), weights(fitted(Regression, 2)))
 
 
 def test_several_optimizers_in_automatic_mode_are_told_once_in_the_log(caplog):
@@ -295,12 +297,7 @@ def test_the_closure_returns_the_loss_without_computing_it_twice():
             self.losses.append(optimizer_closure().item())
             optimizer.step()
 
-    torch.manual_seed(0)
-    module = Closing()
-    quiet(max_epochs=1).fit(module, loader())
-    torch.manual_seed(0)
-    plain = Regression()
-    quiet(max_epochs=1).fit(plain, loader())
+    module, plain = fitted(Closing), fitted(Regression)
     assert len(module.seen) == len(module.losses) == 4
     assert torch.equal(weights(module), weights(plain))
 
@@ -325,12 +322,7 @@ def test_a_limit_of_0_clips_nothing_and_one_below_is_refused(algorithm):
         def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
             self.clip_gradients(optimizer, self.limit, algorithm)
 
-    torch.manual_seed(0)
-    module = Own()
-    quiet(max_epochs=1).fit(module, loader())
-    torch.manual_seed(0)
-    plain = Regression()
-    quiet(max_epochs=1).fit(plain, loader())
+    module, plain = fitted(Own), fitted(Regression)
     assert torch.equal(weights(module), weights(plain))
     module.limit = -1.0
     with pytest.raises(ModuleError, match=r"gradient_clip_val must be above 0, got -1.0"):
