@@ -1,9 +1,11 @@
-"""Write docs/equivalence.md: for every line and case of the matrix, its difference from one process.
+"""Write the tables of docs/equivalence.md: what each strategy trains, and its difference from one process.
 
-Usage: python tests/equivalence/table.py, as root, since two nodes are two network namespaces.
+Usage: python tests/equivalence/table.py [matrix] [unusual modules], as root, since two nodes of the matrix are two
+network namespaces; by default, both tables.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -11,65 +13,70 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from matrix import ALONE, CASES, GLOBAL_BATCH, LINES, compare, run
+from matrix import ALONE, CASES, LINES, compare, largest, run
+from unusual_modules import LAYOUTS, MODULES, alone, ends_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
-TEXT = f"""# The same numbers: every strategy against one process
-
-The optimizer step does not depend on the strategy, the number of processes or the accumulation: only the order of
-floating-point additions differs. The table below is measured: each cell is the largest difference of any parameter, on
-any rank, from one process after six optimizer steps on the same shuffled global batches of {GLOBAL_BATCH} samples; a
-dash marks a case that is not run. Metrics of training, validation and test, `global_step` and `samples_seen` are
-compared as well. [The test](../tests/equivalence/test_matrix.py) fails for differences above 1e-12 in float64, and in
-float32 above 1e-6 with SGD and 1e-4 with AdamW, which amplifies the noise of small gradients. A strategy is registered
-only if it is in this table.
-
-- *even*: three whole global batches per epoch; *uneven*: 13 samples are left over; *one left*: one sample is left over,
-  so that some ranks have none.
-- *accumulate 2*: the global batch is split into two micro-batches per rank; *cut in 5s*: `global_batch_size` with a
-  batch size that does not divide it.
-- *clip*: by the norm of the gradients of all ranks; *units*: the step returns `Loss(total, count)` with different
-  counts.
-- *local_sgd* takes different steps by design. It is compared in its warm-up, and with averaging at every step, which
-  is the same for SGD without clipping.
-- SGD has momentum and weight decay. The module has a frozen layer, tied weights and a buffer. In the columns with `tp`
-  (except "dense"), it is a language model of two attention blocks, with a tied embedding, frozen layers and a buffer.
-  In the columns with `pp`, it has four blocks, and there are twice as many micro-batches.
-
-| case | {{lines}} |
-|---|{{rule}}|
-{{rows}}
-
-Measured with torch {torch.__version__.split("+")[0]} on the CPU. To measure again:
-
-```bash
-python tests/equivalence/table.py
-```
-"""
 
 
-def main():
-    """Run the matrix and write the page."""
+def main(names):
+    """Run what the tables compare, and write them to the page."""
+    page = PAGE.read_text()
+    for name in names:
+        table = TABLES[name]() + f"\n\nMeasured with torch {torch.__version__.split('+')[0]} on the CPU."
+        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        page = re.sub(f"(?s){start}.*{end}", f"{start}\n{table}\n{end}", page)
+    PAGE.write_text(page)
+
+
+def matrix():
+    """Return the table of the matrix."""
     expected = {network: run(line) for network, line in ALONE.items()}
     lines = LINES[1:]
     columns = [column(run(line), expected[line.network]) for line in lines]
-    rows = [" | ".join([f"| {case.title}", *row]) + " |" for case, *row in zip(CASES, *columns, strict=True)]
-    rule = "---|" * (len(lines) - 1) + "---"
-    PAGE.write_text(TEXT.format(lines=" | ".join(line.title for line in lines), rule=rule, rows="\n".join(rows)))
+    rows = [[case.title, *row] for case, *row in zip(CASES, *columns, strict=True)]
+    return table_of("case", [line.title for line in lines], rows)
+
+
+def unusual_modules():
+    """Return the table of unusual modules."""
+    ends = {processes: ends_of(processes) for processes in sorted({layout.processes for layout in LAYOUTS})}
+    rows = [[kind, *(unusual_cell(layout, kind, ends[layout.processes]) for layout in LAYOUTS)] for kind in MODULES]
+    return table_of("module", [layout.title for layout in LAYOUTS], rows)
+
+
+def unusual_cell(layout, kind, ends):
+    """Return the text of a cell of the table of unusual modules."""
+    of_ranks = [end[layout.title, kind] for end in ends]
+    if any(end.error for end in of_ranks):
+        return "refused"
+    return number(max(largest(end.state, alone(layout.global_batch, kind).state) for end in of_ranks))
 
 
 def column(ends, expected):
-    """Return the table cells of a line."""
+    """Return the cells of a line of the matrix."""
     return [cell(ends.get(case), expected[case][0] if case in ends else None) for case in CASES]
 
 
 def cell(ends, expected):
-    """Return the text of a table cell; a dash if the line does not have the case."""
-    if ends is None:
-        return "-"
-    return f"{max(compare(end, expected).state for end in ends):.0e}".replace("0e+00", "0")
+    """Return the text of a cell of the matrix; a dash if the line does not have the case."""
+    return "-" if ends is None else number(max(compare(end, expected).state for end in ends))
 
+
+def number(value):
+    """Return a difference with one digit."""
+    return f"{value:.0e}".replace("0e+00", "0")
+
+
+def table_of(first, titles, rows):
+    """Return a table in Markdown."""
+    lines = [[first, *titles], ["---"] * (len(titles) + 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
+
+
+TABLES = {"matrix": matrix, "unusual modules": unusual_modules}
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"any of {', '.join(TABLES)}; by default, all")
+    main(parser.parse_args().names or TABLES)

@@ -1,0 +1,42 @@
+"""Modules that do what plain ones do not train as in one process, or are refused by name before the first update."""
+
+import pytest
+import torch
+from unusual_modules import LAYOUTS, MODULES, alone, ends_of
+
+BY_TITLE = {layout.title: layout for layout in LAYOUTS}
+CELLS = [(layout.title, kind) for layout in LAYOUTS for kind in MODULES]
+REFUSED = {}
+"""What the errors say for modules that a layout does not train."""
+BOUND = {"mixed dtypes": 1e-6}
+"""The largest allowed difference, where it is not that of float64."""
+
+
+@pytest.fixture(scope="module")
+def ends_with():
+    """Return how the modules ended on each rank, by the number of processes; they start once."""
+    found = {}
+
+    def get(processes):
+        if processes not in found:
+            found[processes] = None  # a failed start is not repeated
+            found[processes] = ends_of(processes)
+        assert found[processes] is not None, f"the start of {processes} processes failed: see its first test"
+        return found[processes]
+
+    return get
+
+
+@pytest.mark.parametrize(("title", "kind"), CELLS)
+def test_an_unusual_module_trains_as_in_one_process_or_is_refused(title, kind, ends_with):
+    layout = BY_TITLE[title]
+    ends = [end[title, kind] for end in ends_with(layout.processes)]
+    errors = [end.error for end in ends if end.error]
+    if (title, kind) in REFUSED:
+        assert any(REFUSED[title, kind] in error for error in errors), errors
+        return
+    assert not errors, errors[0]
+    expected = alone(layout.global_batch, kind)
+    for end in ends:
+        torch.testing.assert_close(end.state, expected.state, rtol=0, atol=BOUND.get(kind, 1e-12))
+        assert end.loss == pytest.approx(expected.loss, rel=0, abs=1e-6)

@@ -1,0 +1,454 @@
+"""Modules that do what plain ones do not, each on every layout: what is compared with one process."""
+
+import functools
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from matrix import whole_state
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import (
+    DeviceMapStrategy,
+    FSDPStrategy,
+    ParallelStrategy,
+    Strategy,
+    Trainer,
+    TrainModule,
+    seed_everything,
+)
+from echelon.testing import run_ranks
+
+BATCH = 2
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy on some number of processes, or on several devices of one."""
+
+    title: str
+    processes: int
+    make: Callable[[], "str | Strategy"]
+    global_batch: int = 4
+    devices: int | str = "auto"
+
+
+LAYOUTS = [
+    Layout("dp x 2", 1, lambda: "dp", devices=2),
+    Layout("device_map", 1, lambda: DeviceMapStrategy({"head": "cpu:0", "": "cpu"})),
+    Layout("ddp x 2", 2, lambda: "ddp"),
+    Layout("zero x 2", 2, lambda: "zero"),
+    Layout("fsdp x 2", 2, lambda: "fsdp"),
+    Layout("tp x 2", 2, lambda: ParallelStrategy(tp=2)),
+    Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2)),
+    Layout("pp x 2", 2, lambda: ParallelStrategy(pp=2)),
+    Layout("ps x 2 + 1 server", 2, lambda: "ps"),
+    Layout("elastic x 2", 2, lambda: "elastic"),
+    Layout("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2), global_batch=8),
+    Layout("tp 2 x fsdp 2", 4, lambda: ParallelStrategy(dp_shard=2, tp=2)),
+    Layout("pp 2 x fsdp 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8),
+]
+
+
+class Block(nn.Module):
+    """A residual block whose layers can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Plain(TrainModule):
+    """A regression on sequences of 4, with nothing unusual; others change one thing."""
+
+    tp_plan = PLAN
+    precision = "64-true"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Linear(3, 4), nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 1)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        return (self.head(self.hidden(x, task)) - y).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, tasks = batch
+        loss = self.loss(x, y, int(tasks[0]))
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class HeadsByTask(Plain):
+    """Has a head for each task, of one size; a batch is of one task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.hidden(x, task)
+        return (self.head(x) + self.heads[task](x) - y).square().mean()
+
+
+class ExpertsByTask(Plain):
+    """Has an expert for each task beside the blocks; a batch is of one task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        return (self.head(self.experts[task](self.hidden(x, task))) - y).square().mean()
+
+
+class EarlyExit(Plain):
+    """Leaves out the last block for one of the tasks."""
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.blocks[0](self.embed(x))
+        return self.blocks[1](x) if task else x
+
+
+class Unfreezing(Plain):
+    """Trains all of its layers from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.requires_grad_(True)
+
+
+class Freezing(Plain):
+    """Freezes some of its layers after the first epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.embed.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+
+
+class Reset(Plain):
+    """Draws a layer anew when training starts."""
+
+    def on_fit_start(self) -> None:
+        nn.init.normal_(self.embed.weight, std=0.3)
+
+
+class Noise(Plain):
+    """Adds noise to a layer after each step."""
+
+    def on_train_step_end(self) -> None:
+        with torch.no_grad():
+            self.embed.bias.add_(0.1 * torch.randn_like(self.embed.bias))
+
+
+class TiedByStorage(Plain):
+    """Has two parameters in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight.data = self.first.weight.data
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        return (self.head(self.second(torch.tanh(self.first(self.hidden(x, task))))) - y).square().mean()
+
+
+class Outside(Plain):
+    """Trains parameters that are not the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [nn.Parameter(torch.ones(4))]
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        return (self.head(self.hidden(x, task) * self.scales[0]) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.05, momentum=0.9)
+
+
+class GradientPenalty(Plain):
+    """Penalizes the gradient of its output with respect to its input."""
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        output = self.head(self.hidden(x, task))
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return (output - y).square().mean() + gradient.square().mean()
+
+
+class AuxiliaryBlock(Block):
+    """A block that leaves an auxiliary loss in an attribute."""
+
+    auxiliary: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.auxiliary = x.square().mean()
+        return x
+
+
+class AuxiliaryLosses(Plain):
+    """Adds what its blocks leave in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AuxiliaryBlock() for _ in range(2))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        return super().loss(x, y, task) + 0.1 * sum(block.auxiliary for block in self.blocks)
+
+
+class ForwardHooks(Plain):
+    """Adds what forward hooks collect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(self.collect)
+
+    def collect(self, part: Any, inputs: Any, output: torch.Tensor) -> None:
+        self.collected.append(output.square().mean())
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        self.collected.clear()
+        return super().loss(x, y, task) + 0.1 * torch.stack(self.collected).sum()
+
+
+class Complex(Plain):
+    """Has a complex parameter and a complex buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.register_buffer("phases", torch.exp(1j * torch.arange(4)).to(torch.complex64))
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = super().hidden(x, task)
+        return x + torch.view_as_real(self.filter * self.phases * x).sum(-1)
+
+
+class MixedDtypes(Plain):
+    """Has layers in double and one in single precision."""
+
+    precision = "32-true"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.single = nn.Linear(4, 4, dtype=torch.float32)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = super().hidden(x, task)
+        return x + self.single(x.float()).double()
+
+
+class EvalMode(Plain):
+    """Is in eval mode when it is given to the trainer, with a dropout and a batch norm that notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(), nn.BatchNorm1d(4)
+        self.eval()
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.drop(super().hidden(x, task))
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class RecordedOutputs(Plain):
+    """A language model of transformers whose hidden states are read."""
+
+    tp_plan = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=12,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=8,
+            use_cache=False,
+        )
+        del self.embed, self.blocks, self.head
+        self.model = LlamaForCausalLM(config)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        tokens = (x.sum(2) * 100).long() % 12
+        found = self.model(input_ids=tokens, output_hidden_states=True)
+        return (found.logits.mean(2, keepdim=True) - y).square().mean() + found.hidden_states[1].square().mean()
+
+
+class CalledTwice(Plain):
+    """Calls a block twice."""
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.blocks[0](super().hidden(x, task))
+
+
+class WeightPenalty(Plain):
+    """Adds a penalty on weights that it reads itself."""
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return super().loss(x, y, task) + 0.01 * penalty
+
+
+class Clamped(Plain):
+    """Clamps its weights after each step."""
+
+    def on_train_step_end(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+
+
+class Normalized(Plain):
+    """Has a layer whose weight is a function of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized = weight_norm(nn.Linear(4, 4))
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.normalized(super().hidden(x, task))
+
+
+class TargetNetwork(Plain):
+    """Has a frozen copy of a layer that follows it after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(4, 1).requires_grad_(False)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        hidden = self.hidden(x, task)
+        output = self.head(hidden)
+        return (output - y).square().mean() + 0.1 * (output - self.target(hidden).detach()).square().mean()
+
+    def on_train_step_end(self) -> None:
+        with torch.no_grad():
+            for own, followed in zip(self.target.parameters(), self.head.parameters(), strict=True):
+                own.lerp_(followed, 0.5)
+
+
+MODULES: dict[str, type[Plain]] = {
+    "plain": Plain,
+    "heads by task": HeadsByTask,
+    "experts by task": ExpertsByTask,
+    "early exit": EarlyExit,
+    "unfreezing": Unfreezing,
+    "freezing": Freezing,
+    "reset": Reset,
+    "noise in a hook": Noise,
+    "ties by storage": TiedByStorage,
+    "outside parameters": Outside,
+    "gradient penalty": GradientPenalty,
+    "auxiliary losses in attributes": AuxiliaryLosses,
+    "forward hooks": ForwardHooks,
+    "complex": Complex,
+    "mixed dtypes": MixedDtypes,
+    "eval mode": EvalMode,
+    "recorded outputs": RecordedOutputs,
+    "a block called twice": CalledTwice,
+    "a penalty on weights": WeightPenalty,
+    "clamped weights": Clamped,
+    "weight norm": Normalized,
+    "target network": TargetNetwork,
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a module ended on a rank: its weights and last loss, or an error with its notes."""
+
+    state: dict[str, torch.Tensor] | None = None
+    loss: float | None = None
+    error: str | None = None
+
+
+def built(title: str) -> TrainModule:
+    """Return a module with the same weights in every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return MODULES[title]()
+
+
+def samples(number: int = 16) -> TensorDataset:
+    """Return sequences of 4, their targets, and their tasks: each batch of 2 has one, and its neighbour the other."""
+    x = torch.randn(number, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, torch.sin(x.sum(dim=2, keepdim=True)), torch.arange(number) // BATCH % 2)
+
+
+def train(layout: Layout, module: Any) -> End:
+    """Train two epochs and return how it ended."""
+    seed_everything(5, verbose=False)
+    try:
+        trainer = Trainer(
+            strategy=layout.make(),
+            accelerator="cpu",
+            devices=layout.devices,
+            precision=module.precision,
+            max_epochs=2,
+            global_batch_size=layout.global_batch,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(samples(), BATCH))
+        state = {name: value.clone() for name, value in whole_state(trainer, module).items()}
+        return End(state, trainer.callback_metrics["loss"].item())
+    except Exception:  # noqa: BLE001 - the test shows it, and the other modules still run
+        return End(error=traceback.format_exc())
+
+
+def train_all(processes: int, modules: dict[tuple[str, str], Any]) -> dict[tuple[str, str], End]:
+    """Train the modules, which the starting process has built, on each layout; in one of its processes."""
+    warnings.simplefilter("ignore")
+    layouts = {layout.title: layout for layout in LAYOUTS if layout.processes == processes}
+    return {(at, title): train(layouts[at], module) for (at, title), module in modules.items()}
+
+
+def ends_of(processes: int) -> list[dict[tuple[str, str], End]]:
+    """Return how every module ended on each layout of a number of processes, on each rank."""
+    titles = [layout.title for layout in LAYOUTS if layout.processes == processes]
+    modules = {(title, kind): built(kind) for title in titles for kind in MODULES}
+    if processes == 1:
+        return [train_all(processes, modules)]
+    return run_ranks(train_all, processes, processes, modules, timeout=420)
+
+
+@functools.cache
+def alone(global_batch: int, kind: str) -> End:
+    """Return how a module ends in one process that takes the same steps."""
+    return train(Layout("single", 1, lambda: "single", global_batch, devices=1), built(kind))
