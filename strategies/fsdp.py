@@ -35,6 +35,8 @@ class FSDPStrategy(ShardedStrategy):
             with the values that one process would have: for a module larger than one process's memory.
         mixed_precision: torch's ``MixedPrecisionPolicy``, used instead of the one for the trainer's precision; its
             ``output_dtype`` applies to the outputs of steps.
+        find_unused_parameters: for a module of which ranks use different parameters in some steps, if the first steps
+            do not show that: ranks agree on each unit before they gather it, in all steps.
         settings: see `ProcessSettings`.
     """
 
@@ -52,6 +54,7 @@ class FSDPStrategy(ShardedStrategy):
         cpu_offload: bool = False,
         deferred_init: bool = False,
         mixed_precision: Any = None,
+        find_unused_parameters: bool = False,
         **settings: Unpack[ProcessSettings],
     ) -> None:
         options = ShardingOptions(
@@ -62,6 +65,7 @@ class FSDPStrategy(ShardedStrategy):
             sync_each_micro_batch=sync_each_micro_batch,
             cpu_offload=cpu_offload,
             mixed_precision=mixed_precision,
+            find_unused_parameters=find_unused_parameters,
         )
         super().__init__(options, deferred_init=deferred_init, **settings)
         self.replicate = replicate

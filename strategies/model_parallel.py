@@ -105,6 +105,7 @@ class ParallelStrategy(ShardedStrategy):
         cpu_offload: bool = False,
         deferred_init: bool = False,
         mixed_precision: Any = None,
+        find_unused_parameters: bool = False,
         **settings: Unpack[ProcessSettings],
     ) -> None:
         options = ShardingOptions(
@@ -115,6 +116,7 @@ class ParallelStrategy(ShardedStrategy):
             sync_each_micro_batch=sync_each_micro_batch,
             cpu_offload=cpu_offload,
             mixed_precision=mixed_precision,
+            find_unused_parameters=find_unused_parameters,
         )
         super().__init__(options, deferred_init=deferred_init, **settings)
         self._given: dict[str, Degree] = {

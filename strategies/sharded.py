@@ -225,7 +225,8 @@ class ShardedStrategy(Strategy):
             self._sharded.set_grad_sync(enabled)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
+        with nullcontext() if self._sharded is None else self._sharded.runs.order.watching():
+            super().backward(loss, *args, **kwargs)
         self.end_backward()
 
     def end_backward(self) -> None:

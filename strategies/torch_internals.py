@@ -203,6 +203,17 @@ def is_cuda_unusable() -> bool:
         return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001
 
 
+def is_reduced(wrapper: Any) -> bool:
+    """Return whether DDP has averaged all gradients of a backward, or none; torch 2.11 to 2.14."""
+    with names_of_torch:
+        check = wrapper.reducer._check_reducer_finalized  # noqa: SLF001
+    try:
+        check()
+    except RuntimeError:
+        return False
+    return True
+
+
 def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
     """Make DistributedDataParallel ignore these parameters and buffers of a module, which it has yet to wrap."""
     from torch.nn.parallel import DistributedDataParallel

@@ -35,10 +35,6 @@ class CallWatch(TorchDispatchMode):
         finally:
             self._num_pauses -= 1
 
-    def stop(self) -> None:
-        """Ignore what is sent from now on."""
-        self._num_pauses += 1
-
     def note(self, ranks: Collection[int]) -> None:
         """Note that a collective of these ranks is about to be called."""
         if not self._num_pauses and not self._ranks.isdisjoint(ranks):

@@ -15,7 +15,7 @@ from . import tensor_collectives
 from .buckets import Reducible, map_joined
 from .call_record import CallRecord
 from .call_watch import note_call
-from .debug import Aspect, CollectiveChecks, PostedCall, call_here
+from .debug import Aspect, CollectiveChecks, PostedCall, call_here, checked
 from .parcels import Parcel, fill, slots, unpack
 from .point_to_point import Mailbox, PendingTransfer
 from .process_group import ProcessGroup
@@ -85,6 +85,16 @@ class Collectives:
     def ranks(self) -> Sequence[int]:
         """The global ranks of these collectives."""
         return (0,) if self._group is None else self._group.ranks
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective waits for a rank that is alive."""
+        return timedelta.max if self._group is None else self._group.timeout
+
+    @property
+    def store(self) -> Any:
+        """The store of these ranks; None in a single process."""
+        return None if self._group is None else self._group.store
 
     @property
     def device_group(self) -> Any:
@@ -279,11 +289,16 @@ class Collectives:
         Raises:
             RunError: on every rank, if one cannot pickle its data.
         """
+        if self._has_group:
+            self._announce("all_gather_object", None)
+        return self.exchange(data)
+
+    def exchange(self, data: Any) -> list[Any]:
+        """Return what `all_gather_object` does, from ranks whose code calls it in different places. Collective."""
         if not self._has_group:
             return [data]
         import torch.distributed as dist
 
-        self._announce("all_gather_object", None)
         payloads: list[Any] = [None] * self.world_size
         parcel = Parcel.pack(data, self.rank, is_whole=True)
         dist.all_gather_object(payloads, parcel.payload, group=self._cpu_group)
@@ -319,12 +334,12 @@ class Collectives:
         parcel = Parcel.pack(data, self.rank)
         transfer = self._mailbox.send(parcel, dst)
         parcel.raise_if_refused()
-        return _checked(posted, transfer)
+        return checked(posted, transfer)
 
     def irecv(self, src: int) -> PendingTransfer:
         """Start to receive what rank `src` sends next; ``wait()`` returns it."""
         posted = self._announce_transfer("recv", None, src, self.rank)
-        return _checked(posted, self._mailbox.begin_receive(src))
+        return checked(posted, self._mailbox.begin_receive(src))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -367,24 +382,6 @@ class Collectives:
         assert self._group is not None
         ranks = self._group.ranks[src], self._group.ranks[dst]
         return self._checks.post(call_here(f"{name}(src={src}, dst={dst})", data, ()), f"{src}-{dst}", ranks)
-
-
-class _CheckedTransfer:
-    """A transfer whose call is compared with the other rank's before it is waited for."""
-
-    def __init__(self, posted: PostedCall, transfer: PendingTransfer) -> None:
-        self._posted: PostedCall | None = posted
-        self._transfer = transfer
-
-    def wait(self) -> Any:
-        if self._posted is not None:
-            self._posted.check()
-            self._posted = None
-        return self._transfer.wait()
-
-
-def _checked(posted: PostedCall | None, transfer: PendingTransfer) -> PendingTransfer:
-    return transfer if posted is None else _CheckedTransfer(posted, transfer)
 
 
 def _check_op(op: str) -> None:

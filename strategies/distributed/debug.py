@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import CollectiveError
 from .nested import named_leaves
 from .noticeboard import Messages, Noticeboard
+from .point_to_point import PendingTransfer
 
 _STRATEGIES: Final = Path(__file__).parents[1]
 _PACKAGE: Final = _STRATEGIES.parent
@@ -195,3 +196,22 @@ def _call_into(*folders: Path) -> tuple[str, str, int]:
 
 def _is_below(file: str, *folders: Path) -> bool:
     return any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+class _CheckedTransfer:
+    """A transfer whose call is compared with the other rank's before it is waited for."""
+
+    def __init__(self, posted: PostedCall, transfer: PendingTransfer) -> None:
+        self._posted: PostedCall | None = posted
+        self._transfer = transfer
+
+    def wait(self) -> Any:
+        if self._posted is not None:
+            self._posted.check()
+            self._posted = None
+        return self._transfer.wait()
+
+
+def checked(posted: PostedCall | None, transfer: PendingTransfer) -> PendingTransfer:
+    """Return a transfer whose call, if it was posted, is compared with the other rank's before it is waited for."""
+    return transfer if posted is None else _CheckedTransfer(posted, transfer)

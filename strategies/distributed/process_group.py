@@ -140,7 +140,7 @@ class ProcessGroup:
         self.store: Any = PrefixStore("echelon", default_store())
         is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
         # for CPU tensors and objects, and for everything that must not make the GPU wait
-        self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self._timeout)
+        self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self.timeout)
 
     def among(self, partition: Sequence[Sequence[int]]) -> Self:
         """Return the group for the part of a partition that contains this rank. Collective: every rank calls it."""
@@ -150,11 +150,11 @@ class ProcessGroup:
         part = copy.copy(self)
         has_one_backend = self.cpu_group is (self.device_group or dist.group.WORLD)
         for members in partition:  # torch requires every rank to make every group, in the same order
-            key = dist.group.WORLD, has_one_backend, self._timeout, *members
+            key = dist.group.WORLD, has_one_backend, self.timeout, *members
             if key not in _PARTS:
                 backend = "fake" if self.is_rehearsed else "gloo"
-                cpu_group = dist.new_group(members, timeout=self._timeout, backend=backend)
-                device_group = cpu_group if has_one_backend else dist.new_group(members, timeout=self._timeout)
+                cpu_group = dist.new_group(members, timeout=self.timeout, backend=backend)
+                device_group = cpu_group if has_one_backend else dist.new_group(members, timeout=self.timeout)
                 _PARTS[key] = cpu_group, device_group
             if self.ranks[self.rank] in members:
                 part.ranks, part.rank, part.world_size = members, members.index(self.ranks[self.rank]), len(members)
@@ -170,7 +170,8 @@ class ProcessGroup:
         return dist.is_initialized() and dist.get_backend() == "fake"
 
     @property
-    def _timeout(self) -> timedelta:
+    def timeout(self) -> timedelta:
+        """How long a collective waits for a rank that is alive."""
         return self.settings.get("timeout", _TIMEOUT)
 
     def _check_existing(self) -> None:
@@ -206,7 +207,7 @@ class ProcessGroup:
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=self._timeout,
+            timeout=self.timeout,
         )
         # a Finalize, unlike atexit, also runs in processes of multiprocessing, such as the workers of a launch
         Finalize(None, partial(self._say_farewell, store), exitpriority=0)

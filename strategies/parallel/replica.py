@@ -15,7 +15,7 @@ from torch.utils.hooks import unserializable_hook
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
-from ..torch_internals import ignore_in_ddp, is_without_memory
+from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
 from .compression import CommHook, Compression, check_compression, register_compression
 from .sharding_policy import sparse_layers
 from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
@@ -172,7 +172,7 @@ class Replica:
         return zero_loss_of(self._wrapper, self._caller, used or trained)
 
     def end_backward(self) -> None:
-        """Average gradients unless DDP did so during backward; then check that the first backward reached them all.
+        """Average gradients unless DDP did so during backward; then check that the backward reached them all.
 
         Raises:
             ModuleError: naming the parameters without a gradient, for which DDP would wait in the next step.
@@ -189,6 +189,8 @@ class Replica:
         # with several modules, this one may not have been part of the backward
         if self._is_first_backward and synchronizes and any(p.grad is not None for p in self._module.parameters()):
             self._is_first_backward = False
+            self._check_all_used()
+        elif synchronizes and self._wrapper is not None and not is_reduced(self._wrapper):
             self._check_all_used()
 
     def _sum_in_place(self) -> None:

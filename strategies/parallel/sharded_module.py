@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
@@ -18,15 +18,16 @@ from ..module.blocks import CONTAINERS
 from ..module.deferred_init import DeferredInit, Places
 from ..module.norms import match_inputs_of_norms
 from ..module.precision import Precision
-from ..state.dtensor import is_dtensor, local_shard, shard_like
+from ..state.dtensor import is_dtensor
 from ..torch_internals import BatchNorm
 from ..units.large_layers import LargeLayers, LayerUnit
 from ..units.torch_units import reduce_sharded_gradients
 from ..units.unit_runs import UnitRuns
 from .equal_ranks import make_equal, overrides
+from .filled_shards import FilledShards
 from .mesh import in_stage
 from .sharding_policy import ShardingOptions, large_layers
-from .step_caller import StepCaller
+from .step_caller import SYNCHRONIZED, StepCaller
 
 _DP_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
 
@@ -85,10 +86,17 @@ class ShardedModule:
         layers = [] if is_manual or runs is not None else self._shard_layers()
         self._in_layers = {parameter for layer in layers for parameter in layer.parameters()}
         self.roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
-        self._is_manual = is_manual
+        self._is_manual, self._has_stages = is_manual, runs is not None
         self._set_prefetch()
-        ranks, has_stages = (collectives, data_collectives), runs is not None
-        self.runs = UnitRuns(self.roots, self._name_of, *ranks, is_manual=is_manual, has_stages=has_stages)
+        ranks = collectives, data_collectives
+        self.runs = UnitRuns(
+            self.roots,
+            self._name_of,
+            *ranks,
+            is_manual=is_manual,
+            has_stages=self._has_stages,
+            always_agrees=options.find_unused_parameters,
+        )
         """What ranks do together around the runs of steps."""
         if layers:
             self._units += layers
@@ -220,38 +228,11 @@ class ShardedModule:
         Raises:
             ModuleError: for tensors whose initialization was not recorded.
         """
-        module = self.module
-        recorded = {name for names in places.values() for name in names}
-        empty = {name for name, tensor in _named_tensors(module) if tensor.is_meta and tensor not in self._elsewhere}
-        if not empty:
-            return
-        if empty - recorded:
-            raise ModuleError(
-                f"{', '.join(sorted(empty - recorded)[:5])} of {type(module).__name__} is on the meta device and "
-                "has no values; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
-            )
         shard_device = torch.device("cpu") if self._options.cpu_offload else self._device
-
-        def allocated(tensor: Tensor) -> Tensor:
-            if tensor in self._elsewhere:
-                return tensor
-            device = shard_device if is_dtensor(tensor) else self._device
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-        root: nn.Module = module if self._is_manual else self.roots[0]
-        root._apply(allocated)  # noqa: SLF001
-        own = dict(_named_tensors(module))
-
-        def take(name: str, value: Tensor) -> None:
-            target = own[name]
-            if target in self._elsewhere:
-                return
-            with torch.no_grad():
-                local_shard(target).copy_(local_shard(shard_like(value.to(target.dtype), target)))
-
-        deferred.generator = self._collectives.broadcast(deferred.generator).cpu()
-        deferred.replay(places, take)
-        self.parameters = _names(module)
+        filling = FilledShards(self.module, self._elsewhere, self._device, shard_device)
+        root = self.module if self._is_manual else self.roots[0]
+        if filling.fill(root, deferred, places, self._collectives):
+            self.parameters = _names(self.module)
 
     def _set_prefetch(self) -> None:
         for order, ahead, setter in (
@@ -283,25 +264,18 @@ class ShardedModule:
             self._check_batch(step_name, args)
         if self._is_manual:
             self.runs.writes.begin(step_name)
-            output = getattr(self.module, step_name)(*args)
-            if not torch.is_grad_enabled():
-                self.reshard()
+            with self.runs.in_order(step_name, syncs=self._syncs):
+                output = getattr(self.module, step_name)(*args)
+                if not torch.is_grad_enabled():
+                    self.reshard()
             self.runs.end(step_name)
             return output
         return self._run(step_name, *args)
 
     def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
-        self._is_in_step = has_failed = True
-        self.runs.writes.begin(step_name)
-        try:
-            # in each micro-batch, the hooks would cost time only to find everything gathered already
-            call = self._caller.forward if self._is_gathered else self.roots[0]
-            output = call(step_name, *args, **kwargs)
-            has_failed = False
-        finally:
-            self._is_in_step = False
-            if self.runs.layers is not None:
-                self.runs.layers.end(step_name, has_failed=has_failed)
+        has_backward = step_name in SYNCHRONIZED and torch.is_grad_enabled()
+        with self.runs.in_order(step_name, syncs=self._syncs, has_backward=has_backward):
+            output = self._run_step(step_name, *args, **kwargs)
         # otherwise hooks between steps, or a loop between forward and backward, would see and change gathered copies of
         # the parameters, which do not have the gradients
         if step_name != "training_step" or not torch.is_grad_enabled():
@@ -310,6 +284,20 @@ class ShardedModule:
         else:
             self.runs.await_backward(step_name)
         return self._caller.rebuild(output)
+
+    def _run_step(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+        self._is_in_step = has_failed = True
+        self.runs.writes.begin(step_name)
+        try:
+            # in each micro-batch, the hooks would cost time only to find everything gathered already
+            call = self._caller.forward if self._is_gathered else self.roots[0]
+            output = call(step_name, *args, **kwargs)
+            has_failed = False
+            return output
+        finally:
+            self._is_in_step = False
+            if self.runs.layers is not None:
+                self.runs.layers.end(step_name, has_failed=has_failed)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``forward``; between steps, run it through the root, which gathers parameters."""
@@ -351,14 +339,17 @@ class ShardedModule:
             self.runs.follow(step_name, busy, run)
         else:
             self._syncs = True
+            self.runs.order.begin("stand_by")
             for root in self.roots:
                 reduce_sharded_gradients(root)
+            self.runs.order.end()
         self.reshard()
 
     # --- the micro-batches of a pipeline -----------------------------------------------------------------------------
 
     def begin_window(self) -> None:
         """Gather all parameters, to be freed by `end_window`. Collective: the ranks of the mesh call it."""
+        self.runs.order.begin("training_step")
         for submodule in dict.fromkeys((*self.roots, *self._units)):
             submodule.unshard()
         root = self.roots[0]
@@ -370,6 +361,7 @@ class ShardedModule:
     def end_window(self) -> None:
         """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
         reduce_sharded_gradients(self.roots[0])
+        self.runs.order.end()
         self.reshard()
         self.runs.end("training_step")
         self._is_known = True  # torch's lazy initialization happens in the hooks of the first call
@@ -388,11 +380,6 @@ def _is_sharded(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, str]:

@@ -107,6 +107,8 @@ class ShardingOptions:
     """Whether parameters, gradients and optimizer state are kept on the CPU."""
     mixed_precision: Any = None
     """torch's ``MixedPrecisionPolicy``, used instead of the one for the trainer's precision."""
+    find_unused_parameters: bool = False
+    """Whether ranks agree on each unit in all steps, since each may use other parameters."""
 
     def validate(self, degrees: Degrees) -> None:
         """Check everything that can be checked before processes are started.

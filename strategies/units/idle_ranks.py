@@ -17,16 +17,12 @@ from ..torch_internals import is_in_backward
 from .torch_units import (
     end_backward,
     forget_order,
-    gathers_next,
-    gradients_to_reduce,
-    instead_of,
-    is_in_forward,
-    is_kept_in_part,
     join_gather,
     join_reduce,
     lend_shards,
     unit_groups,
 )
+from .unit_order import UnitOrder
 
 
 class IdleRanks:
@@ -39,15 +35,23 @@ class IdleRanks:
 
     Args:
         roots: the ``fully_shard`` roots of the module.
+        order: in which ranks with samples gather and reduce.
         collectives: over the data ranks, between ranks that hold the same parts of the module.
         can_run_step: whether idle ranks can run a step that the others have begun.
         run_by_all: the steps that all ranks run in any case, with samples or without.
     """
 
     def __init__(
-        self, roots: Sequence[Any], collectives: Collectives, *, can_run_step: bool, run_by_all: Collection[str]
+        self,
+        roots: Sequence[Any],
+        order: UnitOrder,
+        collectives: Collectives,
+        *,
+        can_run_step: bool,
+        run_by_all: Collection[str],
     ) -> None:
         self._roots, self._collectives, self._can_run_step = list(roots), collectives, can_run_step
+        self._order = order
         self._run_by_all = set(run_by_all)
         """The steps that all ranks run; those whose code sends something itself are added."""
         self._watched: _Watching | None = None
@@ -128,9 +132,11 @@ class IdleRanks:
     def together(self, *what: Any) -> Iterator[None]:
         """Let idle ranks take part in the collectives inside, which are the trainer's, by the `join` of `follow`."""
         if self._watched is None:
+            self._order.meet(what[0])
             yield
             return
         with self._watched.watch.paused():
+            self._order.meet(what[0])
             self._watched.note_together(*what)
             yield
 
@@ -151,6 +157,9 @@ class _Watching(ABC):
         self._idle = [rank for rank, is_busy in enumerate(busy) if not is_busy]
         others = [rank for at, rank in enumerate(self._collectives.ranks) if at != self._collectives.rank]
         self.watch = CallWatch(others, self._find)
+        self.order = peers._order  # noqa: SLF001
+        self.members = self._busy
+        """The data ranks that agree on what this one gathers and reduces."""
         self.groups: Sequence[Any] = ()
         """Those of the units, once the step is watched."""
         self.found: str | None = None
@@ -162,36 +171,42 @@ class _Watching(ABC):
         peers = self._peers
         peers._watched = self  # noqa: SLF001
         try:
-            self.groups = unit_groups(peers._roots)  # noqa: SLF001
-            with instead_of(self.groups, self._unshard, self._post_backward), self.watch:
+            with self.order.among(self.members, self, self.watch), self.watch:
+                self.groups = self.order.groups
                 yield
         finally:
             peers._watched = None  # noqa: SLF001
 
     def _find(self) -> None:
-        """Note the user's first call that sends something."""
-        self.found = user_call()
-        self.watch.stop()
-
-    def _unshard(self, index: int, group: Any, async_op: bool) -> None:
+        """Meet the other ranks that run the step before the user's code sends something; the idle ones run it, too."""
+        call = user_call()
         with self.watch.paused():
-            if self.found is None and gathers_next(group):
-                self._note_gather(index, group)
-            type(group).unshard(group, async_op)
+            self.order.meet(call)
+            if self.found is None:
+                self.found = call
+                self._let_all_run()
+                self.order.join_all()
 
-    def _post_backward(self, index: int, group: Any) -> None:
-        with self.watch.paused():
-            has_gradient = gradients_to_reduce(group)
-            if self.found is None and any(has_gradient):
-                self._note_reduce(index, has_gradient)
-            type(group).post_backward(group)
+    @abstractmethod
+    def _let_all_run(self) -> None:
+        """Let all ranks come to the user's first call that sends something."""
+
+    def note_gather(self, index: int, *, from_part: bool, in_forward: bool) -> None:
+        """Note a gather of a unit."""
+        if self.found is None:
+            self._note_gather(index, from_part, in_forward)
+
+    def note_reduce(self, index: int, has_gradient: Sequence[bool]) -> None:
+        """Note a reduction of a unit's gradients."""
+        if self.found is None:
+            self._note_reduce(index, list(has_gradient))
 
     @abstractmethod
     def note_together(self, *what: Any) -> None:
         """Note what the trainer sends by itself."""
 
     @abstractmethod
-    def _note_gather(self, index: int, group: Any) -> None: ...
+    def _note_gather(self, index: int, from_part: bool, in_forward: bool) -> None: ...
 
     @abstractmethod
     def _note_reduce(self, index: int, has_gradient: list[bool]) -> None: ...
@@ -214,14 +229,13 @@ class _Leading(_Watching):
         if self.found is None:
             self.tell("together", *what)
 
-    def _note_gather(self, index: int, group: Any) -> None:
-        self.tell("gather", index, is_kept_in_part(group), is_in_forward(group))
+    def _note_gather(self, index: int, from_part: bool, in_forward: bool) -> None:
+        self.tell("gather", index, from_part, in_forward)
 
     def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
         self.tell("reduce", index, has_gradient)
 
-    def _find(self) -> None:
-        super()._find()
+    def _let_all_run(self) -> None:
         if not self._peers._can_run_step or is_in_backward():  # noqa: SLF001
             self.tell("refuse", self.found, self._idle)
             raise _refusal(self._step_name, self.found, self._idle)
@@ -236,6 +250,7 @@ class _CatchingUp(_Watching):
     def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool]) -> None:
         super().__init__(peers, step_name, busy)
         self._is_first = self._collectives.rank == self._idle[0]
+        self.members = [self._collectives.rank]
 
     def run(self, step: Callable[[], None]) -> None:
         """Run the step.
@@ -256,14 +271,13 @@ class _CatchingUp(_Watching):
         if self.found is None:
             raise self._refusal()
 
-    def _note_gather(self, index: int, group: Any) -> None:
+    def _note_gather(self, index: int, from_part: bool, in_forward: bool) -> None:
         self._tell(index)
 
     def _note_reduce(self, index: int, has_gradient: list[bool]) -> None:
         raise self._refusal()
 
-    def _find(self) -> None:
-        super()._find()
+    def _let_all_run(self) -> None:
         self._tell(None)
 
     def _refusal(self) -> ModuleError:

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ..errors import ModuleError
 from ..torch_internals import names_of_torch
 
 
@@ -139,6 +140,39 @@ def lend_shards(group: Any) -> None:
             stream.wait_event(result.all_gather_event)
 
 
+def lend_to_gather(group: Any, *, from_part: bool, in_forward: bool) -> None:
+    """Take part in a gather of other ranks, and leave what this rank has gathered as it is. Collective.
+
+    Raises:
+        ModuleError: if they gather what they kept after a forward in which this rank had no part.
+    """
+    with names_of_torch:
+        keeps_part = in_forward and group._use_post_forward_mesh
+        is_known = all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+        if from_part and not group.is_sharded_post_forward:
+            raise ModuleError(
+                "Only some ranks have used a unit whose parameters are kept in part after forward "
+                f"(reshard_after_forward={group.post_forward_mesh_info.shard_mesh_size}), from which they gather them "
+                "again; set reshard_after_forward=True or False."
+            )
+        is_idle = group.is_sharded and group._all_gather_result is None
+        if from_part or (is_idle and (keeps_part or not is_known)):
+            join_gather(group, from_part=from_part, in_forward=in_forward)
+        else:
+            lend_shards(group)
+
+
+def lend_to_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
+    """Take part in a reduction of other ranks, and leave what this rank has gathered as it is. Collective."""
+    with names_of_torch:
+        before = group._training_state, group.reshard_after_backward
+        group.reshard_after_backward = False
+        try:
+            join_reduce(group, has_gradient)
+        finally:
+            group._training_state, group.reshard_after_backward = before
+
+
 def forget_order(groups: Sequence[Any]) -> None:
     """Forget the order of the last forward, from which the next backward would gather units ahead of their use.
 
@@ -167,32 +201,36 @@ def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
         has_gradient: for each of its parameters, whether the other ranks have a gradient.
     """
     with names_of_torch, torch.no_grad():
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            join_gather(group)  # a single rank has the shards, and sends nothing to gather
+        held = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+        dtype = next((gradient.dtype for gradient in held if gradient is not None), None)  # torch sends one dtype
         for parameter, has in zip(group.fsdp_params, has_gradient, strict=True):
-            if not has:
-                continue
-            if not hasattr(parameter, "_unsharded_param"):  # a single rank has the shards, and sends nothing to gather
-                join_gather(group)
-            if parameter.unsharded_accumulated_grad is None:
-                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param)
+            if has and not _has_gradient(parameter, fills=False):
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
         type(group).post_backward(group)
 
 
-@contextmanager
-def instead_of(groups: Sequence[Any], unshard: Any, post_backward: Any) -> Iterator[None]:
+def call_instead(groups: Sequence[Any], unshard: Any, post_backward: Any) -> None:
     """Call ``unshard(index, group, async_op)`` and ``post_backward(index, group)`` where torch calls the groups'."""
     with names_of_torch:
         for index, group in enumerate(groups):
             _replace(group, index, unshard, post_backward)
-    try:
-        yield
-    finally:
-        for group in groups:
-            del vars(group)["unshard"], vars(group)["post_backward"]
 
 
 def _replace(group: Any, index: int, unshard: Any, post_backward: Any) -> None:
     group.unshard = lambda async_op=False: unshard(index, group, async_op)
     group.post_backward = lambda *_: post_backward(index, group)
+
+
+def trained_parameters(group: Any) -> list[bool]:
+    """Return which parameters of a unit need a gradient."""
+    return [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
+
+
+def shards_of(group: Any) -> list[torch.nn.Parameter]:
+    """Return the shards of a unit's parameters."""
+    return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 def _has_gradient(parameter: Any, *, fills: bool) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..distributed.collectives import Collectives
 from .idle_ranks import IdleRanks
 from .large_layers import LargeLayers
 from .parameter_writes import ParameterWrites
+from .unit_order import UnitOrder
 
 
 class UnitRuns:
@@ -25,6 +27,7 @@ class UnitRuns:
         data_collectives: over the ranks that read different samples and hold the same parts of the module.
         is_manual: whether the module's step computes gradients and updates itself.
         has_stages: whether the module is a part of a pipeline.
+        always_agrees: whether ranks agree on each unit in every run, see `UnitOrder`.
     """
 
     def __init__(
@@ -36,17 +39,39 @@ class UnitRuns:
         *,
         is_manual: bool,
         has_stages: bool,
+        always_agrees: bool,
     ) -> None:
         # a step by hand changes parameters, of which every rank has a part
         by_all = ("training_step",) if is_manual else ()
-        self._idle = IdleRanks(roots, data_collectives, can_run_step=not has_stages, run_by_all=by_all)
-        self._data_collectives, self._has_stages = data_collectives, has_stages
+        self.order = UnitOrder(roots, name_of, data_collectives, always=always_agrees)
+        """The order in which ranks gather and reduce."""
+        self._idle = IdleRanks(roots, self.order, data_collectives, can_run_step=not has_stages, run_by_all=by_all)
+        self._data_collectives, self._has_stages, self._is_manual = data_collectives, has_stages, is_manual
         self._awaited = ""
         """The step whose run ends with its backward, which has not ended yet."""
         self.writes = ParameterWrites(roots, name_of, collectives, evaluates_alone=has_stages)
         """What the steps write into parameters."""
         self.layers: LargeLayers | None = None
         """The large layers of the module, if it has any."""
+
+    @contextmanager
+    def in_order(self, step_name: str, *, syncs: bool, has_backward: bool = False) -> Iterator[None]:
+        """Let all ranks gather and reduce in one order in a run of a step. Collective.
+
+        Args:
+            step_name: the kind of step.
+            syncs: whether its backward reduces gradients.
+            has_backward: whether the run ends with the next `end_backward`.
+        """
+        has_begun = not self._has_stages and self.order.begin(step_name, torch.is_grad_enabled(), syncs)
+        try:
+            with self.order.watching():
+                yield
+        except BaseException:
+            self.order.forget()
+            raise
+        if has_begun and not has_backward:
+            self.order.end()
 
     def end(self, step_name: str) -> None:
         """End a run of a step, its backward included. Collective after some runs."""
@@ -60,6 +85,10 @@ class UnitRuns:
     def end_backward(self) -> None:
         """End the run whose backward has ended, if any. Collective after some runs."""
         step_name, self._awaited = self._awaited, ""
+        if self._is_manual:
+            self.order.meet("backward")  # an update may follow
+        elif not self._has_stages:
+            self.order.end()
         if step_name:
             self.end(step_name)
 
