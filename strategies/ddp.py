@@ -16,8 +16,8 @@ from .estimate.replicas import estimate_replica, replicas_traffic, summed_rows
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
-from .parallel.frozen_replicas import FrozenReplicas
 from .parallel.replica import DDPOptions, Replica
+from .parallel.replica_check import ReplicaCheck, ReplicaDifference
 from .strategy import Strategy
 
 
@@ -32,12 +32,9 @@ class ReplicaStrategy(Strategy):
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
 
-    _compares_frozen: ClassVar[bool] = False
-    """Whether the frozen parameters have to be equal on all ranks after each step."""
-
     # Known after `setup_module`:
     _replica: Replica
-    _frozen: FrozenReplicas | None
+    _check: ReplicaCheck | None
 
     def __init__(self, options: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(**settings)
@@ -77,12 +74,14 @@ class ReplicaStrategy(Strategy):
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         super().setup_module(module, is_manual=is_manual)
         self._replica = self._make_replica(module, is_manual=is_manual)
-        compares = self._compares_frozen and self.group is not None
-        self._frozen = FrozenReplicas(module, self.collectives) if compares else None
+        self._check = None if self.group is None else self._make_check(module)
 
     def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
         collectives = None if self.group is None else self.collectives
         return Replica(module, collectives, self.options, is_manual=is_manual)
+
+    def _make_check(self, module: nn.Module) -> ReplicaCheck | None:
+        return ReplicaCheck(module, self.collectives)
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:
@@ -96,7 +95,7 @@ class ReplicaStrategy(Strategy):
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
         loss = self._replica.zero_loss()
-        with nullcontext() if self._frozen is None else self._frozen.absent():
+        with nullcontext() if self._check is None else self._check.absent():
             if loss is None:
                 super().stand_by(step_name, busy, run)
             else:
@@ -108,13 +107,13 @@ class ReplicaStrategy(Strategy):
 
     def end_backward(self) -> None:
         self._replica.end_backward()
-        if self._frozen is not None:
-            self._frozen.end_backward(syncs=self._replica.syncs)
+        if self._check is not None:
+            self._check.count_backward()
 
-    def sync_replicas(self) -> None:
-        self._replica.sync_replicas()
-        if self._frozen is not None:
-            self._frozen.compare()
+    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
+        if not only_compares:
+            self._replica.sync_replicas()
+        return None if self._check is None else self._check.compare()
 
 
 class DDPStrategy(ReplicaStrategy):
@@ -137,7 +136,6 @@ class DDPStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "ddp"
-    _compares_frozen: ClassVar[bool] = True
     supports_restarts: bool = True
 
     def __init__(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .cluster.hardware import Hardware
@@ -18,6 +19,7 @@ from .module.memory_estimate import MemoryShare, whole
 from .module.precision import Precision
 from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions
+from .parallel.replica_check import ReplicaCheck, ReplicaDifference
 from .state.optimizer_state import needs_closure
 
 _NUM_STEPS: Final = "local_sgd_steps"
@@ -115,11 +117,18 @@ class LocalSGDStrategy(ReplicaStrategy):
             self._averages[optimizer].end_step()
             self._plan_step()
 
-    def sync_replicas(self) -> None:
+    def _make_check(self, module: nn.Module) -> ReplicaCheck:
+        return ReplicaCheck(module, self.collectives, with_frozen=False)  # these are not averaged
+
+    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
         """Average the replicas and optimizer states, and copy rank 0's buffers. Collective: every rank calls it."""
-        super().sync_replicas()
-        if not self._has_diverged:
-            return
+        if self._has_diverged:
+            if only_compares:
+                return None
+            self._average()
+        return super().sync_replicas(only_compares=only_compares)
+
+    def _average(self) -> None:
         self._has_diverged = False
         for average in self._averages.values():
             own = average.tensors()

@@ -326,10 +326,13 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def sync_replicas(self) -> None:
+    def _make_check(self, module: nn.Module) -> None:
+        """Compare nothing: the servers hold the parameters, and trainers have copies of some age."""
+
+    def sync_replicas(self, *, only_compares: bool = False) -> None:
         """Set replicas' buffers to rank 0's, and in async mode their parameters to the servers'. Collective."""
-        super().sync_replicas()
-        if self._tables is None:
+        super().sync_replicas(only_compares=only_compares)
+        if self._tables is None and not only_compares:
             if self.options.broadcast_buffers:
                 copy_from_first(self.module.buffers(), self.collectives)
             if self.choices.bound is not None and self._served:

@@ -25,6 +25,7 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
+from .parallel.replica_check import ReplicaCheck, ReplicaDifference
 from .parallel.shard_update import step_on_shards
 from .parallel.sharded_module import ShardedModule
 from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
@@ -288,12 +289,23 @@ class ShardedStrategy(Strategy):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def sync_replicas(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reshard()
+    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
+        if self._sharded is None:
+            return None
+        self._sharded.reshard()
+        if not only_compares:
             self._sharded.runs.writes.agree()
             # a sharded buffer differs between ranks
             self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
+        return ReplicaCheck(self.module, self.collectives, self._ranks_of).compare()
+
+    def _ranks_of(self, name: str, parameter: nn.Parameter) -> Sequence[int]:
+        """Return the ranks that hold the same part of a parameter as this one."""
+        ranks = self._holders.of(parameter) if is_dtensor(parameter) else self._peer_collectives.ranks
+        if self._pipeline is None:
+            return ranks
+        places = self._pipeline.ranks_of.get(name, [self._pipeline.rank])
+        return sorted({self.degrees.along(rank, ("pp",))[place] for rank in ranks for place in places})
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
         super().sync_buffers(copies)

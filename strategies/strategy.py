@@ -29,6 +29,7 @@ from .module.loss_scaling import LossScaling
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.replica import copy_from_first
+from .parallel.replica_check import ReplicaDifference
 from .pipeline.timeline import WindowRecorder
 from .pipeline.work import WindowWork
 from .state.dtensor import multiply_all, whole_on_cpu
@@ -41,9 +42,8 @@ ClipAlgorithm = Literal["norm", "value"]
 class Strategy(ABC):
     """Train one module in any number of processes.
 
-    The loop calls a strategy in the order of the methods below and never asks which one it is. A subclass decides where
-    parameters live, when gradients are averaged, and how state is collected. The defaults suit a single process, and
-    every strategy that keeps whole parameters on each rank.
+    The loop calls it in the order of the methods below and never asks which one it is. A subclass decides where
+    parameters live, when gradients meet, and how state is collected. The defaults suit whole parameters on each rank.
     """
 
     name: ClassVar[str]
@@ -404,8 +404,8 @@ class Strategy(ABC):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def sync_replicas(self) -> None:
-        """Make all replicas equal before an evaluation or a checkpoint. Collective: every rank calls it."""
+    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
+        """Make all replicas equal before an evaluation or a checkpoint; return what still differs. Collective."""
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
         """Make these copies of the module's buffers, by name, equal on all ranks. Collective: every rank calls it."""

@@ -30,7 +30,6 @@ class ZeroStrategy(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "zero"
-    _compares_frozen: ClassVar[bool] = True
     supports_restarts: bool = True
 
     def __init__(self, *, ddp: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:

@@ -57,7 +57,7 @@ def result_of(session: Session) -> Result:
     is_fit, progress = session.task == "fit", session.progress
     callbacks = callback_states(session.callbacks)
     if is_fit:
-        session.strategy.sync_replicas()
+        session.replicas.sync()
         _make_room(session)
     return Result(
         model=session.strategy.full_model_state() if is_fit else None,

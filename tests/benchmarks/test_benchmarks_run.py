@@ -45,6 +45,15 @@ def test_overhead_of_one_kind_as_json_holds_every_turn(clock, index, tmp_path):
         assert row["ratio"] == pytest.approx(1 / row["speed"])
 
 
+@pytest.mark.slow
+def test_overhead_of_comparing_replicas_is_printed_by_size(tmp_path):
+    _, *lines = (
+        line for line in run("overhead.py", "--replicas", folder=tmp_path).splitlines() if "processes" not in line
+    )
+    assert [line.split()[0] for line in lines] == ["100,000", "1,000,000", "10,000,000"]
+    assert all(float(cell) > 0 for line in lines for cell in line.split()[2:])
+
+
 def test_data_prints_every_kind_of_data_set_relative_to_torchs_own_loop(tmp_path):
     title, header, *lines = run("data.py", *SIZE, folder=tmp_path).splitlines()
     assert title.split()[:2] == ["torch", "echelon"]

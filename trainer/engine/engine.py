@@ -271,7 +271,7 @@ class Engine(EngineProcesses):
             )
         self._gradients.finish_update()
         with torch.no_grad():
-            saved = {name: state_of(value, self._owner) for name, value in state.items()}
+            saved = {name: state_of(value, self._owner, self._gradients.sync_replicas) for name, value in state.items()}
         saved["precision"] = self.strategy.scaler.state_dict()
         saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
         self._origin = self._origin.after()

@@ -38,14 +38,14 @@ def check_names(state: object, function: str) -> None:
             )
 
 
-def state_of(value: Any, owner: Owner) -> Any:
-    """Return the saved form of a value. Collective: every rank calls it."""
+def state_of(value: Any, owner: Owner, sync: Callable[[Strategy], None]) -> Any:
+    """Return the saved form of a value; `sync` makes a module's replicas equal. Collective: every rank calls it."""
     strategy = owner(value)
     if strategy is None:
         return value.state_dict() if _is_stateful(value) else value
     if isinstance(value, Optimizer):
         return strategy.optimizer_state(_plain(value))
-    strategy.sync_replicas()
+    sync(strategy)
     return strategy.model_state()
 
 

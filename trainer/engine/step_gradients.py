@@ -17,6 +17,7 @@ from ...strategies.state.dtensor import local_shard, multiply_all
 from ..data.micro_batch import MicroBatch, Window
 from ..loop.loss_weights import Weights
 from ..module.loss import Loss
+from ..session.replica_guard import ReplicaGuard
 
 _NO_BATCH: Final = MicroBatch(None, 1)
 
@@ -47,6 +48,9 @@ class StepGradients:
         self.strategy = strategy
         self.trained: list[Strategy] = []
         """The strategies of the modules that were set up."""
+        self._guards: dict[Strategy, ReplicaGuard] = {}
+        self._has_compared = True
+        """Whether replicas have been compared since an optimizer stepped for the first time."""
         self._ends: list[Callable[[], None]] = []
         self._nothing = LoopBatch()
         self._batch = self._nothing
@@ -122,8 +126,15 @@ class StepGradients:
     def train(self, strategy: Strategy) -> None:
         """Note a module that was set up."""
         self.trained.append(strategy)
+        self._guards[strategy] = guard = ReplicaGuard(strategy, lambda: self._num_updates, "error")
+        guard.begin()
+        self._has_compared = strategy.world_size == 1
         if overrides(strategy, "end_backward", Strategy):
             self._ends.append(strategy.end_backward)
+
+    def sync_replicas(self, strategy: Strategy) -> None:
+        """Make the replicas of a module equal, and compare them. Collective: every rank calls it."""
+        self._guards[strategy].sync()
 
     def note_forward(self) -> None:
         """Note that a prepared module computes something that a backward may follow."""
@@ -146,6 +157,10 @@ class StepGradients:
         """
         if self.has_stepped:
             self._begin()
+        if self._num_updates and not self._has_compared:
+            self._has_compared = True
+            for guard in self._guards.values():
+                guard.check()
         if not self._has_forward:
             raise RunError(
                 "engine.backward must get a loss computed by a module that engine.setup returned, got one although "

@@ -71,7 +71,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     progress = session.progress
     outer, training_batch_idx = progress.stage, progress.batch_idx
     progress.stage = stage
-    session.strategy.sync_replicas()
+    session.replicas.sync()
     logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
     metrics.clear_stage()
     may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode

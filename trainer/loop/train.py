@@ -43,9 +43,10 @@ def train(session: Session, step: Step) -> None:
     hooks and schedulers; then, when all this is done, `on_train_step_end`, where checkpoints are saved.
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
-    interruption, is_alone = session.interruption, not session.meetings.is_needed
+    interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
     watch = EndlessEpoch(session)
     progress.first_version = _version_of(session.module)
+    replicas.begin()
     hooks.call("on_train_start")
     while not is_over(session):
         _begin_epoch(session)
@@ -61,6 +62,8 @@ def train(session: Session, step: Step) -> None:
             step.update(window, goes_on=goes_on)
             progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
+            if state.global_step >= replicas.next_step:
+                replicas.check()
             if state.global_step >= progress.next_log:
                 _log_step(session)
                 watch.look()
@@ -88,7 +91,7 @@ def train(session: Session, step: Step) -> None:
                 hooks.call("on_train_last_step")
         state.is_epoch_over = True
     writer.wait_for_copy()
-    session.strategy.sync_replicas()  # under torchrun each rank keeps its own replica
+    session.replicas.sync()  # under torchrun each rank keeps its own replica
     hooks.call("on_train_end")
 
 
@@ -167,6 +170,7 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
         validate(session)
     values = metrics.end_batches()
     session.hooks.call("on_train_epoch_end")
+    session.replicas.check()
     values += metrics.end_hooks()
     if not (is_partial and session.run.is_interrupted):  # the resumed run will log the whole epoch
         session.log({line.reported: value for line, value in values})

@@ -44,7 +44,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     differs between ranks; callbacks and loss scale are the same on all, and rank 0's are saved. Collective: every rank
     calls it.
     """
-    session.strategy.sync_replicas()
+    session.replicas.sync()
     state = module_state(session.module, session.strategy.model_state())
     if not weights_only:
         state.update(_training_state(session))

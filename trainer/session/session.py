@@ -29,6 +29,7 @@ from ..module.train_module import TrainModule
 from .interruption import Interruption
 from .profiler import Profiler
 from .progress import LoaderKind, Progress
+from .replica_guard import ReplicaGuard
 from .settings import Settings
 from .stop_agreement import Meetings
 from .train_state import TrainState
@@ -70,6 +71,7 @@ class Session:
     """The lineage of the run, and the time of its last save."""
     progress: Progress = field(default_factory=Progress)
     meetings: Meetings = field(init=False)
+    replicas: ReplicaGuard = field(init=False)
     transfer: Transfer | None = field(init=False)
     """Moves a batch to the device; None if it is already there and no hook is overridden."""
     count: CountSamples = field(init=False)
@@ -100,6 +102,9 @@ class Session:
 
     def __post_init__(self) -> None:
         self.meetings = Meetings(self.strategy, self.interruption)
+        choice = " Trainer(check_replicas='warn') trains on with a warning."
+        state, action = self.state, self.settings.check_replicas
+        self.replicas = ReplicaGuard(self.strategy, lambda: state.global_step, action, choice)
         self.transfer = make_transfer(self.module, self.datamodule, self.strategy)
         self.count = make_count(self.module)
 

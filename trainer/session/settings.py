@@ -153,6 +153,8 @@ class Settings:
     deterministic: Defaulted[bool | Literal["warn"]] = Defaulted(False)
     benchmark: bool | None = None
     detect_anomaly: bool = False
+    check_replicas: Defaulted[Literal["error", "warn"]] = Defaulted("error")
+    """End the run, or warn once, if parameters that ranks hold in common are not equal."""
     inference_mode: bool = True
     """Evaluate under ``torch.inference_mode`` rather than ``torch.no_grad``."""
     use_distributed_sampler: bool = True
