@@ -87,14 +87,9 @@ class Collectives:
         return (0,) if self._group is None else self._group.ranks
 
     @property
-    def timeout(self) -> timedelta:
-        """How long a collective waits for a rank that is alive."""
-        return timedelta.max if self._group is None else self._group.timeout
-
-    @property
-    def store(self) -> Any:
-        """The store of these ranks; None in a single process."""
-        return None if self._group is None else self._group.store
+    def process_group(self) -> ProcessGroup | None:
+        """The process group, in whose store ranks can meet without a collective; None in a single process."""
+        return self._group
 
     @property
     def device_group(self) -> Any:

@@ -19,6 +19,7 @@ from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
 from .compression import CommHook, Compression, check_compression, register_compression
 from .sharding_policy import sparse_layers
 from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
+from .trained_set import TrainedSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +98,29 @@ class Replica:
         self.syncs = True
         """Whether the next backward is the last of its step."""
         self._is_first_backward = True
+        self._trained: TrainedSet | None = None
+        self._is_inside_step = False
+        """Whether gradients were accumulated that are not averaged yet."""
+        self._frozen_inside: list[nn.Parameter] = []
+        """Parameters that were frozen after a micro-batch had accumulated gradients of them."""
+        self._hooked: set[Tensor] = set()
         if collectives is None:
             return
         if options.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        if is_manual or not self._averaged:
-            if options.comm_hook is not None and is_manual:
+        if is_manual:
+            if options.comm_hook is not None:
                 raise ConfigError(
                     f"comm_hook={options.comm_hook!r:.40} runs in DDP's backward, which manual optimization does not "
                     "use; leave it out."
                 )
-            self._averages_after_backward = is_manual
+            self._averages_after_backward = True
             copy_from_first(chain(module.parameters(), module.buffers()), collectives)
         elif collectives.is_rehearsed:
             self._is_rehearsed = True  # torch's reducer, in C++, needs the addresses of tensors
         else:
-            self._wrap()
+            self._trained = TrainedSet(module, collectives, self._ignored)
+            self._wrap(is_first=True)
 
     @property
     def _averaged(self) -> dict[str, nn.Parameter]:
@@ -120,11 +128,16 @@ class Replica:
         named = self._module.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad and name not in self._ignored}
 
-    def _wrap(self) -> None:
+    def _wrap(self, *, is_first: bool = False) -> None:
+        """Wrap the module for the parameters that require a gradient. Collective: every rank calls it."""
         from torch.nn.parallel import DistributedDataParallel
 
         wrap: Any = DistributedDataParallel
         options = self._options
+        if not self._averaged:  # DDP refuses to wrap nothing
+            if is_first and self._collectives is not None:
+                copy_from_first(chain(self._module.parameters(), self._module.buffers()), self._collectives)
+            return
         self._caller = StepCaller(self._module, returns_tensors=options.find_unused_parameters or options.static_graph)
         if self._ignored:
             ignore_in_ddp(self._caller, [f"module.{name}" for name in self._ignored])
@@ -137,19 +150,40 @@ class Replica:
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
+            init_sync=is_first,
         )
         if options.comm_hook is not None:
             register_compression(self._wrapper, options.comm_hook)
         for _, layer in sparse_layers(self._module):
-            layer.weight.register_hook(_with_values_of_its_own)
+            if layer.weight.requires_grad and layer.weight not in self._hooked:
+                self._hooked.add(layer.weight)
+                layer.weight.register_hook(_with_values_of_its_own)
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return a function that calls the module's step with as little overhead as possible."""
-        if self._wrapper is None or step_name not in SYNCHRONIZED:
+        if self._trained is None or step_name not in SYNCHRONIZED:
             return getattr(self._module, step_name)  # type: ignore[no-any-return]
-        if not self._caller.returns_tensors:
-            return partial(self._wrapper, step_name)
-        return lambda *args: self._caller.rebuild(self._wrapper(step_name, *args))
+        return partial(self._run, self._trained, step_name)
+
+    def _run(self, trained: TrainedSet, step_name: str, *args: Any) -> Any:
+        if trained.has_changed:
+            self._wrap_anew(trained)
+        if self._wrapper is None:
+            return getattr(self._module, step_name)(*args)
+        output = self._wrapper(step_name, *args)
+        return self._caller.rebuild(output) if self._caller.returns_tensors else output
+
+    def _wrap_anew(self, trained: TrainedSet) -> None:
+        """Wrap the module for the parameters that require a gradient now. Collective: every rank calls it."""
+        if self._is_inside_step:
+            self._frozen_inside += [parameter for _, parameter in trained.changed(now=False)]
+        trained.agree()
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is not None:  # with its hooks, which would send gradients a second time
+            del wrapper.logger, wrapper.reducer, wrapper
+        self._wrap()
+        self._is_first_backward = True
+        self.set_grad_sync(self.syncs)
 
     def set_grad_sync(self, enabled: bool) -> None:
         """Set whether the next backward averages gradients; only a step's last micro-batch needs to."""
@@ -164,6 +198,8 @@ class Replica:
 
     def zero_loss(self) -> Tensor | None:
         """Return a loss of 0 whose backward joins the other ranks' step; None if the step must run for that."""
+        if self._trained is not None and self._trained.has_changed:
+            self._wrap_anew(self._trained)
         if self._wrapper is None:
             return None
         trained = list(self._averaged.values())
@@ -182,6 +218,10 @@ class Replica:
                 assert self._collectives is not None
                 average_gradients(self._module.parameters(), self._collectives)
             return
+        if self._trained is not None:
+            self._is_inside_step = not self.syncs
+            if self.syncs and self.averages_gradients and (self._frozen_inside or self._trained.has_changed):
+                self._average_rest(self._trained)
         synchronizes = self._wrapper is not None and self._wrapper.require_backward_grad_sync
         if self._is_rehearsed and self.syncs:
             synchronizes = True
@@ -192,6 +232,25 @@ class Replica:
             self._check_all_used()
         elif synchronizes and self._wrapper is not None and not is_reduced(self._wrapper):
             self._check_all_used()
+
+    def _average_rest(self, trained: TrainedSet) -> None:
+        """Average the gradients of parameters that were frozen or unfrozen since the module was wrapped. Collective.
+
+        Raises:
+            ModuleError: if DDP still waits for the gradient of one.
+        """
+        assert self._collectives is not None
+        gone = [name for name, _ in trained.changed(now=False)]
+        if gone and not self._options.find_unused_parameters:
+            raise ModuleError(
+                f"{', '.join(gone[:8])} was frozen inside training_step, where DDP already waits for its gradient; "
+                "call requires_grad_(False) before the step, such as in on_train_batch_start."
+            )
+        new = [parameter for _, parameter in trained.changed(now=True)]
+        if new:
+            trained.agree(takes_over=False)  # they are wrapped before the next step
+        rest, self._frozen_inside = [*self._frozen_inside, *new], []
+        average_gradients(rest, self._collectives, with_frozen=True)
 
     def _sum_in_place(self) -> None:
         """In a rehearsal, send what DDP would, without its buckets."""
@@ -233,7 +292,9 @@ def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None
             tensor.copy_(first)
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], collectives: Collectives) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter], collectives: Collectives, *, with_frozen: bool = False
+) -> None:
     """Replace each gradient by its mean over ranks, with one collective per dtype. Collective: every rank calls it.
 
     A missing gradient counts as 0 if another rank has one; if none has, it stays None. Several backwards in a row add
@@ -241,7 +302,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], collectives: Collectiv
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad or with_frozen:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for group in by_dtype.values():
         _average(group, collectives)

@@ -66,6 +66,8 @@ class ShardedOptimizer:
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for the warning of schedulers
         self._follow()
+        # otherwise torch warns of each change, as of buckets that are not enabled
+        self._zero._is_trainable_mask = self._zero._get_is_trainable_mask()  # noqa: SLF001 - there is no public name
         result = self._zero._local_step(closure=closure)  # noqa: SLF001 - torch's step() sends one parameter at a time
         self._send_parameters()
         return result

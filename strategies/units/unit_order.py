@@ -332,13 +332,14 @@ class UnitOrder:
         Raises:
             ModuleError: if other ranks follow it.
         """
-        collectives, board = self._collectives, self._board
+        collectives, board, group = self._collectives, self._board, self._collectives.process_group
+        assert group is not None
         if board is None:
-            board = self._board = Noticeboard(collectives.store, "order of units")
+            board = self._board = Noticeboard(group.store, "order of units")
         self._num_meetings += 1
         keys = [f"{self._num_meetings}/{rank}" for rank in range(collectives.world_size)]
         board.post(keys[collectives.rank])
-        came = board.wait_for(keys, min(_PATIENCE, _SHARE * collectives.timeout.total_seconds()))
+        came = board.wait_for(keys, min(_PATIENCE, _SHARE * group.timeout.total_seconds()))
         if len(came) < len(keys):
             missing = [rank for rank, key in enumerate(keys) if key not in came]
             raise ModuleError(

@@ -59,7 +59,7 @@ class ReplicaGuard:
             return
         since = "" if self._equal_at is None else f"; at global_step {self._equal_at} they were still equal"
         message = (
-            f"Replicas differ after global_step {self._step()}: {difference}{since}. {_CAUSE}; use what all ranks have: "
+            f"Replicas differ after global_step {self._step()}: {difference}{since}. {_CAUSE}; use what all have: "
             "reduce it (self.trainer.strategy.all_reduce), or send one rank's (strategy.broadcast)"
             f"{_OR_A_BUFFER if difference.is_frozen else ''}."
         )
