@@ -12,7 +12,6 @@ from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .advice import advise_precision
 from .checkpoint.manifest import read_manifest
-from .data.seed import part_ranks
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.schedule import is_over, validates_in_this_epoch
 from .loop.train import make_step, train
@@ -62,7 +61,7 @@ def fit(session: Session, request: Request) -> None:
         # a run that asked for its last checkpoint, but was killed before there was one, starts its curves again
         asks_to_resume = request.ckpt_path is not None or session.is_restarted
         session.strategy.collectives.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
-        part_ranks(session.strategy.devices, session.state.seed, session.strategy.data_rank)
+        session.streams.part(session.strategy, session.state.seed)
         if session.strategy.rank == 0:
             advise_precision(session.strategy.device, session.strategy.precision)
         if session.state.is_epoch_done or session.state.batches_in_epoch == 0:

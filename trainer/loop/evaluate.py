@@ -41,7 +41,7 @@ def validate(session: Session) -> None:
     """Validate inside `fit`, without affecting the random streams of training."""
     session.writer.wait_for_copy()  # hooks may swap the weights
     session.module.on_validation_model_zero_grad()
-    with isolated_rng(session.strategy.devices):
+    with isolated_rng(session.strategy.devices), session.streams.kept():
         reload_if_due(session, "validate")
         evaluate(session, "validate")
     session.progress.validated_at = session.state.global_step
@@ -57,7 +57,7 @@ def sanity_check(session: Session) -> None:
     if limit == 0 or not validates(session):
         return
     session.hooks.call("on_sanity_check_start")
-    with isolated_rng(session.strategy.devices):
+    with isolated_rng(session.strategy.devices), session.streams.kept():
         evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
     session.metrics.forget()
     session.hooks.call("on_sanity_check_end")
@@ -128,12 +128,13 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         metrics.begin_batch(session.count(batch) if indices is None else len(indices))
         session.progress.batch_idx, session.progress.batch_indices = batch_idx, indices or []
         if session.transfer is not None:
-            batch = session.transfer(batch, dataloader_idx)
+            with session.streams:
+                batch = session.transfer(batch, dataloader_idx)
         for hook in getattr(hooks, f"on_{name}_batch_start"):
             hook(batch, batch_idx, dataloader_idx)
         lent = batch, batch_idx
         beside_idle = nullcontext() if all(busy) else session.strategy.beside_idle(action, busy, lent)
-        with session.profiler.profile(action), beside_idle:
+        with session.profiler.profile(action), beside_idle, session.streams:
             output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
             copy.finish()  # the previous batch's copy, which ran alongside this batch

@@ -92,7 +92,8 @@ class PipelineStep(SharedStep):
         self._losses = [0.0] * len(micro_batches)
         self.signatures = [signature_of("training_step", batch) for batch in self._batches]
         self.position = self.state.samples_seen
-        with nullcontext() if all(busy) else self.strategy.beside_idle("training_step", busy, None):
+        beside_idle = nullcontext() if all(busy) else self.strategy.beside_idle("training_step", busy, None)
+        with beside_idle, self.session.streams:
             self.strategy.run_window(self)
 
     def _share_losses(self, number: int) -> None:

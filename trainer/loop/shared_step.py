@@ -112,6 +112,11 @@ class SharedStep(Step):
             return nullcontext()
         return self.strategy.beside_idle("training_step", busy, (self.batch, self.progress.batch_idx))
 
+    def update(self, window: Window, *, goes_on: bool) -> None:
+        if not window.is_even:  # ranks with fewer micro-batches have called fewer hooks
+            self.session.streams.restart(self.state.global_step, 0)
+        super().update(window, goes_on=goes_on)
+
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
             self.state.batches_in_epoch += window.length - len(window)
@@ -121,6 +126,8 @@ class SharedStep(Step):
             self.state.samples_seen += self._from_others[1]
             self._from_others = 0, 0
         super().finish(window, goes_on=goes_on)
+        if not window.is_even:
+            self.session.streams.restart(self.state.global_step, 1)
         return window.length if goes_on else 0
 
     # --- a hook that ends the epoch ----------------------------------------------------------------------------------
@@ -253,7 +260,7 @@ class SharedStep(Step):
 def unseen(session: Session, step_name: str) -> Iterator[None]:
     """Ignore what a step of the module logs, and undo what else it leaves, as far as `Traceless` does."""
     module, metrics = session.module, session.module_metrics
-    with Traceless(module, [getattr(module, step_name)]):
+    with session.streams, Traceless(module, [getattr(module, step_name)]):
         module.attach(session.run, None)
         try:
             yield

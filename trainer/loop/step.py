@@ -75,7 +75,12 @@ class Step(ABC):
 
     def _bind_gradients(self) -> None:
         strategy, hooks, module, measured = self.strategy, self.hooks, self.module, self.session.profiler.measured
+        streams = self.session.streams
+        is_parted = streams.are_parted(strategy)
         forward = strategy.step_fn("training_step")
+        if is_parted:
+            forward = streams.drawing(forward)
+            self.transfer = None if self.transfer is None else streams.drawing(self.transfer)
         if num_step_arguments(module, "training_step", 2) == 1:
             forward = _without_index(forward)
         self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
@@ -84,6 +89,8 @@ class Step(ABC):
             backward = Tensor.backward
         if overrides(module, "backward", TrainModule):
             backward = partial(_module_backward, module, strategy)
+        if is_parted:
+            backward = streams.drawing(backward)
         self._plain_backward = measured("backward", backward)
         has_hooks = hooks.on_before_backward or hooks.on_after_backward
         self.backward: Callable[..., None] = self._backward_with_hooks if has_hooks else self._plain_backward
@@ -221,11 +228,13 @@ class Step(ABC):
         self.module.optimizer_zero_grad(self.state.epoch, self.progress.batch_idx, optimizer)
 
     def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        for hook in self.hooks.on_before_backward:
-            hook(loss)
+        with self.session.streams.common():  # not those of a step in manual optimization
+            for hook in self.hooks.on_before_backward:
+                hook(loss)
         self._plain_backward(loss, *args, **kwargs)
-        for hook in self.hooks.on_after_backward:
-            hook()
+        with self.session.streams.common():
+            for hook in self.hooks.on_after_backward:
+                hook()
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate gradients when ``training_step`` calls for it in manual optimization."""
@@ -294,9 +303,11 @@ class Step(ABC):
             closure = None
         if not self.is_automatic:
             self.strategy.unscale(self.optimizers[index])
-            for hook in self.hooks.on_before_optimizer_step:
-                hook(self.optimizers[index])
-        self._update_fns[index](closure)
+            with self.session.streams.common():
+                for hook in self.hooks.on_before_optimizer_step:
+                    hook(self.optimizers[index])
+        with self.session.streams.common():
+            self._update_fns[index](closure)
         self.state.optimizer_steps[index] += 1
         if not self.is_automatic:
             self._has_stepped = True

@@ -106,6 +106,7 @@ def _begin_epoch(session: Session) -> None:
     metrics.guard.epoch = state.epoch
     if is_new:
         reload_if_due(session, "train")
+    session.streams.meet(session.strategy)
     session.hooks.call("on_train_epoch_start")
     data = session.train_data
     assert data is not None

@@ -18,7 +18,7 @@ from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.optimizer_state import group_sources, match_optimizers
 from ..checkpoint import difference
 from ..checkpoint.saved_state import FORGED, reading, unfit
-from ..data.seed import capture_rng, derive, restore_rng, seed_devices, seed_generators
+from ..data.seed import derive, restore_rng, seed_devices, seed_generators
 from ..loggers.tracker import tracker_runs
 from ..module.hparams import is_omegaconf, saved_hparams
 from ..module.hparams_json import jsonable
@@ -75,7 +75,7 @@ def _training_state(session: Session) -> dict[str, Any]:
     assert session.train_data is not None
     datamodule = session.datamodule
     strategy = session.strategy
-    own = session.train_data.state_dict(), capture_rng(strategy.devices)
+    own = session.train_data.state_dict(), session.streams.state_dict(strategy.devices)
     data, rng = zip(*of_data_ranks(strategy, own), strict=True)
     session.state.seconds = session.interruption.elapsed()
     return {
@@ -184,7 +184,15 @@ def load_generators(session: Session, state: Mapping[str, Any]) -> None:
 
     They are those of its data rank; a data rank that the saved run did not have begins a stream of its own.
     """
-    put_generators_back(session.strategy, state["rng"], session.state.seed, session.state.global_step)
+    strategy, saved = session.strategy, state["rng"]
+    common = saved[0].get("hooks", saved[0])
+    if not session.streams.is_parted:
+        saved = [common]  # what one process has where its steps draw nothing
+    with session.streams:
+        put_generators_back(strategy, saved, session.state.seed, session.state.global_step)
+    if session.streams.is_parted:
+        with reading("rng"):
+            restore_rng(common, strategy.devices)
 
 
 def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, Any]], seed: int, step: int) -> None:

@@ -18,6 +18,7 @@ from ...strategies import Strategy
 from ..checkpoint import MemoryWriter, Writer
 from ..checkpoint.manifest import Origin
 from ..data.evaluation_data import EvaluationData
+from ..data.rank_streams import RankStreams
 from ..data.stream import CountSamples
 from ..data.train_data import TrainData
 from ..data.transfer import Transfer, make_count, make_transfer
@@ -70,6 +71,8 @@ class Session:
     origin: Origin
     """The lineage of the run, and the time of its last save."""
     progress: Progress = field(default_factory=Progress)
+    streams: RankStreams = field(default_factory=RankStreams)
+    """The random numbers of this rank, and those of all."""
     meetings: Meetings = field(init=False)
     replicas: ReplicaGuard = field(init=False)
     transfer: Transfer | None = field(init=False)

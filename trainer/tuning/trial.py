@@ -11,7 +11,6 @@ from torch import nn
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
 from ...strategies.errors import ConfigError, DataError, RunError
-from ..data.seed import capture_rng, restore_rng
 from ..data.train_data import TrainData
 from ..loop.train import make_step, train
 from ..metrics.metrics import Metrics
@@ -82,13 +81,13 @@ def _check(session: Session) -> None:
 @contextmanager
 def _put_back(session: Session, data: TrainData) -> Iterator[None]:
     module, strategy = session.module, session.strategy
-    rng = capture_rng(strategy.devices)
+    rng = session.streams.state_dict(strategy.devices)
     objects = [*module.modules(), *session.optimizers, strategy.scaler]
     try:
         with kept(objects, list(module.parameters()), _called_in(module)), data.kept_place(session.state.epoch):
             yield
     finally:
-        restore_rng(rng, strategy.devices)
+        session.streams.load_state_dict(rng, strategy.devices)
 
 
 def _called_in(module: nn.Module) -> list[object]:
@@ -108,6 +107,7 @@ def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:
         # no schedulers are stepped, no values logged, and no loaders requested again
         settings=replace(endless, max_steps=last_step, log_every_n_steps=0, reload_dataloaders_every_n_epochs=0),
         strategy=session.strategy,
+        streams=session.streams,
         module=session.module,
         datamodule=session.datamodule,
         callbacks=[callback],

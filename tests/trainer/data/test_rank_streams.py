@@ -1,0 +1,156 @@
+"""Hooks and updates draw the same random numbers on all ranks, and as one process does; steps draw their own."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from as_rank import calm_down, double_trainer, world_size
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import ModelCheckpoint, TrainModule, seed_everything
+from echelon.testing import run_ranks
+
+
+class Model(TrainModule):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(3, 4), nn.Dropout(dropout), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.last(self.dropout(self.first(batch[0]).tanh())).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Reset(Model):
+    """Resets a layer when training begins, and when an epoch does."""
+
+    def on_fit_start(self):
+        self.last.reset_parameters()
+
+    def on_train_epoch_start(self):
+        nn.init.orthogonal_(self.first.weight)
+
+
+class Resampled(Model):
+    """Resets a unit after a batch, with Python's and NumPy's numbers."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.first.weight[random.randrange(4)] = torch.randn(3) * random.random() * np.random.rand()
+
+
+class NoiseBeforeABatch(Model):
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            self.last.weight += 0.1 * torch.randn_like(self.last.weight)
+
+
+class NoiseOnGradients(Model):
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad += 0.1 * torch.randn_like(parameter)
+
+
+class Langevin(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter += 0.1 * torch.randn_like(parameter)
+
+
+class NoisyOptimizer(Model):
+    def configure_optimizers(self):
+        return Langevin(self.parameters(), lr=0.1)
+
+
+class Manual(NoisyOptimizer):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def on_after_backward(self):
+        self.last.bias.grad += 0.1 * torch.randn(1, dtype=torch.double)
+
+
+class DrawsInValidation(NoiseBeforeABatch):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", (batch[0] + torch.randn_like(batch[0])).mean())
+
+
+class OnRankZero(Reset):
+    """Draws a picture where it is logged."""
+
+    def on_train_epoch_end(self):
+        if self.trainer.is_global_zero:
+            torch.randn(7)
+
+
+class Masks(Resampled):
+    """Notes the masks of its dropout."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.masks = []
+        self.dropout.register_forward_hook(lambda *call: self.masks.append(call[2].ne(0).tolist()))
+
+
+def fit(kind, size=8, epochs=2, resume=None, **settings):
+    seed_everything(3, verbose=False)
+    module = kind()
+    data = TensorDataset(torch.randn(size, 3, generator=torch.Generator().manual_seed(1)).double())
+    trainer = double_trainer(max_epochs=epochs, num_sanity_val_steps=1, **settings)
+    trainer.fit(module, DataLoader(data, 2 // world_size()), DataLoader(data, 2 // world_size()), ckpt_path=resume)
+    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+    return (weights, module.masks) if kind is Masks else weights
+
+
+KINDS = (Reset, Resampled, NoiseBeforeABatch, NoiseOnGradients, NoisyOptimizer, Manual, DrawsInValidation, OnRankZero)
+LATER = (NoiseOnGradients, NoisyOptimizer, Resampled)
+pytestmark = pytest.mark.filterwarnings("ignore:.*validation_step:UserWarning")
+
+
+def train_each(folder):
+    calm_down()
+    strategies = {"ddp": KINDS, "zero": (Resampled, NoisyOptimizer)}
+    found = {(strategy, kind): fit(kind, strategy=strategy) for strategy, kinds in strategies.items() for kind in kinds}
+    for kind in LATER:  # a step of three micro-batches, and a rank with fewer
+        found["accumulated", kind] = fit(kind, accumulate_grad_batches=2)
+        if kind is not Resampled:  # a hook that runs less often on a rank writes less often there
+            found["uneven", kind] = fit(kind, 7, accumulate_grad_batches=2)
+    whole = fit(Masks)
+    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    fit(Masks, callbacks=saver, enable_checkpointing=True)
+    resumed = fit(Masks, resume=next(folder.glob("step=3*")))
+    found["masks"] = whole, resumed
+    return found
+
+
+@pytest.mark.slow
+def test_what_hooks_and_optimizers_draw_is_equal_on_all_ranks_and_that_of_one_process(tmp_path):
+    expected = {kind: fit(kind) for kind in KINDS}
+    accumulated = {kind: fit(kind, accumulate_grad_batches=2) for kind in LATER[:2]}
+    first, second = run_ranks(train_each, 2, tmp_path)
+    masks = [found.pop("masks") for found in (first, second)]
+    for key in first:
+        torch.testing.assert_close(first[key], second[key], rtol=0, atol=0, msg=f"{key}: {{}}".format)
+        case, kind = key
+        wanted = accumulated.get(kind) if case == "accumulated" else expected[kind]
+        if case == "uneven" or key == ("zero", NoisyOptimizer):  # which draws for the parameters of its rank only
+            wanted = None
+        if wanted is not None:
+            torch.testing.assert_close(first[key], wanted, rtol=0, atol=1e-12, msg=f"{key}: {{}}".format)
+    # each rank has dropped other units, also in a run that was resumed, which ends with the same bits
+    for (weights, seen), (resumed, seen_later) in masks:
+        assert seen[3:] == seen_later
+        torch.testing.assert_close(weights, resumed, rtol=0, atol=0)
+    assert masks[0][0][1] != masks[1][0][1]
