@@ -23,6 +23,7 @@ from .estimate.sharded import estimate_sharded
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
+from .module.shared_memory import check_unshared
 from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
@@ -89,6 +90,7 @@ class ShardedStrategy(Strategy):
         if self.degrees.world_size > 1:
             check_dimensions(module)
             check_gradients(module)
+            check_unshared(module, self.name, with_buffers=True)
 
     def _estimate(self, profile: Profile) -> Estimate:
         if self.degrees.world_size == 1:
@@ -140,6 +142,7 @@ class ShardedStrategy(Strategy):
                     "use the trainer that sharded it, or build a new module and load a checkpoint."
                 )
             return  # for example, when it is evaluated after it was trained
+        check_unshared(module, self.name, with_buffers=True)  # with what configure_model has built
         self.module = module
         # also for an evaluation, since it may be trained next
         is_manual = is_manual or not getattr(module, "automatic_optimization", True)

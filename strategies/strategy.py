@@ -315,8 +315,7 @@ class Strategy(ABC):
 
         With `is_manual`, the step itself computes gradients and updates. Collective: every rank calls it.
         """
-        self.precision.convert_module(module)
-        module.to(self.device)
+        self.precision.convert_module(module, self.device)
         self.module = module
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:

@@ -189,12 +189,12 @@ def overflows_of(
     return list(found.values())
 
 
-def memory_on_cpu(storage: Any) -> torch.UntypedStorage:
-    """Return the memory of a storage that is being pickled, copied to the CPU if it is on another device."""
+def memory_of(storage: Any) -> torch.UntypedStorage:
+    """Return the memory of a storage, which may be of the kind that knows a dtype."""
     with names_of_torch:
         is_untyped = isinstance(storage, torch.UntypedStorage)
         memory: torch.UntypedStorage = storage if is_untyped else storage._untyped_storage  # noqa: SLF001 - to ask itself is deprecated
-    return memory if memory.device.type in ("cpu", "meta") else memory.cpu()
+    return memory
 
 
 def is_cuda_unusable() -> bool:

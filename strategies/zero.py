@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
+from torch import nn
 from torch.optim import Optimizer
 
 from .ddp import ReplicaStrategy
@@ -13,6 +14,7 @@ from .estimate.estimate import Estimate, exchanged
 from .estimate.profile import Profile
 from .estimate.replicas import summed_rows
 from .module.memory_estimate import MemoryShare
+from .module.shared_memory import check_unshared
 from .parallel.replica import DDPOptions
 from .parallel.sharded_optimizer import ShardedOptimizer, check_one_by_one, deal
 from .state.optimizer_state import Sharded, parameter_names
@@ -54,6 +56,15 @@ class ZeroStrategy(ReplicaStrategy):
         sent = self._gradient_traffic(profile) + exchanged(updated, num_ranks)
         # updated parameters are copied into a buffer to be sent
         return self._estimate_replica(profile, share, sent, between_steps=updated)
+
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        super().validate_module(module, trains=trains)
+        if self.environment.world_size > 1:
+            check_unshared(module, self.name, with_buffers=False)
+
+    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        self.validate_module(module)  # with what configure_model has built
+        super().setup_module(module, is_manual=is_manual)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._sharded = (

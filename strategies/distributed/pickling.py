@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.storage import TypedStorage
 
 from ..errors import ConfigError
-from ..torch_internals import memory_on_cpu
+from ..torch_internals import memory_of
 
 PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)
 """Errors that Python raises for objects that cannot be pickled."""
@@ -76,16 +76,22 @@ def pack_into(
 def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
     import cloudpickle
 
+    # every tensor makes a storage object of its own, also those that share memory; kept, so that no address is reused
+    memories: dict[tuple[torch.device, int, int], _Memory] = {}
+
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, TypedStorage | torch.UntypedStorage):
-                # otherwise each process that unpacks it would open the sender's device
-                memory = memory_on_cpu(obj)
-                if memory.device.type == "cpu" and memory.nbytes():
-                    # torch would make a copy, which the pickler keeps, and could not read back uint16 or float8
-                    data: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+                memory = memory_of(obj)
+                if memory.device.type != "meta" and memory.nbytes():
                     dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # the tensor knows its own
-                    return _filled_storage, (pickle.PickleBuffer(data), dtype)
+                    key = memory.device, memory.data_ptr(), memory.nbytes()
+                    return _storage, (memories.setdefault(key, _Memory(memory)), dtype)
+            if isinstance(obj, _Memory):
+                # torch would make a copy, which the pickler keeps, and could not read back uint16 or float8; and each
+                # process that unpacks it would open the sender's device
+                data: Any = torch.empty(0, dtype=torch.uint8).set_(obj.storage.cpu()).numpy()
+                return _filled_memory, (pickle.PickleBuffer(data),)
             if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
                 # torch leaves hooks out; they are set last, since they may refer to the module
                 return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, _set_hooks)
@@ -121,9 +127,20 @@ def _set_hooks(parameter: torch.nn.Parameter, found: Mapping[str, Any]) -> None:
         setattr(parameter, name, hooks)
 
 
-def _filled_storage(data: bytearray, dtype: torch.dtype) -> TypedStorage:
-    """Return a storage with memory of its own, which can be resized like any other."""
-    memory = torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
+class _Memory:
+    """The memory of tensors that share it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+
+def _filled_memory(data: bytearray) -> torch.UntypedStorage:
+    """Return memory of its own, which can be resized like any other."""
+    return torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
+
+
+def _storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+    """Return the storage of one of the tensors that share this memory."""
     return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 

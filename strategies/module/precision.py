@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.nested import map_tensors
 from ..errors import ConfigError, did_you_mean
+from .shared_memory import kept_shared
 
 # name -> (dtype of parameters, dtype of autocast)
 _MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
@@ -62,10 +63,11 @@ class Precision:
             return _DefaultDtype(self.param_dtype)
         return nullcontext()
 
-    def convert_module(self, module: nn.Module) -> None:
-        """Convert floating-point parameters and buffers in place, if this precision requires another dtype."""
-        if self.param_dtype is not None:
-            module.to(dtype=self.param_dtype)
+    def convert_module(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Convert floating-point parameters and buffers in place, if this precision needs another dtype; move all."""
+        if self.param_dtype is not None or device is not None:
+            with kept_shared(module):
+                module.to(dtype=self.param_dtype, device=device)
 
     def convert_batch(self, batch: object) -> object:
         """Return the batch with floating-point tensors in the parameters' dtype."""
