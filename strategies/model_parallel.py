@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final, Unpack
@@ -250,6 +250,8 @@ class ParallelStrategy(ShardedStrategy):
             )
         if self._sequences is not None:
             self._sequences.begin()
+        if self._pipeline is not None:
+            self._pipeline.first_steps.begin()
         self._has_run = False
         super().setup_module(module, is_manual=is_manual)
 
@@ -258,8 +260,9 @@ class ParallelStrategy(ShardedStrategy):
         if pipeline is None or pipeline.staged.is_passing:
             return self._run_here(step_name, *args)
         self._check_sequences(step_name, args)
-        signature = signature_of(step_name, args[0] if args else None)
-        return pipeline.evaluate(signature, partial(self._run_here, step_name, *args))
+        signature, step = signature_of(step_name, args[0] if args else None), partial(self._run_here, step_name, *args)
+        with self._compared([signature], 0, lambda _: step(), lambda: args):
+            return pipeline.evaluate(signature, step)
 
     def run_window(self, work: WindowWork) -> None:
         assert self._pipeline is not None
@@ -270,15 +273,24 @@ class ParallelStrategy(ShardedStrategy):
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
         self._pipeline.note_trained(self._sharded.parameters)
-        self._sharded.begin_window()
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.link()
-        self._pipeline.run_window(work)
+        indices = range(len(work.signatures))
+        arguments = lambda: [work.arguments_at(index) for index in indices]  # noqa: E731
+        with self._compared(work.signatures, work.position, work.forward_at, arguments):
+            self._sharded.begin_window()
+            if self._gradient_hooks is not None:
+                self._gradient_hooks.link()
+            self._pipeline.run_window(work)
         self._sharded.end_window()
         if not self._has_run:
             self._has_run = True
             self._sharded.check_all_sharded()
         self._pipeline.add_shared_gradients()
+
+    def _compared(self, *steps: Any) -> AbstractContextManager[None]:
+        """Compare steps through stages with whole ones, see `FirstSteps`, unless other ranks cannot take part now."""
+        assert self._pipeline is not None
+        assert self._sharded is not None
+        return nullcontext() if self._sharded.runs.has_idle else self._pipeline.first_steps.compared(*steps)
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
         super().stand_by(step_name, busy, run)
@@ -354,11 +366,17 @@ class ParallelStrategy(ShardedStrategy):
 
     def _around_stages(self) -> StepContext:
         is_alone = self.degrees.dp_shard == 1  # otherwise each evaluation gathers parameters from data ranks
+        around = StepContext(
+            evaluates_alone=is_alone,
+            has_cut_layers=self.degrees.tp > 1,
+            comparing=lambda: nullcontext() if self._sharded is None else self._sharded.runs.writes.ignored(),
+        )
         if self._sequences is None:
-            return StepContext(evaluates_alone=is_alone)
+            return around
         begin = self._sequence_collectives.begin_all_reduce  # a rehearsal answers this one itself
-        return StepContext(
-            self._sequences.context.recomputing, lambda flag: bool(begin([float(flag)], "max")()[0]), is_alone
+        return around._replace(
+            recomputing=self._sequences.context.recomputing,
+            is_true_on_any=lambda flag: bool(begin([float(flag)], "max")()[0]),
         )
 
     def _cut(self, module: nn.Module) -> None:

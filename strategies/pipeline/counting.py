@@ -1,15 +1,27 @@
-"""CountedOnce: of the stages that run a step, one takes what it logs and what it updates in metric objects."""
+"""What a step in stages logs, updates and returns: each counts on one stage, and is compared with a whole run."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
+from ..errors import ModuleError
 from ..module.traces import KeptObjects
+from ..state.dtensor import gathered
+
+Tolerance = Callable[[torch.dtype], float]
+"""The relative difference of values of a dtype that rounding may cause."""
+
+TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Where both runs compute the same with the same numbers."""
 
 _METHODS: Final = ("update", "compute", "reset")
 """What makes a module a metric object, such as torchmetrics' ``Metric``, which accumulates by itself."""
@@ -24,6 +36,8 @@ class CountedOnce:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self.observe: Callable[[str, Any], None] | None = None
+        """Called with the names and values of what counts of ``self.log``, where it is to be compared."""
         reached = KeptObjects()
         reached.keep(module)  # a metric in a plain list or dict is not a submodule
         self._metrics: list[Any] = [
@@ -36,7 +50,8 @@ class CountedOnce:
 
         It is asked at each call: the values may come from parts that are called in between.
         """
-        guards = [(self._module, "log", _Guard(self._module.log, counts, _nothing))]
+        log = self._module.log if self.observe is None else partial(_log_and_observe, self._module.log, self.observe)
+        guards = [(self._module, "log", _Guard(log, counts, _nothing))]
         for metric in self._metrics:
             guards.append((metric, "update", _Guard(metric.update, counts, _nothing)))
             guards.append((metric, "forward", _Guard(metric.forward, counts, _ForwardOfCopy(metric))))
@@ -50,6 +65,38 @@ class CountedOnce:
                 del vars(owner)[name]
                 if method is not None:
                     vars(owner)[name] = method
+
+
+class Observed:
+    """What steps have returned and logged, to be compared."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, Any] = {}
+        """By the indices of micro-batches."""
+        self.logged: list[tuple[int, int, str, float]] = []
+        """Micro-batch, stage, name and value of each number."""
+
+    def keep(self, index: int, output: Any) -> None:
+        """Keep what a step has returned.
+
+        Raises:
+            ModuleError: for a result without values.
+        """
+        if any(tensor.is_meta for tensor in iterate_tensors(output)):
+            raise ModuleError(
+                "The step must return values, got a tensor on the meta device: it is computed from a parameter of "
+                "another stage, which was used outside its part. Call the part, or name it for this stage, too, in "
+                "configure_pipeline(num_stages)."
+            )
+        self.outputs[index] = map_tensors(lambda tensor: gathered(tensor).detach().clone(), output)
+
+    def note(self, index: int, stage: int, name: str, value: Any) -> None:
+        """Note a number that a step logs; metric objects are not compared."""
+        if isinstance(value, Tensor):
+            value = gathered(value).detach()
+            value = value.item() if value.numel() == 1 else None
+        if isinstance(value, int | float):
+            self.logged.append((index, stage, str(name), float(value)))
 
 
 class _Guard:
@@ -79,5 +126,75 @@ class _ForwardOfCopy:
         return copied(*args, **kwargs)
 
 
+def _log_and_observe(
+    log: Callable[..., Any], observe: Callable[[str, Any], None], name: str, value: Any, *args: Any, **kwargs: Any
+) -> None:
+    observe(name, value)
+    log(name, value, *args, **kwargs)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+
+def first_difference(whole: Observed, staged: Observed, index: int, tolerance: Tolerance) -> str | None:
+    """Return the first value of a micro-batch that differs: of what the step returns, or logs."""
+    own = dict(named_leaves(staged.outputs.get(index)))
+    for name, value in named_leaves(whole.outputs.get(index)):
+        other = own.get(name)
+        if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+            continue
+        is_exact = tolerance(torch.float32) == TOLERANCES[torch.float32]
+        if not (value.is_floating_point() or is_exact):
+            continue  # the index of the larger of two numbers, say
+        if not _is_close(value, other, tolerance(value.dtype)):
+            what = f"it returns {name}" if name and not name.endswith(("'loss']", ".total")) else "the loss is"
+            return f"{what} {_shown(other)}, and as a whole {_shown(value)}"
+    for name, values in _by_name(whole, index).items():
+        others = _by_name(staged, index).get(name, [])
+        if len(values) != len(others) or not all(map(_are_close(tolerance(torch.float32)), values, others)):
+            return f"self.log({name!r}, ...) gets {_listed(others)}, and as a whole {_listed(values)}"
+    return None
+
+
+def _is_close(value: Tensor, other: Tensor, tolerance: float) -> bool:
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    if not value.numel():
+        return True
+    if not value.is_floating_point():
+        return bool(torch.equal(value, other))
+    most = value.abs().nan_to_num().max()
+    return torch.allclose(other, value, rtol=0, atol=float(tolerance * most) + 1e-12, equal_nan=True)
+
+
+def _are_close(tolerance: float) -> Callable[[float, float], bool]:
+    def are_close(value: float, other: float) -> bool:
+        return (
+            value == other
+            or (value != value and other != other)
+            or math.isclose(value, other, rel_tol=tolerance, abs_tol=1e-12)
+        )
+
+    return are_close
+
+
+def _by_name(observed: Observed, index: int) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
+    for at, _, name, value in observed.logged:
+        if at == index:
+            values.setdefault(name, []).append(value)
+    return values
+
+
+def _shown(tensor: Tensor) -> str:
+    if tensor.numel() == 1:
+        return f"{tensor.item():.6g}"
+    return f"a tensor {list(tensor.shape)} of norm {float(tensor.double().norm()):.6g}"
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " and ".join(f"{value:.6g}" for value in values) or "nothing"

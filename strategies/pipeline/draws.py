@@ -1,4 +1,4 @@
-"""Draws: the random numbers of a step, the same on every stage up to the first cut, different on each after it."""
+"""Draws: the random numbers of a step, the same on every stage that runs its code, and others for each part."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ States = list[Tensor]
 class Draws:
     """Keeps torch's random number streams in step on all stages, which run different parts of one step.
 
-    Up to the end of the first stage, every stage runs the step's own code (masks, noise) with the same numbers, and the
-    next micro-batch continues from there; parts draw from streams of their own (dropout). If no part draws, the numbers
-    are those of one process.
+    The step's own code (masks, noise) draws the same numbers on every stage that runs it. Up to the end of the first
+    stage they are those of one process, if no part draws, and the next micro-batch continues from there; behind each
+    cut they come from a stream of its own. Parts draw from streams of their own (dropout).
 
     Args:
         device: this rank's device.
@@ -32,7 +32,7 @@ class Draws:
 
     def begin(self, position: int) -> None:
         """Begin a window of micro-batches at a position in the run; a resumed run has the same positions."""
-        self._starts = {0: self._states()}
+        self._starts = {0: self.states()}
         state = self._starts[0][0].numpy().tobytes()
         self._key = hashlib.blake2b(state + position.to_bytes(8, "little"), digest_size=16).digest()
 
@@ -40,19 +40,21 @@ class Draws:
         """Restore the streams to the start of a micro-batch."""
         self._restore(self._starts[index])
 
-    def end_first_stage(self, index: int, stage: int) -> None:
-        """Note where the next micro-batch begins, and draw other numbers from here on."""
-        self._starts.setdefault(index + 1, self._states())
-        self.go_behind_first_stage(index, stage)
+    def cross(self, index: int, stage: int) -> None:
+        """Draw the numbers that a micro-batch draws behind a stage; behind the first, note where the next one begins.
 
-    def go_behind_first_stage(self, index: int, stage: int) -> None:
-        """Draw the numbers of a stage from here on, those that a micro-batch draws behind the first one."""
-        self._seed(index, f"stage {stage}")
+        Args:
+            index: the micro-batch.
+            stage: the stage whose last part has been called, here or elsewhere.
+        """
+        if stage == 0:
+            self._starts.setdefault(index + 1, self.states())
+        self._seed(index, f"behind stage {stage}")
 
     @contextmanager
     def of_part(self, index: int, name: str) -> Iterator[None]:
         """Draw from a part's own stream inside the block."""
-        states = self._states()
+        states = self.states()
         self._seed(index, name)
         try:
             yield
@@ -65,13 +67,14 @@ class Draws:
             self._restore(self._starts[number])
         self._starts.clear()
 
+    def states(self) -> States:
+        """Return the present states of the streams."""
+        return [generator.get_state() for generator in self._generators]
+
     def _seed(self, index: int, name: str) -> None:
         digest = hashlib.blake2b(f"{index} {name}".encode(), key=self._key, digest_size=8).digest()
         for generator in self._generators:
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-
-    def _states(self) -> States:
-        return [generator.get_state() for generator in self._generators]
 
     def _restore(self, states: States) -> None:
         for generator, state in zip(self._generators, states, strict=True):

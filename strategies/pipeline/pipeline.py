@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..distributed.collectives import Collectives
 from ..errors import EchelonError
 from ..state.dtensor import is_dtensor, local_shard, with_local_shard
+from .first_steps import FirstSteps
 from .partition import Partition, check_is_cut, make_partition, stages_of_parameters
 from .schedule import Schedule
 from .stages import StagedModule
@@ -51,6 +52,7 @@ class Pipeline:
         self._staged: StagedModule | None = None
         self._runner: WindowRunner | None = None
         self._trained: list[bool] = []
+        self._first_steps: FirstSteps | None = None
 
     def _leave_to_others(self, holders: Mapping[Tensor, Sequence[int]]) -> set[nn.Parameter]:
         """Replace the parameters of other ranks' stages by ones without memory, and return the latter."""
@@ -82,6 +84,7 @@ class Pipeline:
         stages = self.schedule.stages_of(self.rank)
         self._staged = staged = StagedModule(self.module, self.partition, stages, self._device)
         self._runner = WindowRunner(staged, self.schedule, self.rank, StageWire(self.collectives), around)
+        self._first_steps = FirstSteps(staged, self.schedule, self.collectives, around)
 
     @property
     def staged(self) -> StagedModule:
@@ -94,6 +97,12 @@ class Pipeline:
         """The object that runs the micro-batches, once `start` was called."""
         assert self._runner is not None
         return self._runner
+
+    @property
+    def first_steps(self) -> FirstSteps:
+        """The object that compares the first micro-batches, once `start` was called."""
+        assert self._first_steps is not None
+        return self._first_steps
 
     @property
     def last_rank(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
 from ..state.dtensor import local_shard
 from ..torch_internals import StopRecomputation
-from .absent import AbsentTensor
-from .counting import CountedOnce
+from .absent import AbsentAttributes, stand_in
+from .counting import CountedOnce, Observed
 from .draws import Draws
 from .partition import HOOK, Partition
 from .spec import Shapes, Spec, specs_of
@@ -24,6 +25,19 @@ from .spec import Shapes, Spec, specs_of
 
 class _Cut(BaseException):
     """The end of a stage inside a step."""
+
+
+class Answering(Protocol):
+    """One run of a step, whose calls of parts it answers."""
+
+    index: int
+    output: Any
+
+    def call(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a call to a part."""
+
+    def check_complete(self, *, was_cut: bool) -> None:
+        """Check that the step has called what it had to."""
 
 
 class Pass:
@@ -71,9 +85,8 @@ class Pass:
             if not self.has_ended:
                 raise self._out_of_order(name, owners[0])
             raise _Cut
-        first = self.partition.boundary(0)
-        if name == first:
-            self.staged.draws.end_first_stage(self.index, self.stage)
+        if name in self.staged.ends:
+            self.staged.draws.cross(self.index, self.staged.ends[name])
         if name == self.partition.boundary(self.stage - 1):
             self._check_checkpoint(name)
             return self._receive(name)
@@ -110,8 +123,7 @@ class Pass:
                 "tensors."
             )
         self.output, self.has_ended = output, True
-        if self.stage == 0:
-            self.staged.draws.end_first_stage(self.index, 0)
+        self.staged.draws.cross(self.index, self.stage)
         self.logs = False
 
     def _receive(self, name: str) -> Any:
@@ -121,6 +133,7 @@ class Pass:
                 "output only once; call it once, or put both stages into one."
             )
         self.has_received = True
+        self.staged.attributes.receive()
         self.logs = self.fills is None
         return self._received_again()
 
@@ -144,20 +157,16 @@ class Pass:
                 "way for all batches of the same shapes: call the model once, and use its output twice."
             )
         value = float("nan") if self.fills is None else self.fills.get(name, 0.0)
+        owner = self.staged.owners[name][0]
 
-        def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, Spec):
-                return leaf
-            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                return leaf.filled(value, self.staged.device)
-            error = ModuleError(
-                f"{name} on stage {self.staged.owners[name][0]} returns a tensor of {leaf.dtype}, which the step uses "
-                f"on stage {self.stage}, which does not have it; let the blocks pass it on in their outputs, or "
-                "compute it on the stage that needs it."
+        def error_of(spec: Spec) -> ModuleError:
+            return ModuleError(
+                f"{name} on stage {owner} returns a tensor of {spec.dtype}, which the step uses on stage {self.stage}, "
+                "which does not have it; let the blocks pass it on in their outputs, or compute it on the stage that "
+                "needs it."
             )
-            return AbsentTensor.like(leaf.shape, leaf.dtype, self.staged.device, error=error)
 
-        return map_tensors(lambda tensor: tensor, specs[number], fill)
+        return stand_in(specs[number], value, self.staged.device, error_of)
 
     # --- calls in backward -------------------------------------------------------------------------------------------
 
@@ -176,8 +185,8 @@ class Pass:
             output = self._received_again()
         else:
             output = self._stand_in(name, 0)
-        if name == self.partition.boundary(0):
-            draws.go_behind_first_stage(self.index, self.stage)
+        if name in self.staged.ends:
+            draws.cross(self.index, self.staged.ends[name])
         return output
 
     # --- checks ------------------------------------------------------------------------------------------------------
@@ -270,11 +279,16 @@ class StagedModule:
     def __init__(self, module: Any, partition: Partition, own: Sequence[int], device: torch.device) -> None:
         self.module, self.partition, self.own, self.device = module, partition, own, device
         self.owners = {name: partition.owners(name) for name in partition.parts}
+        self.ends = {partition.boundary(stage): stage for stage in range(partition.num_stages - 1)}
+        """The parts whose outputs pass from stage to stage, and the stages that they end."""
         self.draws = Draws(device)
+        self.attributes = AbsentAttributes(module, partition, device)
+        self.observed: Observed | None = None
+        """Receives what steps return and log, where it is to be compared."""
         self.is_first_look = False
         """Whether inputs are searched for values that have passed a cut."""
         self._counted = CountedOnce(module)
-        self._current: Pass | None = None
+        self._current: Answering | None = None
         self.again: Pass | None = None
         """The pass whose backward runs, for checkpoints around parts."""
         for name in partition.parts:
@@ -300,9 +314,21 @@ class StagedModule:
         self._current = current = Pass(self, stage, index, received, shapes.parts if shapes is not None else {})
         self.draws.begin_micro_batch(index)
         current.logs = stage == 0
+        if self.observed is not None:
+            self._counted.observe = partial(self.observed.note, index, stage)
         try:
-            with self._counted.where(lambda: current.logs):
+            with self._counted.where(lambda: current.logs), self.attributes.marked(stage):
                 yield current
+        finally:
+            self._current, self._counted.observe = None, None
+
+    @contextmanager
+    def whole(self, current: Answering) -> Iterator[None]:
+        """Run a step inside as a whole: its calls of parts are answered by `current`."""
+        self._current = current
+        self.draws.begin_micro_batch(current.index)
+        try:
+            yield
         finally:
             self._current = None
 
@@ -317,6 +343,8 @@ class StagedModule:
             current.check_complete(was_cut=True)
             return current.output
         current.check_complete(was_cut=False)
+        if self.observed is not None:
+            self.observed.keep(current.index, output)
         return output
 
     @property

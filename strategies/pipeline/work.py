@@ -54,5 +54,9 @@ class StepContext(NamedTuple):
     """In which a stage's backward runs, which may compute parts of its forward again."""
     is_true_on_any: Callable[[bool], bool] = bool
     """Tells whether one of these ranks, which all call it, has passed True."""
+    has_cut_layers: bool = False
+    """Whether layers are cut, so that a part rounds and draws random numbers in another way than it does as a whole."""
+    comparing: Callable[[], AbstractContextManager[object]] = nullcontext
+    """In which a step runs only to be compared."""
     evaluates_alone: bool = True
     """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""

@@ -57,6 +57,11 @@ class IdleRanks:
         self._watched: _Watching | None = None
         """The step of this rank whose collectives are watched."""
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether other ranks have no samples in the step of this rank that runs now."""
+        return self._watched is not None
+
     @contextmanager
     def beside(self, step_name: str, busy: Sequence[bool], lent: Any) -> Iterator[None]:
         """Run a step of this rank while others are idle. Collective: with `follow` on the idle ranks.

@@ -99,6 +99,11 @@ class UnitRuns:
 
     # --- runs in which some ranks have no samples --------------------------------------------------------------------
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether other ranks have no samples in the step of this rank that runs now."""
+        return self._idle.has_idle
+
     def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
         """Return the context of a step of this rank while others `follow`; see `IdleRanks`. Collective."""
         self.writes.keeps_whole = True

@@ -103,7 +103,7 @@ def test_parts_draw_from_streams_of_their_own() -> None:
         own = torch.rand(())
         with draws.of_part(index, "block"):
             dropped = torch.rand(())
-        draws.end_first_stage(index, stage)
+        draws.cross(index, stage)
         return own, dropped, torch.rand(())
 
     torch.manual_seed(1)
