@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError as RecomputationError
 
 from .cluster.hardware import Hardware
 from .context_parallel.attention import ExchangeKind
@@ -38,7 +37,7 @@ from .pipeline.work import StepContext, WindowWork
 from .sharded import ShardedStrategy
 from .state.dtensor import gathered, is_dtensor
 from .tensor_parallel.block_check import BlockCheck
-from .tensor_parallel.cutting import cut_module
+from .tensor_parallel.cutting import check_cut, cut_module
 from .tensor_parallel.find_plan import find_plan
 from .tensor_parallel.loss import loss_context
 from .tensor_parallel.plan import TensorPlan
@@ -227,7 +226,8 @@ class ParallelStrategy(ShardedStrategy):
             exchange=self.cp_exchange,
             sequence_dim=self.sequence_dim,
         )
-        self._sequences = CutSteps(context, self.collectives.over(self.degrees.along(self.rank, ("pp", "cp"))))
+        ranks = (self.degrees.along(self.rank, axes) for axes in (("pp", "cp"), ("dp_shard",)))
+        self._sequences = CutSteps(context, *map(self.collectives.over, ranks))
 
     @property
     def data_rank(self) -> int:
@@ -267,14 +267,14 @@ class ParallelStrategy(ShardedStrategy):
     def run_window(self, work: WindowWork) -> None:
         assert self._pipeline is not None
         assert self._sharded is not None
+        arguments = partial(_arguments, work)
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
-            self._check_sequences("training_step", work.arguments_at(0))
+        if self._sequences is not None:
+            self._check_sequences("training_step", self._sequences.longest(self.module, arguments()))
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
         self._pipeline.note_trained(self._sharded.parameters)
-        indices = range(len(work.signatures))
-        arguments = lambda: [work.arguments_at(index) for index in indices]  # noqa: E731
         with self._compared(work.signatures, work.position, work.forward_at, arguments):
             self._sharded.begin_window()
             if self._gradient_hooks is not None:
@@ -288,8 +288,7 @@ class ParallelStrategy(ShardedStrategy):
 
     def _compared(self, *steps: Any) -> AbstractContextManager[None]:
         """Compare steps through stages with whole ones, see `FirstSteps`, unless other ranks cannot take part now."""
-        assert self._pipeline is not None
-        assert self._sharded is not None
+        assert self._pipeline is not None and self._sharded is not None
         return nullcontext() if self._sharded.runs.has_idle else self._pipeline.first_steps.compared(*steps)
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
@@ -305,17 +304,19 @@ class ParallelStrategy(ShardedStrategy):
         return self._sequences.run(step_name, self.module, args, self._run_checked)
 
     def _check_sequences(self, step_name: str, args: Sequence[Any]) -> None:
-        """Compare the first step of each kind with one on whole sequences, if sequences are split. Collective."""
-        if self._sequences is not None:
-            run = self._run_step if self._pipeline is None else self._run_through_stages
-            with nullcontext() if self._sharded is None else self._sharded.runs.writes.ignored():
-                self._sequences.check(step_name, self.module, args, partial(run, step_name))
+        """Compare steps with ones on whole sequences, if sequences are split, see `CutSteps`. Collective."""
+        if self._sequences is not None and self._sharded is not None:
+            run, has_idle = partial(self._run_to_compare, step_name), self._sharded.runs.has_idle
+            self._sequences.check(step_name, self.module, args, run, has_idle=has_idle)
 
-    def _run_through_stages(self, step_name: str, *args: Any) -> Any:
-        """Run a step through all stages with unsplit arguments and without checks, to compare with."""
-        assert self._pipeline is not None
-        signature = signature_of(f"{step_name} to compare", args[0])
-        return self._pipeline.evaluate_here(signature, partial(self._run_step, step_name, *args))
+    def _run_to_compare(self, step_name: str, *args: Any) -> Any:
+        """Run a step with unsplit arguments, through stages if there are several, and without checks."""
+        assert self._sharded is not None
+        step = partial(self._run_step, step_name, *args)
+        with self._sharded.runs.writes.ignored():
+            if self._pipeline is None:
+                return step()
+            return self._pipeline.evaluate_here(signature_of(f"{step_name} to compare", args[0]), step)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # activation checkpointing needs positions and attention again
@@ -326,11 +327,8 @@ class ParallelStrategy(ShardedStrategy):
         super().annotate(error)
         if self._pipeline is not None:
             self._pipeline.annotate(error)
-        if self._sequences is not None and isinstance(error, RecomputationError):
-            error.add_note(
-                "Attention under context parallelism can be recomputed only by Trainer(activation_checkpointing=...); "
-                "do not use torch.utils.checkpoint or a model's gradient_checkpointing_enable()."
-            )
+        if self._sequences is not None:
+            self._sequences.annotate(error)
 
     def _run_checked(self, step_name: str, *args: Any) -> Any:
         """Run a step; in the first training step, compare split layers with whole ones."""
@@ -365,9 +363,8 @@ class ParallelStrategy(ShardedStrategy):
         return self._peer_collectives, pipeline.elsewhere, pipeline.staged.run
 
     def _around_stages(self) -> StepContext:
-        is_alone = self.degrees.dp_shard == 1  # otherwise each evaluation gathers parameters from data ranks
         around = StepContext(
-            evaluates_alone=is_alone,
+            evaluates_alone=self.degrees.dp_shard == 1,  # otherwise each evaluation gathers from data ranks
             has_cut_layers=self.degrees.tp > 1,
             comparing=lambda: nullcontext() if self._sharded is None else self._sharded.runs.writes.ignored(),
         )
@@ -384,7 +381,7 @@ class ParallelStrategy(ShardedStrategy):
         if self.degrees.tp == 1:
             return
         if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
-            self._check_cut(module)
+            check_cut(module, self.degrees.tp)
             return
         plan = self._find_plan(module)
         plan.validate(module, self.degrees.tp)
@@ -401,11 +398,6 @@ class ParallelStrategy(ShardedStrategy):
         words = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
         return find_plan(module, self.tp_plan, **words)
 
-    def _check_cut(self, module: nn.Module) -> None:
-        cut: list[Any] = [parameter for parameter in module.parameters() if is_dtensor(parameter)]
-        axes = {axis for parameter in cut for axis in parameter.device_mesh.mesh_dim_names}
-        if "tp" not in axes:
-            raise ConfigError(
-                f"{type(module).__name__}.configure_sharding shards along {', '.join(sorted(axes))}, but tp="
-                f"{self.degrees.tp}; let it cut layers along mesh['tp'] first, or shard nothing there."
-            )
+
+def _arguments(work: WindowWork) -> list[Sequence[Any]]:
+    return [work.arguments_at(index) for index in range(len(work.signatures))]

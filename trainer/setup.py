@@ -24,6 +24,7 @@ from ..callbacks.run import Logger
 from ..strategies.errors import ConfigError, ModuleError
 from ..strategies.module.blocks import repeated_blocks
 from ..strategies.module.compiled_calls import compile_calls
+from ..strategies.module.traces import KeptObjects
 from ..strategies.state.optimizer_state import needs_closure
 from .checkpoint import load
 from .checkpoint.manifest import read_manifest
@@ -320,7 +321,9 @@ def set_up_module(session: Session) -> None:
     if session.settings.sync_batchnorm and sharers.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
     if "torchmetrics" in sys.modules:
-        for part in session.module.modules():
+        reached = KeptObjects()
+        reached.keep(session.module)  # a metric in a plain list or dict is not a submodule
+        for part in reached.modules:
             gather_once(part, session.strategy)
     compiled = session.settings.compile
     if compiled:

@@ -1,4 +1,4 @@
-"""Check of a module's first step under context parallelism: parts of sequences against whole ones."""
+"""Check of a module's first steps under context parallelism: parts of sequences against whole ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..distributed.nested import iterate_tensors
 from ..errors import ModuleError
 from ..module.rehearsal import rehearsing
 from .context import ContextParallel
+from .counted import Counted, log_difference, metric_difference
 from .sequence import SequenceLayout
 
 # relative to the compared values: rounding stays far below them, and a wrong position goes far above
@@ -53,24 +54,64 @@ def check_step(
         ModuleError: on all ranks, naming the first submodule whose output differs, or the loss.
     """
     batch, *rest = args
+    windows = _windows_of(module, max(context.lengths(batch, module)))
     with rehearsing(module, args):
-        part_of_batch = context.cut(batch, module)
-        with context.attention():
+        counted, part_of_batch = Counted(module), context.cut(batch, module)
+        with context.attention(), _named(windows):
             parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
+        of_parts = counted.record()
     with rehearsing(module, args):  # from the same state and random numbers
+        counted = Counted(module)
         whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
+        of_whole = counted.record()
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts)
     # from all ranks, since positions may be right in the first part of a sequence
-    of_outputs, of_losses = zip(*collectives.all_gather_object(found), strict=True)
+    all_found, all_parts, all_whole = zip(*collectives.all_gather_object((found, of_parts, of_whole)), strict=True)
+    of_outputs, of_losses = zip(*all_found, strict=True)
     first = next((difference for difference in (*of_outputs, *of_losses) if difference), None)
     if first is not None:
         raise ModuleError(
             f"{type(module).__name__} computes different results from parts of a sequence (cp={context.size}) than "
-            f"from the whole: {first}. Take positions from self.trainer.strategy.positions(length), shift targets in "
-            "the dataset, do not pool over the sequence, and return Loss(total, count) if parts have different "
-            "numbers of tokens in the loss; or use cp=1."
+            f"from the whole: {first}. {windows}Take positions from self.trainer.strategy.positions(length), shift "
+            "targets in the dataset, do not pool over the sequence, and return Loss(total, count) if parts have "
+            "different numbers of tokens in the loss; or use cp=1."
         )
+    all_whole = all_whole[:: context.size]
+    first = log_difference(all_whole, all_parts) or metric_difference(counted, all_whole, all_parts, context.size)
+    if first is not None:
+        raise ModuleError(
+            f"{type(module).__name__} counts something else in parts of a sequence (cp={context.size}) than in the "
+            f"whole: {first}. Log means and sums over the part's tokens; compute other values (a perplexity, an F "
+            "score) in metric objects that add up over tokens, count samples in one of them, or use cp=1."
+        )
+
+
+def _windows_of(module: nn.Module, length: int) -> str:
+    """Return a sentence on the attention windows that are shorter than a sequence; empty if there are none."""
+    found: dict[str, int] = {}
+    for name, submodule in module.named_modules():
+        own = vars(submodule)
+        for prefix, attributes in ((name, own), (f"{name}.config", getattr(own.get("config"), "__dict__", {}))):
+            for attribute, value in attributes.items():
+                if "window" in attribute and type(value) is int and 0 < value < length:
+                    found.setdefault(f"{prefix}.{attribute}".lstrip("."), value)
+    if not found:
+        return ""
+    listed = ", ".join(f"{name}={value}" for name, value in list(found.items())[:3])
+    return (
+        f"It has attention windows that are shorter than the sequences of {length} tokens ({listed}); cp attends to "
+        "whole sequences, or to what a mask in the batch allows: use cp=1 for windows. "
+    )
+
+
+@contextmanager
+def _named(windows: str) -> Iterator[None]:
+    """Add the windows to an error of attention."""
+    try:
+        yield
+    except ModuleError as error:
+        raise (ModuleError(f"{error} {windows}".strip()) if windows else error) from error
 
 
 @contextmanager

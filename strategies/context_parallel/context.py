@@ -66,6 +66,11 @@ class ContextParallel:
         self._mode.lengths = frozenset(length // self.size for length in lengths.values())
         return with_leaves(batch, leaves)
 
+    def lengths(self, batch: Any, module: nn.Module) -> list[int]:
+        """Return the lengths of the batch's sequences, 0 if there are none."""
+        dims = self._dims(batch, module)
+        return [leaf.shape[dims[name]] for name, leaf in named_leaves(batch) if dims[name] is not None] or [0]
+
     def _dims(self, batch: Any, module: nn.Module) -> dict[str, int | None]:
         """Return the dimension that is cut for each leaf of the batch, by name; None if it is not cut."""
         hook = getattr(module, "sequence_dims", None)

@@ -1,4 +1,4 @@
-"""CutSteps: a module's steps on parts of sequences, of which the first of each kind is compared with a whole one."""
+"""CutSteps: a module's steps on parts of sequences; the first, and each longer one, is compared with a whole one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import nn
+from torch.utils.checkpoint import CheckpointError as RecomputationError
 
 from ..distributed.collectives import Collectives
 from .check import check_step
@@ -21,36 +22,64 @@ class CutSteps:
     Args:
         context: cuts the batches.
         collectives: over the ranks that compute a step together, each for a part of its sequences or a pipeline stage.
+        peers: over the ranks without whose shards they cannot run a step, and whose sequences have other lengths.
     """
 
-    def __init__(self, context: ContextParallel, collectives: Collectives) -> None:
+    def __init__(self, context: ContextParallel, collectives: Collectives, peers: Collectives) -> None:
         self.context = context
-        self._collectives = collectives
-        self._checked: set[str] = set()
+        self._collectives, self._peers = collectives, peers
+        self._checked: dict[str, int] = {}
+        """The kinds of steps that were checked, and for the longest sequence."""
 
     def begin(self) -> None:
         """Forget which steps were checked, for another module or another run."""
         self._checked.clear()
 
-    def check(self, step_name: str, module: nn.Module, args: Sequence[Any], run: Callable[..., Any]) -> None:
-        """Compare the first step of each kind with one on whole sequences. Collective.
+    def check(
+        self, step_name: str, module: nn.Module, args: Sequence[Any], run: Callable[..., Any], *, has_idle: bool = False
+    ) -> None:
+        """Compare the first step of each kind, and each with longer sequences, with one on whole sequences. Collective.
+
+        What a module computes may change with the length: a window shows once sequences are longer.
 
         Args:
             step_name: the kind of step.
             module: the user's module.
             args: the arguments of the step; the first is the whole batch.
             run: calls the step with such arguments and returns its output, or None on a rank where it does not end.
+            has_idle: whether ranks without samples cannot take part in another check now.
 
         Raises:
             ModuleError: on all ranks, if the results from parts differ.
         """
-        if step_name in _CUT and step_name not in self._checked and not self._collectives.is_rehearsed:
-            self._checked.add(step_name)
+        if step_name not in _CUT or self._collectives.is_rehearsed:
+            return
+        longest = self._checked.get(step_name, -1)
+        if has_idle and longest >= 0:
+            return
+        length = max(self.context.lengths(args[0], module))
+        is_longer = length > longest
+        if self._peers.world_size > 1 and longest >= 0:
+            is_longer = bool(self._peers.begin_all_reduce([float(is_longer)], "max")()[0])
+        if is_longer:
+            self._checked[step_name] = max(length, longest)
             check_step(self.context, module, args, run, self._collectives)
 
+    def longest(self, module: nn.Module, steps: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """Return the arguments of the step with the longest sequences."""
+        return max(steps, key=lambda args: max(self.context.lengths(args[0], module)))
+
+    def annotate(self, error: BaseException) -> None:
+        """Add a note to errors of torch that say nothing of sequences."""
+        if isinstance(error, RecomputationError):
+            error.add_note(
+                "Attention under context parallelism can be recomputed only by Trainer(activation_checkpointing=...); "
+                "do not use torch.utils.checkpoint or a model's gradient_checkpointing_enable()."
+            )
+
     def skip_check(self, step_name: str) -> None:
-        """Do without the check of a kind of step, which other ranks have made."""
-        self._checked.add(step_name)
+        """Do without the first check of a kind of step, which other ranks have made."""
+        self._checked.setdefault(step_name, 0)
 
     def run(self, step_name: str, module: nn.Module, args: Sequence[Any], run: Callable[..., Any]) -> Any:
         """Call ``run(step_name, *args)``, with this rank's part of the batch, the first of `args`, if steps are cut."""

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from ..errors import ConfigError
+from ..state.dtensor import is_dtensor
 from .attention import AttentionCut
 from .exchanges import TensorGroup
 from .layers import CutLayer, Slices, SummedGradients, WholeLayer
@@ -90,3 +92,18 @@ def _run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
         return layer.run(submodule, forward, group, args, kwargs)
 
     vars(submodule)["forward"] = cut_forward
+
+
+def check_cut(module: nn.Module, tp: int) -> None:
+    """Check that a module which its own ``configure_sharding`` has sharded is cut along ``tp``.
+
+    Raises:
+        ConfigError: naming the axes along which it is sharded.
+    """
+    cut: list[Any] = [parameter for parameter in module.parameters() if is_dtensor(parameter)]
+    axes = {axis for parameter in cut for axis in parameter.device_mesh.mesh_dim_names}
+    if "tp" not in axes:
+        raise ConfigError(
+            f"{type(module).__name__}.configure_sharding shards along {', '.join(sorted(axes))}, but tp={tp}; let it "
+            "cut layers along mesh['tp'] first, or shard nothing there."
+        )

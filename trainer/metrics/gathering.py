@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...strategies import Strategy
+from ...strategies.context_parallel.counted import COUNTS_ONCE
 
 
 class GatherOnce:
@@ -34,6 +35,19 @@ class GatherOnce:
         gathered = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(gathered, data, group)
         return gathered
+
+    def ranks_that_count(self, metric: Any) -> list[int] | None:
+        """Return the ranks whose states count, None for all of them. Collective if ranks share sequences.
+
+        Of the ranks that share a sequence, one counts if each has updated the metric with the same (`COUNTS_ONCE`).
+        """
+        strategy = self._strategy
+        parts = strategy.loss_collectives.world_size // strategy.data_size
+        if parts == 1:
+            return None
+        own = getattr(metric, COUNTS_ONCE, False), strategy.loss_collectives.rank % parts
+        rows = strategy.count_collectives.all_gather_object(own)
+        return [rank for rank, (_, part) in enumerate(rows) if part == 0] if any(row[0] for row in rows) else None
 
     def __deepcopy__(self, memo: Any) -> GatherOnce:
         return self
@@ -70,6 +84,7 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
     from torchmetrics.utilities import dim_zero_cat
 
     group = process_group or self.process_group
+    counting = None if group else dist_sync_fn.ranks_that_count(self)
     # by the defaults, which are the same on every rank
     held = {name: getattr(self, name) for name in reductions if isinstance(self._defaults[name], list)}
     lists = {name: value if isinstance(value, list) else [value] for name, value in held.items()}
@@ -79,11 +94,13 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
     for name, reduce in reductions.items():
         if name in lists:
             of_ranks = [of_rank[name] for of_rank in described]
-            gathered: Any = _gather_list(lists[name], of_ranks, partial(dist_sync_fn, group=group), self.device)
+            gather = partial(dist_sync_fn, group=group)
+            gathered: Any = _gather_list(lists[name], of_ranks, gather, self.device, counting)
             if not gathered and reduce is dim_zero_cat:
                 gathered = [torch.empty(0, dtype=self.dtype, device=self.device)]
         else:
-            gathered = torch.stack(dist_sync_fn(getattr(self, name), group))
+            states = dist_sync_fn(getattr(self, name), group)
+            gathered = torch.stack(states if counting is None else [states[rank] for rank in counting])
         setattr(self, name, reduce(gathered) if reduce is not None and len(gathered) else gathered)
 
 
@@ -104,8 +121,9 @@ def _gather_list(
     described: Sequence[Sequence[Any]],
     gather: Callable[[Tensor], list[Tensor]],
     device: torch.device,
+    counting: Sequence[int] | None,
 ) -> list[Any]:
-    """Return the elements of all ranks, in rank order: those of one dtype are sent as one vector. Collective."""
+    """Return the elements of the ranks that count, in rank order: one vector of each dtype is sent. Collective."""
     dtypes = {one[0]: None for of_rank in described for one in of_rank if not isinstance(one, _Whole)}
     vectors = {}
     for dtype in dtypes:
@@ -114,6 +132,8 @@ def _gather_list(
         vectors[dtype] = gather(vector.to(device))
     elements: list[Any] = []
     for rank, of_rank in enumerate(described):
+        if counting is not None and rank not in counting:
+            continue
         places = dict.fromkeys(dtypes, 0)
         for one in of_rank:
             if isinstance(one, _Whole):
