@@ -215,6 +215,7 @@ def _ranks(session: Session) -> DataRanks:
         planned_size=session.state.data_size,
         is_dealing=session.settings.use_distributed_sampler,
         agree=partial(gather_numbers, strategy) if strategy.data_size > 1 else None,
+        share=strategy.collectives.broadcast if strategy.world_size > 1 else None,
     )
 
 

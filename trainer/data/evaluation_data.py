@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from .combined_loader import CombinedLoader, combined_of
-from .index_stream import DataRanks, drawn, length_of, set_epoch
-from .limits import Count, limited
+from .index_stream import DataRanks
 from .loader_kinds import begin, check_loader, is_dealt, is_indexed, unshuffled, with_indices
+from .own_generators import OwnGenerators
+from .sampled import drawn, length_of, set_epoch
 from .seed import derive
+from .stream import Count, limited
 
 
 class EvaluationBatch(NamedTuple):
@@ -122,6 +124,9 @@ class _Turns:
 
     def __init__(self, sampler: Iterable[Any], ranks: DataRanks) -> None:
         self._sampler, self._ranks = sampler, ranks
+        generators = OwnGenerators.of(sampler)
+        if ranks.share is not None and len(generators):
+            generators.put(ranks.share(generators.states()))
         self.drawn: deque[Any] = deque()
         """The entries drawn for batches that the loader has not returned yet."""
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from .index_stream import length_of
 from .loader_kinds import begin
+from .sampled import length_of
 
 
 def reader_of(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:

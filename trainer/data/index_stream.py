@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, Protocol, SupportsIndex
@@ -15,11 +14,16 @@ import torch
 from ...callbacks.samples.file import Source
 from .generators import GENERATORS
 from .micro_batch import MicroBatch, Window
-from .seed import RngStream, derive, mix, seed_generators
+from .sampled import HEAD, Place, Sampled, Share
+from .seed import derive, mix, seed_generators
 
 
 class Order(Protocol):
     """The entries of an epoch (indices of samples or of whole batches), from any position on."""
+
+    @property
+    def head(self) -> list[Any]:
+        """The first indices of the epoch whose entries were asked for last, as plain values."""
 
     def entries(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield the entries of an epoch, without the first `start`."""
@@ -34,6 +38,10 @@ class Sequential:
 
     num_samples: int
 
+    @property
+    def head(self) -> list[int]:
+        return list(range(min(self.num_samples, HEAD)))
+
     def entries(self, epoch: int, start: int) -> Iterator[int]:
         return iter(range(start, self.num_samples))
 
@@ -41,63 +49,22 @@ class Sequential:
         return self.num_samples
 
 
-@dataclass(frozen=True)
 class Shuffled:
     """Every index once, in a different permutation in each epoch."""
 
-    num_samples: int
-    seed: int
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples, self.seed = num_samples, seed
+        self.head: list[int] = []
 
     def entries(self, epoch: int, start: int) -> Iterator[int]:
         generator = torch.Generator().manual_seed(derive(self.seed, epoch))
-        indices: list[int] = torch.randperm(self.num_samples, generator=generator)[start:].tolist()
+        permutation = torch.randperm(self.num_samples, generator=generator)
+        self.head = permutation[:HEAD].tolist()
+        indices: list[int] = permutation[start:].tolist()
         return iter(indices)
 
     def size(self) -> int:
         return self.num_samples
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The entries of a user's sampler or batch sampler, with random numbers of its own that are seeded each epoch."""
-
-    sampler: Iterable[Any]
-    seed: int
-
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):  # a batch sampler may hold one
-            set_epoch(sampler, epoch)
-        seed = derive(self.seed, epoch)
-        return drawn(_with_generator(self.sampler, seed), seed, start)
-
-    def size(self) -> int | None:
-        return length_of(self.sampler)
-
-
-def _with_generator(sampler: Any, seed: int) -> Any:
-    """Return a sampler, with a new generator of this seed if it has one of its own."""
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        sampler = copy.copy(sampler)
-        sampler.generator = torch.Generator().manual_seed(seed)
-    return sampler
-
-
-def drawn(
-    sampler: Iterable[Any], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
-) -> Iterator[Any]:
-    """Yield a sampler's entries from one place to another, with random numbers from a stream of their own.
-
-    That costs 25 us per chunk.
-    """
-    own_rng = RngStream(seed)
-    with own_rng:
-        entries = islice(sampler, start, stop)
-    while True:
-        with own_rng:
-            drawn_entries = list(islice(entries, chunk))
-        if not drawn_entries:
-            return
-        yield from drawn_entries
 
 
 class SeededIndices(list[int]):
@@ -146,6 +113,8 @@ class DataRanks:
     """Whether one stream is dealt to the ranks; False: the user's loaders yield each rank its own batches."""
     agree: Agree | None = None
     """Needed if only reading tells how much data there is."""
+    share: Share | None = None
+    """Needed if a sampler has random generators of its own."""
 
     def gather(self, *numbers: float) -> list[list[float]]:
         """Return the numbers of every rank. Collective: every rank calls it."""
@@ -230,6 +199,15 @@ class IndexStream:
         """Make the next iteration begin at this position."""
         self._epoch, self._start = epoch, start
 
+    def leave(self, position: int, *, is_over: bool) -> None:
+        """Note the position at which reading ends, before it begins again somewhere else."""
+        if isinstance(self._order, Sampled):
+            self._order.leave(position, is_whole=self._is_whole(position, is_over=is_over))
+
+    def _is_whole(self, position: int, *, is_over: bool) -> bool:
+        size = self._order.size()
+        return is_over or (size is not None and size - position < self._share.global_batch_size)
+
     def recut(self, share: BatchShare) -> None:
         """Cut global batches differently from the next iteration on."""
         self._share = share
@@ -304,6 +282,31 @@ class IndexStream:
         )
 
     @property
+    def head(self) -> list[Any]:
+        """The first indices of the epoch, as far as they were drawn."""
+        return self._order.head
+
+    def state_dict(self, position: int, *, is_over: bool) -> dict[str, Any] | None:
+        """Return what a resumed run needs to draw the same entries, beside the seed; None if that is enough."""
+        if not isinstance(self._order, Sampled):
+            return None
+        return self._order.state_dict(position, is_whole=self._is_whole(position, is_over=is_over))
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, epoch: int, head: list[Any]) -> None:
+        """Continue from what `state_dict` returned in this epoch, of which these were the first indices."""
+        if isinstance(self._order, Sampled):
+            self._order.load_state_dict(state, epoch, head)
+
+    def place(self) -> Place | None:
+        """Return where the user's sampler is, if there is one."""
+        return self._order.place() if isinstance(self._order, Sampled) else None
+
+    def go_back(self, place: Place | None) -> None:
+        """Forget what was drawn since `place`."""
+        if isinstance(self._order, Sampled) and place is not None:
+            self._order.go_back(place)
+
+    @property
     def end(self) -> int | None:
         """The position after the last entry that this iteration reads; None if the sampler has no length."""
         size, width = self._order.size(), self._share.global_batch_size
@@ -316,20 +319,3 @@ class IndexStream:
         size = self._order.size()
         # counted from the end: the position may lie inside a global batch if their size has changed
         return self.count(position) if size is None else self.count(size) - self.count(max(0, size - position))
-
-
-def length_of(data: object) -> int | None:
-    """Return ``len(data)``; None for what has none."""
-    if not isinstance(data, Sized):
-        return None
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def set_epoch(data: object, epoch: int) -> None:
-    """Tell a sampler, data set or loader the epoch if it has a ``set_epoch``."""
-    told = getattr(data, "set_epoch", None)
-    if callable(told):
-        told(epoch)

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from ...callbacks.samples.file import Source
 from .in_process import batches_of
-from .index_stream import length_of, set_epoch
 from .loader_kinds import begin
 from .micro_batch import MicroBatch
+from .sampled import length_of, set_epoch
 from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
 from .stream import END, CountSamples, Cut, load_place, place_of
 

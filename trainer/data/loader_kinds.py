@@ -15,7 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...strategies.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
-from .index_stream import DataRanks, Order, Sampled, Sequential, Shuffled, length_of
+from .index_stream import DataRanks, Order, Sequential, Shuffled
+from .sampled import Sampled, Share, length_of
 
 
 def check_loader(loader: Any, ranks: DataRanks) -> None:
@@ -101,13 +102,16 @@ def _distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
     return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
 
-def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
-    """Return the order in which a loader's sampler reads, as a function of (seed, epoch)."""
+def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool, share: Share | None = None) -> Order:
+    """Return the order in which a loader's sampler reads, as a function of (seed, epoch).
+
+    If the sampler has random generators of its own, and `share` is given, this is collective: every rank calls it.
+    """
     dataset: Any = loader.dataset
     if in_order:
         return Sequential(len(dataset))
     if _has_own_batches(loader):
-        return Sampled(loader.batch_sampler, seed)  # type: ignore[arg-type]
+        return Sampled(loader.batch_sampler, seed, share)  # type: ignore[arg-type]
     sampler: Any = loader.sampler
     if type(sampler) is SequentialSampler:
         return Sequential(len(dataset))
@@ -117,7 +121,7 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool) -> Order:
         seed = generator.initial_seed()
     if _is_random(sampler) and not sampler.replacement and sampler.num_samples == len(dataset):
         return Shuffled(len(dataset), seed)
-    return Sampled(sampler, seed)
+    return Sampled(sampler, seed, share)
 
 
 def _is_random(sampler: Any) -> bool:

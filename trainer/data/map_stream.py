@@ -13,9 +13,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from ...callbacks.samples.file import Source
 from .generators import GENERATORS
 from .in_process import reader_of
-from .index_stream import BatchShare, IndexStream, length_of, set_epoch
+from .index_stream import BatchShare, IndexStream
 from .loader_kinds import begin, is_dealt, makes_batches, order_of, with_indices
 from .micro_batch import MicroBatch, Window
+from .sampled import length_of, set_epoch
 from .seed import derive, isolated_rng, mix
 from .stream import END, CountSamples, Cut, load_place, place_of
 
@@ -40,7 +41,7 @@ class MapStream:
         self._take(cut)
         is_seeded = not (_is_plain(loader.dataset) and loader.collate_fn in _PLAIN_COLLATE)
         self._indices = IndexStream(
-            order_of(loader, seed, in_order=in_order),
+            order_of(loader, seed, in_order=in_order, share=ranks.share if self.num_streams == 1 else None),
             self._share,
             seed=self._seed,
             drop_last=bool(loader.drop_last),
@@ -89,6 +90,7 @@ class MapStream:
         return self._share.num_micro_batches(self._share.global_batch_size)
 
     def seek(self, epoch: int, position: int) -> None:
+        self._indices.leave(self.position, is_over=self._is_over)
         self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
 
     def recut(self, cut: Cut) -> None:
@@ -142,6 +144,7 @@ class MapStream:
     def _reading(self) -> Iterator[Iterator[Window]]:
         """Start reading at the position; release the loader's iterator, and so its workers, at the end."""
         if self._is_over:  # the next iteration is another epoch
+            self._indices.leave(self.position, is_over=True)
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         epoch = self._epoch + self.rounds
         self._indices.seek(epoch, self.position)
@@ -218,10 +221,14 @@ class MapStream:
         return len(self._indices)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cut": self._cut_as, **place_of(self)}
+        state = {"cut": self._cut_as, **place_of(self), "head": self._indices.head}
+        order = self._indices.state_dict(self.position, is_over=self._is_over)
+        return state if order is None else {**state, "order": order}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         load_place(self, state_dict)
+        head = state_dict.get("head", [])
+        self._indices.load_state_dict(state_dict.get("order"), self._epoch + self.rounds, head)
 
     @property
     def _cut_as(self) -> list[int | None]:

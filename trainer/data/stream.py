@@ -1,4 +1,4 @@
-"""Stream: one training loader read from any position on, and how its global batches are cut."""
+"""Stream: one training loader read from any position on, how its global batches are cut, and how many are read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from ...callbacks.samples.file import Source
+from ...strategies.errors import ConfigError
 from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
 
 CountSamples = Callable[[Any], int]
 """Returns the number of samples in a batch that no sampler has counted."""
+
+Count = int | float
+"""A number of batches; infinity if the data does not know."""
 
 END: Final[Any] = object()
 """The value that reading returns after the last batch."""
@@ -124,3 +128,30 @@ def load_place(stream: Stream, state_dict: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     stream.position = position
+
+
+def limited(limit: int | float, length: int | None, name: str, what: str) -> Count:
+    """Return the number of a loader's batches within a limit.
+
+    Raises:
+        ConfigError: for a fraction that leaves nothing, or a fraction of an unknown length.
+    """
+    if length is None:
+        if isinstance(limit, float) and limit not in (0.0, 1.0):
+            raise ConfigError(
+                f"{name}={limit} is a fraction, but the {what} loader has no length; give batches as an int."
+            )
+        return math.inf if isinstance(limit, float) and limit else limit
+    if isinstance(limit, int):
+        if limit > length > 0:
+            warnings.warn(
+                f"{name}={limit}, but the {what} loader has only {length} batches: all are used.", stacklevel=2
+            )
+        return min(limit, length)
+    count = int(length * limit)
+    if count == 0 and limit > 0 and length > 0:
+        raise ConfigError(
+            f"{name}={limit} of {length} batches is less than one batch; give at least {1 / length:.3g}, or "
+            "batches as an int."
+        )
+    return count

@@ -16,13 +16,12 @@ from ...callbacks.samples.file import Reading, Source
 from ...strategies.errors import ConfigError, DataError
 from ..module.batch_size import size_of
 from .combined_loader import CombinedLoader, combined_of
-from .index_stream import length_of
 from .iterable_stream import IterableStream
-from .limits import limited
 from .loader_kinds import check_loader, is_indexed, is_sequence
 from .map_stream import MapStream
 from .micro_batch import MicroBatch, Window
-from .stream import CountSamples, Cut, Stream
+from .sampled import length_of
+from .stream import CountSamples, Cut, Stream, limited
 
 
 class TrainData:
@@ -240,6 +239,7 @@ class TrainData:
     def kept_place(self, epoch: int) -> Iterator[None]:
         """On exit, go back to where this epoch is read now, regardless of what was read inside."""
         resumed, states, cut, num_batches = self._resumed_epoch, self.state_dict(), self._cut, self.num_batches
+        places = [stream.indices.place() if isinstance(stream, MapStream) else None for stream in self._streams]
         try:
             yield
         finally:
@@ -247,8 +247,10 @@ class TrainData:
             if self._cut is not cut:
                 self._take(cut)
                 self.num_batches = num_batches
-            for stream, state in zip(self._streams, states, strict=True):
+            for stream, state, place in zip(self._streams, states, places, strict=True):
                 stream.seek(epoch, 0)
+                if isinstance(stream, MapStream):
+                    stream.indices.go_back(place)
                 if resumed is not None:
                     stream.load_state_dict(state)
             self._resumed_epoch = resumed

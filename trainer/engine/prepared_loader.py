@@ -47,7 +47,8 @@ class PreparedLoader:
         strategy = self._strategy = gradients.strategy
         self._loader, self._gradients = loader, gradients
         agree = partial(gather_numbers, strategy) if strategy.data_size > 1 else None
-        ranks = DataRanks(strategy.data_rank, strategy.data_size, agree=agree)
+        share = strategy.collectives.broadcast if strategy.world_size > 1 else None
+        ranks = DataRanks(strategy.data_rank, strategy.data_size, agree=agree, share=share)
         cut = Cut(accumulate, global_batch_size, ranks, pins_memory=strategy.device.type == "cuda")
         self._data = TrainData(loader, seed=seed, cut=cut, limit=1.0, in_order=False)
         self._move = make_move(strategy)

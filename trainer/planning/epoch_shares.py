@@ -44,7 +44,9 @@ def shares_of_epoch(loader: Any, cut: Cut, seed: int) -> EpochShares | None:
         return len(range(own.start, own.stop))
 
     ranks = range(share.data_size)
+    before = stream.indices.place()
     window = next(stream.indices.windows(), ())
+    stream.indices.go_back(before)  # training draws from the same sampler
     first = list.__getitem__(indices, slice(None)) if window and isinstance(indices := window[0].indices, list) else []
     return EpochShares(
         num_entries=end,

@@ -16,7 +16,7 @@ from echelon.strategies.module.loss_scaling import LossScaling
 from echelon.strategies.parallel.replica import average_gradients
 from echelon.strategies.state.dtensor import multiply_all
 from echelon.trainer.data.micro_batch import MicroBatch, Window
-from echelon.trainer.data.prefetch import SideStream
+from echelon.trainer.data.transfer import SideStream
 from echelon.trainer.loop.host_copy import HostCopy
 from echelon.trainer.loop.loss_weights import Weights
 from echelon.trainer.metrics import accumulator

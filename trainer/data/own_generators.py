@@ -1,0 +1,154 @@
+"""Random generators of their own that objects of a user's hold, such as samplers: found, saved and restored."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Sampler
+
+from .seed import derive
+
+_LARGEST: Final = 256
+"""Items of a list or dict among which to look; one of generators holds one for each class, say, not for each sample."""
+_DEPTH: Final = 3
+"""How many samplers may wrap each other."""
+
+
+class OwnGenerators:
+    """The generators that a sampler holds in its attributes, or in those of the samplers and objects in them.
+
+    States are tensors and text, so that reading them back runs no code. The global generators are not among them, nor
+    those of a data set.
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._generators = list(generators)
+
+    @classmethod
+    def of(cls, sampler: object) -> Self:
+        """Return those of a sampler, in the order of its attributes."""
+        found: dict[int, Any] = {}
+        for generator in _found_in(sampler, _DEPTH):
+            found.setdefault(id(generator), generator)
+        return cls(found.values())
+
+    def __len__(self) -> int:
+        return len(self._generators)
+
+    def states(self) -> list[Any]:
+        """Return the state of each."""
+        return [_state_of(generator) for generator in self._generators]
+
+    def put(self, states: Sequence[Any]) -> None:
+        """Restore states of the same generators; leave those alone that have none."""
+        for generator, state in zip(self._generators, states, strict=False):
+            _put(generator, state)
+
+    def seed_from(self, states: Sequence[Any]) -> None:
+        """Seed each generator from an earlier state of it, on every machine in the same way."""
+        for place, (generator, state) in enumerate(zip(self._generators, states, strict=True)):
+            content = bytes(state.tolist()) if isinstance(state, torch.Tensor) else state.encode()
+            _seed(generator, derive(zlib.crc32(content), place))
+
+
+def _found_in(holder: object, depth: int) -> Iterator[Any]:
+    attributes = getattr(holder, "__dict__", {})
+    for name, value in attributes.items() if isinstance(attributes, Mapping) else ():
+        for item in _items(value):
+            if _is_generator(item):
+                # the attribute that torch's samplers have is seeded for each epoch, like the global generators
+                if depth < _DEPTH or name != "generator" or not isinstance(item, torch.Generator):
+                    yield item
+            elif depth and _may_hold(item):
+                yield from _found_in(item, depth - 1 if isinstance(item, Sampler) or "sampler" in name else 0)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return list(value.values()) if len(value) <= _LARGEST else ()
+    if isinstance(value, list | tuple):
+        return value if len(value) <= _LARGEST else ()
+    return (value,)
+
+
+def _may_hold(value: object) -> bool:
+    """Return whether to look for generators in a value: not in data sets and modules, whose numbers are their own."""
+    if isinstance(value, Dataset | nn.Module | torch.Tensor | type) or hasattr(value, "__array__"):
+        return False
+    return hasattr(value, "__dict__") and not callable(value)
+
+
+def _is_generator(value: object) -> bool:
+    if isinstance(value, torch.Generator):
+        return value is not torch.default_generator
+    if isinstance(value, random.Random):
+        # the class of the second draws from the operating system and has no state
+        return value is not random.random.__self__ and not isinstance(value, random.SystemRandom)  # type: ignore[attr-defined]
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    kinds = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
+    return isinstance(value, kinds) and value is not numpy.random.mtrand._rand  # noqa: SLF001 - the global one
+
+
+def _state_of(generator: Any) -> Any:
+    """Return a state as a tensor if it is torch's, else as JSON, whose integers may have any size."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return json.dumps(generator.getstate())
+    return json.dumps(_numpy_state(generator), default=_listed)
+
+
+def _numpy_state(generator: Any) -> Any:
+    if hasattr(generator, "get_state"):  # a RandomState
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _put(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu().clone())
+        return
+    plain = json.loads(state)
+    if isinstance(generator, random.Random):
+        version, words, gauss = plain
+        generator.setstate((version, tuple(words), gauss))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(_with_arrays(plain))
+    else:
+        getattr(generator, "bit_generator", generator).state = _with_arrays(plain)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "set_state"):  # a RandomState, which also keeps the second half of a pair of normals
+        kind = type(generator._bit_generator)  # noqa: SLF001 - nothing public tells
+        generator.set_state(type(generator)(kind(seed)).get_state(legacy=False))
+    else:
+        bits = getattr(generator, "bit_generator", generator)
+        bits.state = type(bits)(seed).state
+
+
+def _listed(value: Any) -> Any:
+    """Return a NumPy array or number for JSON."""
+    listed = value.tolist()
+    return {"array": listed, "dtype": str(value.dtype)} if isinstance(listed, list) else listed
+
+
+def _with_arrays(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return sys.modules["numpy"].array(value["array"], dtype="uint64" if value["dtype"] == "uint64" else "uint32")
+    return {name: _with_arrays(item) for name, item in value.items()}
