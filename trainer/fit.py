@@ -44,8 +44,8 @@ def fit(session: Session, request: Request) -> None:
         with session.strategy.collectives.fail_together():
             session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
     session.reload = partial(_load_data, session, request)
-    session.reload("train")
-    session.reload("validate")
+    _load_data(session, request, "train", is_resumed=saved is not None)
+    _load_data(session, request, "validate", is_resumed=saved is not None)
     warn_if_endless(session)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
     with checkpointed(session.module, setting):
@@ -129,13 +129,32 @@ def _read(session: Session, request: Request) -> dict[str, Any] | None:
     return read_checkpoint(session.resumed_from, session.strategy, verify=verify)
 
 
-def _load_data(session: Session, request: Request, kind: LoaderKind) -> None:
-    """Ask the user's hooks for loaders."""
+def _load_data(session: Session, request: Request, kind: LoaderKind, *, is_resumed: bool = False) -> None:
+    """Ask the user's hooks for loaders; in a resumed run, for those that it had, in the epoch that it asked in."""
+    state, every = session.state, session.settings.reload_dataloaders_every_n_epochs
+    epoch, loaded_in = state.epoch + state.is_epoch_done, state.loaded_in.get(kind)
+    if is_resumed and every and kind == "train" and loaded_in is None:  # saved without it
+        loaded_in = state.loaded_in[kind] = epoch // every * every
+    # loaders that are due are asked for in training, but those of an epoch that begins now may be taken at once
+    is_due = every > 0 and kind == "train" and loaded_in is not None and epoch - loaded_in >= every
+    if is_resumed and loaded_in is not None and not is_due:
+        with state.as_in_epoch(loaded_in) if every else nullcontext():
+            _load(session, request, kind)
+        return
+    _load(session, request, kind)
+    # as in Lightning, loaders used only for the sanity check are requested again at the first validation
+    if kind == "train" or validates_in_this_epoch(session):
+        state.loaded_in[kind] = epoch
+
+
+def _load(session: Session, request: Request, kind: LoaderKind) -> None:
+    state = session.state
     if kind == "train":
         load_train_data(session, request.train_loaders)
+        assert session.train_data is not None
+        per_epoch = session.train_data.num_steps
+        if not state.loaded_in and math.isfinite(per_epoch):
+            state.steps_per_epoch = int(per_epoch)
     else:
         load_evaluation_data(session, kind, request.evaluation_loaders)
-    # as in Lightning, loaders used only for the sanity check are requested again at the first validation
-    counts = kind == "train" or validates_in_this_epoch(session)
-    session.progress.loaded_in[kind] = session.state.epoch + session.state.is_epoch_done if counts else -math.inf
     check_interval(session)

@@ -271,7 +271,7 @@ class Trainer(TrainerAttributes, Trials):
             raise RunError(
                 f"estimated_stepping_batches needs the data of a fit, got task={self._ran.task!r}; read it in fit."
             )
-        return num_steps(data, self.settings)
+        return num_steps(self._runner.session, data)
 
     # --- what hooks may change ---
 

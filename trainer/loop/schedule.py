@@ -9,7 +9,6 @@ from ...strategies.errors import ConfigError
 from ..data.train_data import TrainData
 from ..session.progress import LoaderKind
 from ..session.session import Session
-from ..session.settings import Settings
 
 
 def plan_epoch(session: Session) -> None:
@@ -29,12 +28,17 @@ def plan_epoch(session: Session) -> None:
     progress.validation_interval = max(1, interval)
 
 
-def num_steps(data: TrainData, settings: Settings) -> float:
+def num_steps(session: Session, data: TrainData) -> float:
     """Return the optimizer steps of a whole run; infinity without a limit."""
+    settings, state = session.settings, session.state
     by_steps = math.inf if settings.last_step is None else settings.last_step
     if data.num_batches == math.inf or settings.last_epoch is None:
         return by_steps
-    return min(by_steps, data.num_steps * settings.last_epoch)
+    per_epoch = data.num_steps
+    # optimizers of a resumed run are made with the schedule that they began with, though loaders may have changed since
+    if not session.is_built and state.loaded_in.get("train") and state.steps_per_epoch is not None:
+        per_epoch = state.steps_per_epoch
+    return min(by_steps, per_epoch * settings.last_epoch)
 
 
 def is_over(session: Session) -> bool:
@@ -111,8 +115,8 @@ def validates_in_this_epoch(session: Session) -> bool:
 
 def reload_if_due(session: Session, kind: LoaderKind) -> None:
     """Request loaders again if ``reload_dataloaders_every_n_epochs`` epochs have passed since the last time."""
-    every = session.settings.reload_dataloaders_every_n_epochs
-    if every and session.reload is not None and session.state.epoch - session.progress.loaded_in[kind] >= every:
+    every, loaded_in = session.settings.reload_dataloaders_every_n_epochs, session.state.loaded_in.get(kind)
+    if every and session.reload is not None and (loaded_in is None or session.state.epoch - loaded_in >= every):
         session.reload(kind)
 
 

@@ -164,8 +164,9 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
         with reading("precision"):
             session.strategy.scaler.load_state_dict(state["precision"])
     loop, data = session.state, of_this_rank(session.strategy, state["data"])
-    with reading("data"):
-        loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
+    if loop.loaded_in.get("train", 0) <= loop.epoch:  # otherwise the loaders are those of the next epoch
+        with reading("data"):
+            loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
     if session.datamodule is not None:
         session.datamodule.load_state_dict(state["datamodule"])
     session.metrics.load_state_dict(state["metrics"])

@@ -32,8 +32,6 @@ class Progress:
     """The next global step at which the loggers get the step's values."""
     next_check: float = math.inf
     """The next global step after which to ask whether training is over: the last one, or a meeting of the ranks."""
-    loaded_in: dict[LoaderKind, float] = field(default_factory=dict)
-    """The epoch in which the loaders were last requested."""
     num_batches: float = 0
     """Micro-batches of the epoch; infinity if only reading can tell."""
     validates_inside: bool = False

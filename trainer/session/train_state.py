@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from ...callbacks.run import Stage
 from ...strategies.errors import CheckpointError
-from ...strategies.state.schema import COUNT, INTEGER, SECONDS, check, shown
+from ...strategies.state.schema import COUNT, INTEGER, SECONDS, TEXT, check, shown
 
 Status = Literal["initializing", "running", "finished", "interrupted"]
 _UNSAVED: Final = "is_epoch_over"
@@ -25,7 +26,10 @@ _SCHEMA: Final = {
     "seconds": SECONDS,
     "data_size": COUNT,
     "global_batch_size": (COUNT, None),
+    "loaded_in": {TEXT: COUNT},
+    "steps_per_epoch": (COUNT, None),
 }
+_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch"])
 
 
 @dataclass(slots=True)
@@ -56,6 +60,10 @@ class TrainState:
     """The data ranks with which the run began, for which batch size and accumulation were chosen."""
     global_batch_size: int | None = None
     """Samples per optimizer step; None if the data does not tell."""
+    loaded_in: dict[str, int] = field(default_factory=dict)
+    """The epoch in which loaders were last requested, for training (``train``) and validation (``validate``)."""
+    steps_per_epoch: int | None = None
+    """Optimizer steps per epoch with the first training loaders; None if only reading tells."""
     is_epoch_over: bool = False
     """Whether the epoch has ended for this run, its checkpoint included; not saved, since a resumed run may go on."""
 
@@ -67,6 +75,16 @@ class TrainState:
             self.batches_in_epoch = 0
             self.is_epoch_done = False
         self.is_epoch_over = False
+
+    @contextmanager
+    def as_in_epoch(self, epoch: int) -> Iterator[None]:
+        """Tell hooks inside that this is the current epoch."""
+        now = self.epoch, self.is_epoch_done, self.is_epoch_over
+        self.epoch, self.is_epoch_done, self.is_epoch_over = epoch, False, False
+        try:
+            yield
+        finally:
+            self.epoch, self.is_epoch_done, self.is_epoch_over = now
 
     @property
     def current_epoch(self) -> int:
@@ -89,12 +107,12 @@ class TrainState:
             CheckpointError: if they are not those of a TrainState.
         """
         check(state_dict, dict, "The saved training state")
-        if state_dict.keys() != _SCHEMA.keys():
+        if state_dict.keys() | _OPTIONAL != _SCHEMA.keys():
             raise CheckpointError(
                 f"The saved training state holds {shown(sorted(map(str, state_dict)))}, not {sorted(_SCHEMA)}; "
                 "it is of another version of echelon: load the weights only (echelon.load_weights)."
             )
-        check(state_dict, _SCHEMA, "The saved training state")
+        check(state_dict, {name: _SCHEMA[name] for name in state_dict}, "The saved training state")
         for name, value in state_dict.items():
             setattr(self, name, value)
         self.is_epoch_over = self.is_epoch_done
