@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from .combined_loader import CombinedLoader, combined_of
 from .index_stream import DataRanks
-from .loader_kinds import begin, check_loader, is_dealt, is_indexed, unshuffled, with_indices
+from .loader_kinds import begin, check_loader, entries_of, is_dealt, is_indexed, unshuffled, with_indices
 from .own_generators import OwnGenerators
 from .sampled import drawn, length_of, set_epoch
 from .seed import derive
@@ -98,7 +98,7 @@ class _Indexed:
 
     def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
         self._ranks = ranks
-        self._turns = _Turns(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, ranks)
+        self._turns = _Turns(entries_of(loader), ranks)
         self._loader = with_indices(loader, self._turns)
         # indices are known only if batches come in the order in which they were drawn (DataLoader(in_order=False))
         vars(self._loader)["in_order"] = True
@@ -140,6 +140,11 @@ class _Turns:
     def _note(self, entry: Any) -> Any:
         self.drawn.append(entry)
         return entry
+
+    @property
+    def sampler(self) -> _Turns:
+        """The sampler, for loaders that repeat one and ask for its length."""
+        return self
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type] # what has none raises TypeError, as it should

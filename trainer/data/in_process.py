@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from .loader_kinds import begin
 from .sampled import length_of
+
+_READING: Final = ("__iter__", "_get_iterator", "_auto_collation", "_index_sampler")
+"""What a subclass of DataLoader can override to read in another way."""
 
 
 def reader_of(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:
@@ -46,9 +49,10 @@ def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def _is_read_plainly(loader: DataLoader[Any]) -> bool:
     """Return whether a loader's iterator is torch's own, and does no more than read and collate."""
-    if type(loader).__iter__ is not DataLoader.__iter__ or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+    if isinstance(loader.dataset, IterDataPipe | MapDataPipe) or loader.num_workers or loader.pin_memory:
         return False
-    return not (loader.num_workers or loader.pin_memory)
+    kind, own = type(loader), vars(loader)
+    return all(getattr(kind, name) is getattr(DataLoader, name) and name not in own for name in _READING)
 
 
 def _chunks(samples: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:

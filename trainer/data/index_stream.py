@@ -253,6 +253,11 @@ class IndexStream:
             indices = SeededIndices(indices, mix(seed, place), 0)
         return MicroBatch(None, size, place, indices)
 
+    @property
+    def sampler(self) -> IndexStream:
+        """The sampler, for loaders that repeat one and ask for its length."""
+        return self
+
     def __len__(self) -> int:
         size = self.num_batches()
         if size is None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -76,6 +76,8 @@ class IterableStream:
             batches = batches_of(self._loader) if isinstance(self._loader, DataLoader) else begin(self._loader)
             if "loader" not in state and self.position:
                 self._skip(batches)
+            if self._owns_rng and not self._draws_here and type(self._loader).__iter__ is not DataLoader.__iter__:
+                batches = _begun(batches)
             if "rng" in state and self.position:
                 restore_rng(state["rng"])
         return batches
@@ -129,3 +131,9 @@ class IterableStream:
 
     def close(self) -> None:
         """Do nothing: closing an iterable is up to the user."""
+
+
+def _begun(batches: Iterator[Any]) -> Iterator[Any]:
+    """Return the batches of an iterator that may draw the seed of its workers only with its first batch."""
+    first = next(batches, END)
+    return batches if first is END else chain([first], batches)

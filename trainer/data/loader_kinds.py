@@ -64,12 +64,83 @@ def ending_workers() -> Iterator[None]:
 
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over a loader; worker processes that it starts ignore Ctrl-C."""
+    is_kept = _restart(loader)
     with sheltering_forks():
         iterator = iter(loader)
     begun = getattr(_of_thread, "begun", None)
     if begun is not None and hasattr(iterator, "_shutdown_workers") and not getattr(loader, "persistent_workers", True):
         begun.add(iterator)
-    return iterator
+    return _until_kept_ends(iterator) if is_kept else iterator
+
+
+class _Kept:
+    """The batches of a loader, in place of an iterator that a subclass keeps; at its end it begins again."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+
+    def restart(self) -> None:
+        """Begin again with the next batch."""
+        self._batches = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            with sheltering_forks():
+                self._batches = DataLoader.__iter__(self._loader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = None
+            raise
+
+
+def _restart(loader: Any) -> bool:
+    """Let a loader's own iterator begin again, if its class keeps one; return whether it does."""
+    kept = [value for value in vars(loader).values() if isinstance(value, _Kept)] if _keeps(loader) else []
+    for batches in kept:
+        batches.restart()
+    return bool(kept)
+
+
+def release(loader: DataLoader[Any]) -> None:
+    """End workers that outlive an epoch."""
+    _restart(loader)
+    vars(loader)["_iterator"] = None  # ends them now; the garbage collector would take 10 s
+
+
+def _until_kept_ends(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches until those of the kept iterator end, which a generator turns into an error."""
+    try:
+        yield from iterator
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+
+
+def _keeps(loader: Any) -> bool:
+    """Return whether a loader is of a class that keeps an iterator of batches across epochs, and reads from that."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is DataLoader.__iter__:
+        return False
+    return any(isinstance(value, _Kept) or _is_of_torch(value) for value in vars(loader).values())
+
+
+def _is_of_torch(value: Any) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__ == "torch.utils.data.dataloader"
+
+
+def entries_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler whose entries a loader reads: indices, or batches of them.
+
+    A loader that keeps its iterator repeats a sampler without end: then it is that one.
+    """
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while _keeps(loader) and length_of(sampler) is None and hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return sampler
 
 
 def _is_web_loader(loader: Any) -> bool:
@@ -111,8 +182,8 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool, share: Share
     if in_order:
         return Sequential(len(dataset))
     if _has_own_batches(loader):
-        return Sampled(loader.batch_sampler, seed, share)  # type: ignore[arg-type]
-    sampler: Any = loader.sampler
+        return Sampled(entries_of(loader), seed, share)
+    sampler: Any = loader.sampler if loader.batch_size is not None else entries_of(loader)
     if type(sampler) is SequentialSampler:
         return Sequential(len(dataset))
     # torchdata's sampler makes its own generator, with a different seed each time
@@ -162,4 +233,8 @@ def with_indices(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[
     # a DataLoader forbids setting its sampler, which could leave it inconsistent: all that depends on it is set here
     vars(clone)["batch_sampler" if batched else "sampler"] = indices
     vars(clone)["_iterator"] = None
+    if _keeps(loader):  # it does so to keep its workers; the iterator that it made reads its own sampler
+        vars(clone)["persistent_workers"] = loader.num_workers > 0
+        kept = [name for name, value in vars(loader).items() if _is_of_torch(value) and name != "_iterator"]
+        vars(clone).update({name: _Kept(clone) for name in kept})
     return clone

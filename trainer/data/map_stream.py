@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Final
 
@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate, default_convert
 
 from ...callbacks.samples.file import Source
+from ...strategies.errors import DataError
 from .generators import GENERATORS
 from .in_process import reader_of
 from .index_stream import BatchShare, IndexStream
-from .loader_kinds import begin, is_dealt, makes_batches, order_of, with_indices
+from .loader_kinds import begin, is_dealt, makes_batches, order_of, release, with_indices
 from .micro_batch import MicroBatch, Window
 from .sampled import length_of, set_epoch
 from .seed import derive, isolated_rng, mix
@@ -155,8 +156,7 @@ class MapStream:
         if self._reader is not None:
             yield self._indices.windows()
             return
-        with isolated_rng():  # an iterator draws a seed for its workers
-            torch.default_generator.manual_seed(self._epoch_seed)
+        with self._drawing_a_seed():
             batches = self._batches = begin(self._loader)
         try:
             yield self._drawn()
@@ -167,18 +167,34 @@ class MapStream:
     def _drawn(self) -> Iterator[Window]:
         """Yield the windows that the loader's iterator has drawn; their batches are filled in later."""
         drawn = self._indices.drawn
+        begins: Callable[[], AbstractContextManager[None]] = self._drawing_a_seed
         while True:
             if not drawn:  # reading advances the sampler, which then says what comes
                 try:
-                    self._ahead = self._fetch(None)
+                    with begins():  # some iterators begin with their first batch
+                        self._ahead = self._fetch(None)
                 except StopIteration:
                     pass
                 except Exception as error:
                     _note(error, next(chain.from_iterable(drawn), None))
                     raise
             if not drawn:
+                if self._ahead is not END:
+                    raise DataError(
+                        f"{type(self._loader).__name__} yields batches without drawing indices from its sampler, got "
+                        "a batch for none; read with DataLoader.__iter__ or super()._get_iterator(), or pass an "
+                        "iterable that is not a DataLoader."
+                    )
                 return
+            begins = nullcontext
             yield drawn.popleft()
+
+    @contextmanager
+    def _drawing_a_seed(self) -> Iterator[None]:
+        """Let a new iterator draw the seed of its workers from the epoch's, and not from training's numbers."""
+        with isolated_rng():
+            torch.default_generator.manual_seed(self._epoch_seed)
+            yield
 
     def _fill(self, micro_batch: MicroBatch) -> bool:
         """Read the batch for the indices that the sampler has drawn; return False if the loader has none."""
@@ -241,7 +257,7 @@ class MapStream:
         return self._indices.source(length_of(self._loader.dataset), self.num_streams)
 
     def close(self) -> None:
-        vars(self._loader)["_iterator"] = None  # ends persistent workers now; the garbage collector would take 10 s
+        release(self._loader)
 
 
 def _is_plain(dataset: Any) -> bool:
