@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ...strategies.errors import CheckpointError
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.schema import NUMBER, check, shown
-from .schedules import holds_schedules, load_schedule, schedule_state
 
 Winner = Literal["saved", "configured"]
 
@@ -63,7 +62,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
 
     `sources` are the saved groups of its optimizer's groups, if those have changed.
     """
-    live, before = scheduler.state_dict(), schedule_state(scheduler)
+    before = scheduler.state_dict()
     if sources:
         saved = _by_group(saved, before, sources, type(scheduler).__name__)
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
