@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ..callbacks.run import Logger
-from ..strategies.errors import RunError
+from ..strategies.distributed.pickling import check_packs
+from ..strategies.errors import ConfigError, RunError
 from . import checkpoint
 from .checkpoint.manifest import Origin
 from .data.evaluation_data import EvaluationData
@@ -28,6 +32,7 @@ from .session.progress import Progress
 from .session.session import Session, Task
 from .session.train_state import TrainState
 from .tuning.attribute import set_attribute
+from .unplaced import load_trained, trained_weights
 
 _PACKAGE: Final = __name__.partition(".")[0]
 
@@ -50,17 +55,21 @@ class Result:
     origin: Origin
     found: dict[str, float]
     """The attributes of module and data module that finders have set."""
+    lost: list[str]
+    """Warnings of what could not be sent."""
 
 
 def result_of(session: Session) -> Result:
     """Return the result of a run that ended without an error. Collective: every rank calls it."""
     is_fit, progress = session.task == "fit", session.progress
-    callbacks = callback_states(session.callbacks)
+    lost: list[str] = []
+    callbacks = _states_to_send(session.callbacks, lost)
     if is_fit:
         session.replicas.sync()
         _make_room(session)
+    model = session.strategy.full_model_state() if is_fit else None
     return Result(
-        model=session.strategy.full_model_state() if is_fit else None,
+        model=None if model is None else _weights_to_send(model, lost),
         state=session.state,
         metrics=session.metrics.state_dict() | {"logged": session.metrics.logged_metrics()},
         callbacks=callbacks,
@@ -71,6 +80,42 @@ def result_of(session: Session) -> Result:
         last_checkpoint=progress.last_checkpoint,
         origin=session.origin,
         found=progress.found,
+        lost=lost,
+    )
+
+
+def _states_to_send(callbacks: Sequence[Callback], lost: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the state of each callback; note in `lost` whose state cannot be had or sent, which loses no other's."""
+    states: dict[str, dict[str, Any]] = {}
+    for callback in callbacks:
+        try:
+            own = callback_states([callback])
+            check_packs(own, f"{type(callback).__name__}.state_dict()")
+        except Exception as error:  # noqa: BLE001 - of the user's code
+            lost.append(_not_back(f"The state of {type(callback).__name__}", error))
+        else:
+            states |= own
+    return states
+
+
+def _weights_to_send(weights: dict[str, Any], lost: list[str]) -> dict[str, Any]:
+    """Return the entries that can be sent, among them all tensors; note the others in `lost`."""
+    sent = {}
+    for name, value in weights.items():
+        try:
+            if not isinstance(value, Tensor):
+                check_packs(value, f"state_dict()[{name!r}]")
+        except ConfigError as error:
+            lost.append(_not_back(f"The entry {name!r} of the module's state", error))
+        else:
+            sent[name] = value
+    return sent
+
+
+def _not_back(what: str, error: Exception) -> str:
+    return (
+        f"{what} did not come back from the processes of the run, all else did; save it in a hook, "
+        f"which runs there. ({type(error).__name__}: {error})"
     )
 
 
@@ -110,29 +155,45 @@ class EndedRun:
     resumed_from: Path | None = None
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
+    trained: Sequence[str] | None = None
+    """The names of the weights that it has trained, if the module here has others."""
 
 
 def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
-    """Copy the result of a run into the objects that the caller holds."""
-    if result.model is not None:
-        _load_model(run.module, result.model)
-    run.metrics.load_state_dict(result.metrics)
-    run.metrics.logged = result.metrics["logged"]
-    load_callback_states(run.callbacks, result.callbacks)
-    for name, value in result.found.items():
-        set_attribute((run.module, run.datamodule), name, value)
-    continue_loggers(loggers, result.versions)
+    """Copy the result of a run into the objects that the caller holds; what cannot be copied loses nothing else.
+
+    The weights come first, and a warning, which the user may have made an error, last.
+    """
+    lost = list(result.lost)
+    if result.model is not None and (loss := load_trained(run.module, result.model)):
+        run.trained = tuple(result.model)
+        lost.append(loss)
     run.interruption.signal = result.signal
     run.progress.should_stop = result.should_stop
     run.progress.predictions = result.predictions
     run.progress.last_checkpoint = result.last_checkpoint
+    run.metrics.load_state_dict(result.metrics)
+    run.metrics.logged = result.metrics["logged"]
+    for callback in run.callbacks:
+        with _keeping_the_rest(f"The state of {type(callback).__name__}", lost):
+            load_callback_states([callback], result.callbacks)
+    for name, value in result.found.items():
+        with _keeping_the_rest(f"The attribute {name!r} that a finder has set", lost):
+            set_attribute((run.module, run.datamodule), name, value)
+    for logger, version in zip(loggers, result.versions, strict=True):
+        with _keeping_the_rest(f"The folder of {type(logger).__name__}", lost):
+            continue_loggers([logger], [version])
+    for loss in lost:
+        warnings.warn(loss, stacklevel=2)
 
 
-def _load_model(module: TrainModule, state: dict[str, Any]) -> None:
-    """Load the weights; layers that ``configure_model`` has built in the workers are built here as well."""
-    if module.state_dict().keys() != state.keys():
-        module.configure_model()
-    module.load_state_dict(state)
+@contextmanager
+def _keeping_the_rest(what: str, lost: list[str]) -> Iterator[None]:
+    """Note in `lost` an error of the user's code in the block, instead of raising it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - see above
+        lost.append(_not_back(what, error))
 
 
 def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
@@ -145,7 +206,7 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
         RunError: if the run saved no checkpoint at its last step.
     """
     if weights_only or run.task != "fit":
-        state = module_state(run.module, dict(run.module.state_dict()))
+        state = module_state(run.module, trained_weights(run.module, run.trained))
         checkpoint.save(path, shown_to_hooks(state, run.hooks, run.state))
         return
     last = run.progress.last_checkpoint
@@ -156,5 +217,5 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
             f"{last} (the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a "
             "ModelCheckpoint, or pass weights_only=True."
         )
-    state = {**saved, "model": dict(run.module.state_dict())}  # the caller's current weights
+    state = {**saved, "model": trained_weights(run.module, run.trained)}  # the caller's current weights
     checkpoint.save(path, state, origin=run.origin.after())

@@ -50,6 +50,7 @@ from .module.optimizers import (
 from .module.train_module import TrainModule
 from .session.session import Session, Task
 from .session.settings import Settings
+from .unplaced import forget_placed, place
 
 _LOADER_HOOKS = {
     "train": "train_dataloader",
@@ -302,6 +303,7 @@ def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
 def set_up(session: Session) -> None:
     """Call the hooks that prepare the data and build the module."""
     datamodule, module, stage = session.datamodule, session.module, session.task
+    forget_placed(module)
     for owner in (datamodule, module):
         if owner is not None and session.strategy.local_rank == 0:
             owner.prepare_data()
@@ -334,6 +336,7 @@ def set_up_module(session: Session) -> None:
         _compile_in_place(session.module, blocks, {} if compiled is True else dict(compiled))
     is_manual = session.task == "fit" and not session.module.automatic_optimization
     session.strategy.setup_module(session.module, is_manual=is_manual)
+    place(session.module, session.strategy)
 
 
 def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:

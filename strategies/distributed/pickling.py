@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,6 +72,16 @@ def pack_into(
             f"{path} ({type(culprit).__name__}) cannot be sent to other processes: {error}; "
             "create it in setup(), which runs in each process."
         ) from error
+
+
+def check_packs(value: Any, name: str) -> None:
+    """Check that a value can be packed, without keeping the bytes.
+
+    Raises:
+        ConfigError: if it cannot be pickled.
+    """
+    with open(os.devnull, "wb") as file:
+        pack_into(file, value, name)
 
 
 def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:

@@ -41,6 +41,9 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     """An example input of ``forward``, for the graph in TensorBoard and the shapes in the model summary."""
     strict_loading: bool = True
     """Whether a checkpoint must contain exactly this module's weights."""
+    unplaced_weights: Mapping[str, Any] = {}
+    """The weights that a fit in other processes has trained and that this module has no place for, by name: of layers
+    that ``setup`` or a hook has made there, say. A later run loads those for which it makes the layers again."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     """The key under which `on_save_checkpoint` and `on_load_checkpoint` see the hyper-parameters."""
