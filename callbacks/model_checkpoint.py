@@ -105,7 +105,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
         # without a top k, there is nothing to link to except a save of its own
         self._saves_last = save_last is True or (save_last == "link" and save_top_k == 0)
-        self._is_dirpath_given = dirpath is not None
+        self.is_dirpath_given = dirpath is not None
         self._is_dirpath_chosen = False
         self._default_name = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         self._name = CheckpointName(filename or self._default_name, auto_insert_metric_name)
@@ -218,7 +218,7 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what is kept; after a launched fit, what rank 0 kept."""
         check(state_dict, STATE, "The saved state of ModelCheckpoint")
-        if not (self._is_dirpath_given or self._is_dirpath_chosen):
+        if not (self.is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
         self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"])
         self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
@@ -236,7 +236,7 @@ class ModelCheckpoint(Callback):
         if stage != "fit":
             return
         self._was_pending = False
-        if not self._is_dirpath_given:
+        if not self.is_dirpath_given:
             self._saved_best = self.best_model_path
             self.dirpath = trainer.strategy.collectives.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
             self._is_dirpath_chosen = True

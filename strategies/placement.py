@@ -10,6 +10,7 @@ from .cluster.environment import reconcile
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
 from .elastic import ElasticStrategy
+from .launch.worker import end_with_the_agent
 from .registry import STRATEGIES, Factory, find_strategy
 from .strategy import Strategy
 
@@ -36,10 +37,15 @@ def place(
 ) -> tuple[Strategy, Hardware]:
     """Return the strategy and its hardware; ``strategy="auto"`` is ``ddp`` with several devices or nodes.
 
+    From here on, a process of a launch ends with it.
+
     Raises:
         ConfigError: for an unknown name, a missing device, or numbers that contradict the launcher's.
+        ProcessError: if the launch that started this process is gone.
     """
     environment = detect_environment()
+    if environment.launcher == "torchrun":
+        end_with_the_agent()
     hardware = Hardware.of(accelerator, devices, num_nodes)
     if is_auto(strategy):
         strategy = "ddp" if environment.world_size > 1 or num_nodes > 1 or len(hardware.devices) > 1 else "single"

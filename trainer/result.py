@@ -52,6 +52,7 @@ class Result:
     should_stop: bool
     predictions: list[Any] | None
     last_checkpoint: Path | None
+    resumed_from: Path | None
     origin: Origin
     found: dict[str, float]
     """The attributes of module and data module that finders have set."""
@@ -78,6 +79,7 @@ def result_of(session: Session) -> Result:
         should_stop=progress.should_stop,
         predictions=progress.predictions,
         last_checkpoint=progress.last_checkpoint,
+        resumed_from=session.resumed_from,
         origin=session.origin,
         found=progress.found,
         lost=lost,

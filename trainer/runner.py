@@ -47,6 +47,7 @@ from .request import Request
 from .result import EndedRun, Result, result_of, take_over
 from .resume.after_restart import go_on, note_end, note_run
 from .resume.find_checkpoint import find_checkpoint
+from .resume.hold_folder import hold_and_choose
 from .resume.save import newest_saved, point_to_checkpoint
 from .resume.take_snapshot import end_snapshots
 from .session.detailed_profilers import profiler_by_name
@@ -188,8 +189,7 @@ class Runner:
 
     def _find_checkpoint(self, request: Request) -> Path | None:
         savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
-        root = str(self.settings.default_root_dir or ".")
-        is_fit, has_fitted = request.task == "fit", self._has_fitted
+        root, is_fit, has_fitted = self.settings.default_root_dir or ".", request.task == "fit", self._has_fitted
         return find_checkpoint(request.ckpt_path, self.loggers, savers, root, to_resume=is_fit, has_fitted=has_fitted)
 
     # --- in processes of its own -------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Runner:
                 hooks=Hooks(self._run, request.module, ModuleHooks, callbacks),
                 metrics=self._metrics_of(request),
                 state=self.state,
-                resumed_from=request.checkpoint,
+                resumed_from=answer[0].resumed_from,
                 origin=self.origin,
             )
             take_over(ended, answer[0], self.loggers)
@@ -322,6 +322,7 @@ class Runner:
             tell(self.loggers, "silence")
         if request.task == "fit":
             go_on(session)
+            hold_and_choose(session, is_link=is_link)
             continued = None if session.is_restarted else session.resumed_from
             versions = strategy.collectives.on_first_rank(partial(open_loggers, self.loggers, continued))
             note_run(session, versions)
@@ -395,4 +396,5 @@ class Runner:
             self.strategy.annotate(error)
             raise
         finally:
+            session.held.close()
             self.strategy.close()

@@ -17,6 +17,8 @@ NODE_FOLDER: Final = "echelonNODE_FOLDER"
 """The variable with which a worker of an elastic run finds its agent's folder, which outlives the worker."""
 CALLS_FILE: Final = "echelonCALLS_FILE"
 """The variable with which a worker started by Echelon finds the file in which it records its collectives."""
+LAUNCH: Final = "echelonLAUNCH"
+"""The variable with which a process that `echelon launch` started finds the launch: its process id."""
 
 ENVIRON: Final[Mapping[str, str]] = os.environ
 """The variables of this process. The only other reader is launch/worker.py, which takes over the caller's."""
@@ -66,6 +68,11 @@ def node_folder(environ: Mapping[str, str] = ENVIRON) -> Path | None:
 def calls_file(environ: Mapping[str, str] = ENVIRON) -> Path | None:
     """Return the file in which a worker started by Echelon records its collectives; None in other processes."""
     return Path(environ[CALLS_FILE]) if CALLS_FILE in environ else None
+
+
+def launch_of(environ: Mapping[str, str] = ENVIRON) -> int | None:
+    """Return the process id of the `echelon launch` that started this process; None in other processes."""
+    return int(environ[LAUNCH]) if environ.get(LAUNCH, "").isdigit() else None
 
 
 def reconcile(environment: Environment, num_devices: int | None, num_nodes: int | None) -> Environment:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from .environment import ENVIRON, LOOPBACK, Environment
 from .variables import first_number, has_all, number
 
+RUN_ID: Final = "TORCHELASTIC_RUN_ID"
+"""The variable that only the processes that an agent starts have, and not the agent."""
+
 
 def read_torchrun(environ: Mapping[str, str]) -> Environment | None:
     """Return the environment of a process that torchrun started; None for other processes."""
-    if "TORCHELASTIC_RUN_ID" in environ or has_torch_variables(environ):
+    if has_agent(environ) or has_torch_variables(environ):
         return read_torch_variables(environ, "torchrun")
     return None
 
@@ -18,6 +22,11 @@ def read_torchrun(environ: Mapping[str, str]) -> Environment | None:
 def has_torch_variables(environ: Mapping[str, str]) -> bool:
     """Return whether all variables that torch documents for the processes of a run are set."""
     return has_all(environ, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def has_agent(environ: Mapping[str, str] = ENVIRON) -> bool:
+    """Return whether an agent, such as torchrun, has started this process or one of those that started it."""
+    return RUN_ID in environ
 
 
 def agent_hosts_store(environ: Mapping[str, str] = ENVIRON) -> bool:

@@ -22,12 +22,14 @@ from typing import Any, Final, Self
 
 import torch
 
-from ..cluster.environment import CALLS_FILE, NODE_FOLDER, overridden
+from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, overridden
 from ..cluster.network import loopback_variables
+from ..cluster.torchrun import RUN_ID, has_agent
 from ..distributed.pickling import pack_into, unpack, unpack_from
 from ..errors import ProcessError
 from ..torch_internals import is_cuda_unusable, kill_with_parent
 from .failures import Failure
+from .proc_status import look_at
 from .signal_handlers import ignore
 from .torch_settings import TorchSettings
 
@@ -280,6 +282,40 @@ def end_with_the_caller() -> None:
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not parent.is_alive():
         os._exit(1)
+
+
+def end_with_the_agent() -> None:
+    """Make the kernel kill this process as soon as the agent that started it, a launch's or torchrun's, is gone.
+
+    The processes of a launch that was killed would go on, and keep its folder from the one that is started next.
+
+    Raises:
+        ProcessError: if the launch is gone already.
+    """
+    parent = os.getppid()
+    if _is_agent(parent):
+        kill_with_parent(signal.SIGKILL)
+    launch = launch_of()
+    if launch is not None and look_at(launch).state == "ended":
+        raise ProcessError(
+            f"Process {launch}, the `echelon launch` that started this one, has ended; start the program again, or "
+            "unset echelonLAUNCH if it is to run by itself."
+        )
+
+
+def _is_agent(pid: int) -> bool:
+    """Return whether a process, the parent of this one, has started it as one of a run's, and is none of them itself.
+
+    Of those it is none: a program may start others, which inherit its variables, and may outlive it.
+    """
+    if launch_of() == pid:
+        return True
+    if not has_agent():
+        return False
+    try:
+        return f"{RUN_ID}=".encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # another user's, or no Linux
+        return False
 
 
 def threads_per_process(num_processes: int) -> int:

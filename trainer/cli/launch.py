@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ...strategies.cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
+from ...strategies.cluster.environment import DEFAULT_PORT, LAUNCH, LOOPBACK, Environment, overridden, set_defaults
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.elastic import parse_nodes
 from ...strategies.errors import ConfigError
@@ -96,7 +97,8 @@ def run(options: argparse.Namespace) -> int:
     if options.nnodes == (1, 1):
         set_defaults(loopback_variables())
     # torchrun does not remove the folder of its error files, so give it one that is removed here
-    with NodeFolder.create(Path(tempfile.gettempdir())) as folder:
+    launch = {LAUNCH: str(os.getpid())}  # so that the processes end with this one, also if it is killed
+    with NodeFolder.create(Path(tempfile.gettempdir())) as folder, overridden(launch):
         return _run_torchrun(
             [f"--log-dir={folder.path}", *_torchrun_options(options), options.program], options.arguments
         )

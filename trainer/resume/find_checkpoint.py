@@ -23,7 +23,7 @@ def find_checkpoint(
     ckpt_path: str | Path | None,
     loggers: Sequence[Logger],
     callbacks: Sequence[ModelCheckpoint],
-    root_dir: str,
+    root_dir: str | Path,
     *,
     to_resume: bool,
     has_fitted: bool = False,
@@ -45,14 +45,20 @@ def find_checkpoint(
         return checkpoint.resolve(best)
     if ckpt_path == "best" and has_fitted:
         raise _no_best([])
+    folders = folders_of_runs(loggers, callbacks, root_dir)
+    if ckpt_path == "best":
+        return _best_of_last_run(folders)
+    return checkpoint.resolve(ckpt_path, *folders, part="loop" if to_resume else None)
+
+
+def folders_of_runs(loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint], root_dir: str | Path) -> list[str]:
+    """Return the checkpoint folders of these callbacks and of all runs with the loggers' names, or in `root_dir`."""
     folders = {callback.dirpath for callback in callbacks if callback.dirpath}
     if not loggers:
         folders.add(str(Path(root_dir) / "checkpoints"))
     for logger in loggers:
         folders.update(_folders_of_runs(run_folder(logger, root_dir).parent))
-    if ckpt_path == "best":
-        return _best_of_last_run(sorted(folders))
-    return checkpoint.resolve(ckpt_path, *sorted(folders), part="loop" if to_resume else None)
+    return sorted(folders)
 
 
 def _folders_of_runs(parent: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -93,6 +94,8 @@ class Session:
     """The checkpoint that the user named, by its path or as ``best``, to begin from."""
     saved_list: Path | None = None
     """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """The locks of folders that it holds from its beginning to its end."""
     is_built: bool = False
     """Whether everything that a checkpoint holds exists: the strategy has the module, a fit its data and optimizers."""
     has_failed: bool = False

@@ -1,0 +1,72 @@
+"""Folder in which a run is going to save: it is held before the last checkpoint in it is chosen.
+
+The job that was there before, told to end within a step, saves once more: what was chosen earlier would be stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from ...callbacks.helpers.folder_lock import LOCK, FolderLock
+from ...callbacks.model_checkpoint import ModelCheckpoint
+from ...strategies.errors import CheckpointError
+from ..checkpoint import list_checkpoints
+from ..session.session import Session
+from .find_checkpoint import find_checkpoint, folders_of_runs
+
+
+def hold_and_choose(session: Session, *, is_link: bool) -> None:
+    """Hold the folders in which a run will save, and choose again where it resumes from ``last`` or another link.
+
+    Collective: every rank calls it.
+
+    Raises:
+        CheckpointError: if another run holds one of the folders, and does not end soon.
+    """
+    if is_link and not session.is_restarted:
+        session.resumed_from = session.strategy.collectives.on_first_rank(partial(_hold_and_choose, session))
+
+
+def _hold_and_choose(session: Session) -> Path | None:
+    all_savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
+    savers = [one for one in all_savers if one.save_top_k or one.save_last or one.save_on_exception]
+    where = session.loggers, all_savers, session.settings.default_root_dir or "."
+    found, held = session.resumed_from, set[Path]()
+    if found is None and savers:
+        _wait_for_runs(folders_of_runs(*where))
+    while savers:
+        places = {Path(one.dirpath) for one in savers if one.is_dirpath_given}
+        if found is not None and not all(one.is_dirpath_given for one in savers):
+            places.add(found.parent)  # the folders of that run are those of this one
+        for place in places - held:
+            lock = FolderLock()
+            lock.take_for(session.run, place)
+            session.held.callback(lock.release)
+        held |= places
+        if found is not None and _is_newest(found, folders_of_runs(*where)):
+            break
+        before, found = found, find_checkpoint("last", *where, to_resume=True)
+        if found == before:
+            break
+    return found
+
+
+def _is_newest(found: Path, folders: Sequence[str]) -> bool:
+    """Return whether nothing is newer than what was verified before; a link is followed when it is read."""
+    if found.is_symlink():
+        return True
+    known = list_checkpoints(*folders)
+    return bool(known) and known[-1].path == found
+
+
+def _wait_for_runs(folders: Sequence[str]) -> None:
+    """Wait for runs that have saved nothing yet, and may be about to end with their first checkpoint."""
+    for folder in map(Path, folders):
+        if (folder / LOCK).exists():
+            lock = FolderLock()
+            with suppress(CheckpointError):  # it goes on: this is another run
+                lock.take(folder, run=0)
+            lock.release()
