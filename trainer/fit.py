@@ -13,6 +13,7 @@ from ..strategies.module.activation_checkpointing import ActivationCheckpointing
 from .advice import advise_precision
 from .checkpoint.manifest import read_manifest
 from .loop.evaluate import Results, evaluate, sanity_check
+from .loop.finite_end import warn_if_not_finite
 from .loop.schedule import is_over, validates_in_this_epoch
 from .loop.train import make_step, train
 from .request import Request
@@ -92,6 +93,7 @@ def fit(session: Session, request: Request) -> None:
                 )
             session.progress.stage = None
         session.writer.close()
+        warn_if_not_finite(session)
         session.hooks.call("on_fit_end")
 
 

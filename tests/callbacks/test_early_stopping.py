@@ -56,6 +56,7 @@ def test_a_validation_before_training_is_no_check(tmp_path: Path) -> None:
     assert stopping.best_score.item() == pytest.approx(0.4)
 
 
+@pytest.mark.filterwarnings("ignore:'val_loss' is nan at global_step 12")
 @pytest.mark.parametrize(
     ("arguments", "values", "reason"),
     [

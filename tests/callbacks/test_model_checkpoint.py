@@ -58,6 +58,7 @@ def test_mode_max_keeps_the_largest(tmp_path: Path) -> None:
     assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt"]
 
 
+@pytest.mark.filterwarnings("ignore:'val_loss' is nan at global_step 4")
 def test_nan_is_best_only_as_long_as_there_is_nothing_else(tmp_path: Path) -> None:
     only_nan = ModelCheckpoint(tmp_path / "nan", monitor="val_loss")
     with pytest.warns(UserWarning, match="got nan at global_step 4"):

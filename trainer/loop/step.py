@@ -38,7 +38,7 @@ class Step(ABC):
 
     # slots lie next to each other in memory: a small model's step takes as long as a few dozen cache misses
     __slots__ = (
-        "_clips", "_has_stepped", "_has_warned_of_loss", "_is_updating", "_managed_optimizers", "_may_leave",
+        "_clips", "_has_stepped", "_is_updating", "_managed_optimizers", "_may_leave",
         "_needs_closure", "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward",
         "_update_fns", "_updates_directly", "backward", "batch", "forward", "has_gradients", "hooks", "is_automatic",
         "metrics", "module", "optimizers", "output", "passes_closure", "progress", "schedulers", "session",
@@ -65,7 +65,6 @@ class Step(ABC):
         """Whether this window has computed gradients."""
         self._is_updating = False
         """Whether the trainer makes an optimizer step, through the module's ``optimizer_step``."""
-        self._has_warned_of_loss = False
         self._has_stepped = False
         """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
         self.batch: Any = None
@@ -207,7 +206,7 @@ class Step(ABC):
             state.skipped_steps += 1
         elif self.schedulers:
             step_schedulers(self.session, "step", state.global_step)
-        if state.global_step >= self.progress.next_log and has_updated and not self._has_warned_of_loss:
+        if state.global_step >= self.progress.next_log and has_updated and not self.session.not_finite.found:
             self._look_at_loss()
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
@@ -263,12 +262,7 @@ class Step(ABC):
         loss = self.output if type(self.output) is Tensor else loss_of(self.output)
         if loss is None or self.strategy.rank or math.isfinite(value := mean_of(loss).item()):
             return
-        self._has_warned_of_loss = True
-        warnings.warn(
-            f"The loss is {value} at global_step {self.state.global_step}, and training goes on; add NaNGuard() to "
-            "the callbacks to stop at the first loss or gradient that is not finite.",
-            stacklevel=2,
-        )
+        self.session.not_finite.note("The loss", value, self.state.global_step)
 
     def _update_each(self, closure: Callable[[], Any] | None) -> bool:
         """Unscale, clip and step each optimizer; return False if one was skipped because its gradients overflowed."""

@@ -29,6 +29,7 @@ from ..module.data_module import DataModule
 from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
 from .interruption import Interruption
+from .not_finite import FirstNotFinite
 from .profiler import Profiler
 from .progress import LoaderKind, Progress
 from .replica_guard import ReplicaGuard
@@ -74,6 +75,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     streams: RankStreams = field(default_factory=RankStreams)
     """The random numbers of this rank, and those of all."""
+    not_finite: FirstNotFinite = field(init=False)
     meetings: Meetings = field(init=False)
     replicas: ReplicaGuard = field(init=False)
     transfer: Transfer | None = field(init=False)
@@ -107,6 +109,7 @@ class Session:
     """Set in a fit of an elastic strategy."""
 
     def __post_init__(self) -> None:
+        self.not_finite = FirstNotFinite(skips_steps=self.strategy.precision.uses_scaler)
         self.meetings = Meetings(self.strategy, self.interruption)
         choice = " Trainer(check_replicas='warn') trains on with a warning."
         state, action = self.state, self.settings.check_replicas
@@ -132,7 +135,10 @@ class Session:
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Send values to the loggers, with the epoch, at the current step."""
         if values:
-            self.log_numbers(to_numbers(values))
+            numbers = to_numbers(values)
+            if self.task == "fit" and self.strategy.rank == 0:
+                self.not_finite.look(numbers, self.state.global_step)
+            self.log_numbers(numbers)
 
     def log_numbers(self, numbers: Mapping[str, float]) -> None:
         """Send numbers to the loggers, with the epoch, at the current step or at the value logged as ``step``."""

@@ -243,7 +243,7 @@ def a_gradient_that_is_infinite() -> None:
     fit(Infinite(), log_every_n_steps=1, gradient_clip_val=1.0)
 
 
-@tour.answered_by(UserWarning, "val_loss", "nan", "NaNGuard")
+@tour.answered_by(UserWarning, "EarlyStopping(monitor='val_loss') got nan", "NaNGuard")
 def a_monitored_metric_that_is_nan() -> None:
     class NotANumber(Regression):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
