@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,6 +59,9 @@ class Callback:
     A callback reads `trainer` (a `Run`), and sets only the two fields that `Run` lists.
     Names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
     """
+
+    path_attributes: ClassVar[tuple[str, ...]] = ()
+    """The attributes with paths; relative ones are made absolute when a run starts, before a hook changes directory."""
 
     @property
     def state_key(self) -> str:

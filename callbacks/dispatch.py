@@ -13,7 +13,15 @@ from ..strategies.errors import CheckpointError, ConfigError, ModuleError, did_y
 from .callback import Callback
 from .run import Run
 
-_NOT_HOOKS: Final = {"state_key", "state_dict", "load_state_dict", "check_strategy", "log", "log_dict"}
+_NOT_HOOKS: Final = {
+    "path_attributes",
+    "state_key",
+    "state_dict",
+    "load_state_dict",
+    "check_strategy",
+    "log",
+    "log_dict",
+}
 HOOK_NAMES: Final = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _NOT_HOOKS)
 
 

@@ -67,6 +67,7 @@ class ModelCheckpoint(Callback):
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
     """The separator of the two fields of the default name."""
+    path_attributes = ("dirpath",)
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     """The name of the link to the newest checkpoint, without the extension."""
     FILE_EXTENSION: ClassVar[str] = EXTENSION
@@ -105,8 +106,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
         # without a top k, there is nothing to link to except a save of its own
         self._saves_last = save_last is True or (save_last == "link" and save_top_k == 0)
-        self.is_dirpath_given = dirpath is not None
-        self._is_dirpath_chosen = False
+        self.is_dirpath_given, self._is_dirpath_chosen = dirpath is not None, False
         self._default_name = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         self._name = CheckpointName(filename or self._default_name, auto_insert_metric_name)
         self._last = self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION

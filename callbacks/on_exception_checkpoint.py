@@ -25,6 +25,7 @@ class OnExceptionCheckpoint(Callback):
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    path_attributes = ("dirpath",)
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:

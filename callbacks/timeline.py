@@ -40,6 +40,8 @@ class Timeline(Callback):
         MissingDependencyError: without matplotlib.
     """
 
+    path_attributes = ("_path",)
+
     def __init__(self, path: str | Path | None = None, *, step: int = 5) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             raise ConfigError(f"step must be an optimizer step from 1, got {step!r}.")

@@ -174,7 +174,7 @@ class TrainerAttributes:
     @property
     def default_root_dir(self) -> str:
         """The folder of loggers and checkpoints that have no other folder."""
-        return str(self.settings.default_root_dir or ".")
+        return str(self._runner.root)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

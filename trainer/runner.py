@@ -38,6 +38,7 @@ from .checks import (
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
+from .folders import settle_folders
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
 from .module.hooks import ModuleHooks
@@ -52,11 +53,11 @@ from .resume.save import newest_saved, point_to_checkpoint
 from .resume.take_snapshot import end_snapshots
 from .session.detailed_profilers import profiler_by_name
 from .session.interruption import Interruption
-from .session.session import Session, Task
+from .session.session import Session
 from .session.settings import Settings
 from .session.torch_flags import numerics
 from .session.train_state import TrainState
-from .setup import check_root_dir, make_callbacks, make_loggers, open_loggers, set_up, with_module_callbacks
+from .setup import make_callbacks, make_loggers, open_loggers, set_up, with_module_callbacks
 
 Work = Callable[[Session, Request], Any]
 
@@ -79,7 +80,9 @@ class Runner:
         )
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
-        self.loggers = make_loggers(settings)
+        self.root = Path(settings.default_root_dir or ".")
+        """The folder of what has no other; absolute once a run has started."""
+        self.loggers = make_loggers(settings, self.root)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)
         self.profiler = profiler_by_name(settings.profiler)
@@ -160,7 +163,7 @@ class Runner:
             check_callbacks_of_fit(self._callbacks, request, self.settings, self.strategy, self.hardware)
         is_external = self.hardware.environment.is_external  # the ranks look at the disk once they are connected
         if not is_external:
-            check_root_dir(self.settings, request.task)
+            self._settle_folders(request)
         checkpoint = None if is_external else self._find_checkpoint(request)
         self.is_running, self.has_finished = True, False
         try:
@@ -187,10 +190,14 @@ class Runner:
         self.strategy.validate(self.hardware, self.precision)
         say(choice.reason)
 
+    def _settle_folders(self, request: Request) -> None:
+        writes = request.task == "fit" and (self.settings.logger is True or self.settings.enable_checkpointing)
+        self.root = settle_folders(self.root, self._callbacks, self.loggers, writes=writes)
+
     def _find_checkpoint(self, request: Request) -> Path | None:
         savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
-        root, is_fit, has_fitted = self.settings.default_root_dir or ".", request.task == "fit", self._has_fitted
-        return find_checkpoint(request.ckpt_path, self.loggers, savers, root, to_resume=is_fit, has_fitted=has_fitted)
+        is_fit, places = request.task == "fit", (self.loggers, savers, self.root)
+        return find_checkpoint(request.ckpt_path, *places, to_resume=is_fit, has_fitted=self._has_fitted)
 
     # --- in processes of its own -------------------------------------------------------------------------------------
 
@@ -261,7 +268,8 @@ class Runner:
         try:
             self._agree(session, request)
             set_up(session)
-            with ending_workers(), self._profiled(request.task):
+            rank = self.strategy.rank if self.strategy.world_size > 1 else None
+            with ending_workers(), self.profiler.running(request.task, rank, self._run.log_dir):
                 yield session
             status = "interrupted" if session.interruption.is_requested else "success"
             note_end(session)
@@ -294,22 +302,13 @@ class Runner:
             if failure is not None and not self._reports and last is not None and last != session.resumed_from:
                 point_to_checkpoint(failure, last)
 
-    @contextmanager
-    def _profiled(self, task: Task) -> Iterator[None]:
-        self.profiler.setup(task, self.strategy.rank if self.strategy.world_size > 1 else None, self._run.log_dir)
-        try:
-            yield
-        finally:
-            self.profiler.describe()
-            self.profiler.teardown(task)
-
     def _agree(self, session: Session, request: Request) -> None:
         """Make all ranks use rank 0's seed, checkpoint and folders."""
         strategy, environment = self.strategy, self.hardware.environment
         session.resumed_from = request.checkpoint
         if environment.is_external:  # nobody has looked at the disk yet, even with one process
             with strategy.collectives.fail_together():
-                check_root_dir(self.settings, request.task)
+                self._settle_folders(request)
             session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
         if strategy.world_size > 1:
             if strategy.rank == 0 and not (self._has_described or strategy.collectives.is_rehearsed):
@@ -334,7 +333,7 @@ class Runner:
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())
             if self.settings.logger is True and self._has_fitted:
-                self.loggers = make_loggers(self.settings)  # another run, another folder
+                self.loggers = make_loggers(self.settings, self.root)  # another run, another folder
             self._has_fitted = True
 
     def _callbacks_of(self, request: Request) -> list[Callback]:

@@ -28,12 +28,13 @@ from ..strategies.module.traces import KeptObjects
 from ..strategies.state.optimizer_state import needs_closure
 from .checkpoint import load
 from .checkpoint.manifest import read_manifest
-from .checks import check_callbacks, check_loaders, check_writable
+from .checks import check_callbacks, check_loaders
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
 from .data.replica_batches import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
+from .folders import settle_callbacks
 from .loggers import default_logger
 from .loggers.tracker import continue_saved_runs
 from .loop.schedule import validates
@@ -48,7 +49,7 @@ from .module.optimizers import (
     warn_of_shared_parameters,
 )
 from .module.train_module import TrainModule
-from .session.session import Session, Task
+from .session.session import Session
 from .session.settings import Settings
 from .unplaced import forget_placed, place
 
@@ -60,10 +61,10 @@ _LOADER_HOOKS = {
 }
 
 
-def make_loggers(settings: Settings) -> list[Logger]:
-    """Return the loggers that the settings ask for."""
+def make_loggers(settings: Settings, root: Path) -> list[Logger]:
+    """Return the loggers that the settings ask for, by default one below `root`."""
     if isinstance(settings.logger, bool):
-        return [default_logger(settings.default_root_dir or ".")] if settings.logger else []
+        return [default_logger(root)] if settings.logger else []
     return list(settings.logger) if isinstance(settings.logger, Sequence) else [settings.logger]
 
 
@@ -112,6 +113,7 @@ def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) ->
     brought = module.configure_callbacks()
     brought = [brought] if isinstance(brought, Callback) else list(brought or [])
     check_callbacks(brought)
+    settle_callbacks(brought)
     kinds = {type(callback) for callback in brought}
     return in_order([*(callback for callback in callbacks if type(callback) not in kinds), *brought])
 
@@ -371,13 +373,3 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
                 logger.log_hyperparams(hparams)
     if example is not None:
         tell(session.loggers, "log_graph", session.module, example)
-
-
-def check_root_dir(settings: Settings, task: Task) -> None:
-    """Check that files can be created in ``default_root_dir``, if a run will write there.
-
-    Raises:
-        ConfigError: if they cannot.
-    """
-    if task == "fit" and (settings.logger is True or settings.enable_checkpointing):
-        check_writable(Path(settings.default_root_dir or "."))

@@ -158,7 +158,7 @@ class Trainer(TrainerAttributes, Trials):
         """
         if storage_options is not None:
             raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
-        path, current = local_path("filepath", filepath), self._runner.current
+        path, current = local_path("filepath", filepath).absolute(), self._runner.current
         if isinstance(current, EndedRun):
             save_ended(current, path, weights_only=bool(weights_only))
         else:
@@ -167,12 +167,12 @@ class Trainer(TrainerAttributes, Trials):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint directory of this run or of a run it resumes; leave anything else alone."""
         if self.is_global_zero:
-            self.session.writer.remove(Path(path), self.session.origin.lineage)
+            self.session.writer.remove(Path(path).absolute(), self.session.origin.lineage)
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
         """Make `link` point to the checkpoint at `path`, atomically."""
         if self.is_global_zero:
-            self.session.writer.point(Path(link), Path(path))
+            self.session.writer.point(Path(link).absolute(), Path(path).absolute())
 
     def roll_back(self) -> Path | None:
         """Go back to this run's newest checkpoint, skip the data read since, and return its path; None without one.

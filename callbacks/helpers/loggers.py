@@ -12,6 +12,7 @@ from ...strategies.errors import ConfigError
 from ..run import Logger
 
 OptionalMethod = Literal[
+    "settle",
     "open",
     "continue_run",
     "continue_saved",

@@ -80,7 +80,7 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
         return newest_valid(*folders, part=part)
     path = Path(ckpt_path)
     if (path / MANIFEST).is_file():
-        return path
+        return path.absolute()  # a hook may change directory before it is read
     if path.is_symlink() and not path.exists():
         raise CheckpointError(
             f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which no longer exists; give another path."

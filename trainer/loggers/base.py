@@ -186,6 +186,10 @@ class FolderLogger:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    def settle(self) -> None:
+        """Make a relative folder that of now, when a run starts."""
+        self._folder.save_dir = self._folder.save_dir.absolute()
+
     def open(self) -> None:
         """Create the folder of the run; a version number that was not given is final from then on."""
         self._folder.claim()

@@ -85,7 +85,7 @@ class WandbLogger(TrackerLogger):
         super().__init__(version or id or (experiment.id if experiment is not None else None), prefix, log_model)
         from wandb import env
 
-        self._folder = local_path("save_dir", save_dir if dir is None else dir)
+        self._folder = local_path("save_dir", save_dir if dir is None else dir).absolute()
         self._project = project or (experiment.project if experiment is not None else env.get_project("echelon_logs"))
         self._init = {"name": name, "resume": "allow", **({"mode": "offline"} if offline else {}), **kwargs}
         self._checkpoint_name = checkpoint_name

@@ -33,7 +33,7 @@ def hold_and_choose(session: Session, *, is_link: bool) -> None:
 def _hold_and_choose(session: Session) -> Path | None:
     all_savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
     savers = [one for one in all_savers if one.save_top_k or one.save_last or one.save_on_exception]
-    where = session.loggers, all_savers, session.settings.default_root_dir or "."
+    where = session.loggers, all_savers, session.run.default_root_dir
     found, held = session.resumed_from, set[Path]()
     if found is None and savers:
         _wait_for_runs(folders_of_runs(*where))

@@ -45,7 +45,7 @@ class Profiler(ABC):
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin to measure a run; files go to `dirpath`, else to `log_dir`, each rank's under its own name."""
         self._stage, self._rank = stage, local_rank
-        self._folder = Path(self.dirpath or log_dir or ".")
+        self._folder = Path(self.dirpath or log_dir or ".").absolute()
 
     @abstractmethod
     def start(self, action_name: str) -> None:
@@ -96,6 +96,16 @@ class Profiler(ABC):
 
     def teardown(self, stage: str | None = None) -> None:
         """End the measurement of a run."""
+
+    @contextmanager
+    def running(self, stage: str, local_rank: int | None, log_dir: str | None) -> Iterator[None]:
+        """Measure a run, from `setup` to `teardown`."""
+        self.setup(stage, local_rank, log_dir)
+        try:
+            yield
+        finally:
+            self.describe()
+            self.teardown(stage)
 
     def _path(self, extension: str, action_name: str | None = None) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

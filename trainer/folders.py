@@ -1,0 +1,34 @@
+"""Folders of a run: relative ones are those of the moment at which it starts, also if a hook changes the directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..callbacks.callback import Callback
+from ..callbacks.helpers.loggers import tell
+from ..callbacks.run import Logger
+from .checks import check_writable
+
+
+def settle_folders(root: Path, callbacks: Iterable[Callback], loggers: Sequence[Logger], *, writes: bool) -> Path:
+    """Make the folders of callbacks and loggers absolute, and return the root as an absolute path.
+
+    Raises:
+        ConfigError: if the run `writes` to its root, and files cannot be created there.
+    """
+    if writes:
+        check_writable(root)
+    settle_callbacks(callbacks)
+    tell(loggers, "settle")
+    return root.absolute()
+
+
+def settle_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Make the paths of callbacks absolute."""
+    for callback in callbacks:
+        for name in callback.path_attributes:
+            path = getattr(callback, name)
+            if path:
+                setattr(callback, name, type(path)(os.path.abspath(path)))
