@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ..torch_internals import overflows_of
+
 
 class LossScaling:
     """Scales losses if the precision requires it, and tells whether an update was skipped because gradients overflowed.
@@ -44,10 +46,12 @@ class LossScaling:
         if optimizer not in self._unscaled:
             with self._reaching_the_host(optimizer):
                 self.scaler.unscale_(optimizer)
+            overflows_of(self.scaler, optimizer, self._device)  # none of one without gradients, which torch refuses
             self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer unless its gradients overflowed."""
+        self.unscale(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             self._has_fused = True
             if self._scale is None:

@@ -32,7 +32,7 @@ def warn_if_not_finite(session: Session) -> None:
     strategy = session.strategy
     if strategy.collectives.is_rehearsed:
         return
-    own = next(_not_finite((n, values_here(p.detach())) for n, p in _trained(session) if not p.is_meta), "")
+    own = next(_not_finite((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p)), "")
     if strategy.collectives.all_reduce(float(bool(own)), "max"):
         names: list[str] = strategy.collectives.all_gather_object(own)
         if strategy.rank == 0:
@@ -43,6 +43,11 @@ def _trained(session: Session) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that training changes; a mask among the others may be infinite on purpose."""
     named = session.module.named_parameters()
     return ((name, p) for name, p in named if p.requires_grad and not is_lazy(p))
+
+
+def _is_elsewhere(parameter: Tensor) -> bool:
+    """Return whether another process holds a parameter's values: a pipeline's stage, or a server."""
+    return parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
 
 
 def _not_finite(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
