@@ -64,10 +64,22 @@ class Precision:
         return nullcontext()
 
     def convert_module(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Convert floating-point parameters and buffers in place, if this precision needs another dtype; move all."""
-        if self.param_dtype is not None or device is not None:
-            with kept_shared(module):
-                module.to(dtype=self.param_dtype, device=device)
+        """Convert floating-point parameters and buffers in place, if this precision needs another dtype; move all.
+
+        In half precision, complex numbers and the counts of metric objects keep theirs: 256 + 1 is 256 in bfloat16.
+        """
+        if self.param_dtype is None and device is None:
+            return
+        with kept_shared(module):
+            # unlike `to`, these leave complex tensors alone, and torchmetrics' objects, which know them, keep their dtype
+            if self.param_dtype is torch.bfloat16:
+                module.bfloat16()
+            elif self.param_dtype is torch.float16:
+                module.half()
+            elif self.param_dtype is not None:
+                module.to(dtype=self.param_dtype)
+            if device is not None:
+                module.to(device=device)
 
     def convert_batch(self, batch: object) -> object:
         """Return the batch with floating-point tensors in the parameters' dtype."""
