@@ -214,15 +214,21 @@ class IndexStream:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
-        for window in self.windows():
+        return self._draw_all(self.windows())
+
+    def _draw_all(self, windows: Iterator[Window]) -> Iterator[Any]:
+        for window in windows:
             self.drawn.append(window)
             for micro_batch in window:
                 yield micro_batch.indices
 
     def windows(self) -> Iterator[Window]:
         """Yield the windows from the position on; their batches are not read yet."""
+        # a sampler is told the epoch here, before a loader starts workers: it may tell the data set, which they copy
+        return self._cut(self._order.entries(self._epoch, self._start))
+
+    def _cut(self, entries: Iterator[Any]) -> Iterator[Window]:
         share, place, draw = self._share, self._start, self._draw
-        entries = self._order.entries(self._epoch, place)
         seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
         is_ready = share.micro_batch_size is None
         length = fewest = 0

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ...callbacks.samples.file import Source
 from .in_process import batches_of
-from .loader_kinds import begin
+from .loader_kinds import begin, end_persistent_workers
 from .micro_batch import MicroBatch
 from .sampled import length_of, set_epoch
 from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
@@ -65,8 +65,9 @@ class IterableStream:
     def _begin(self) -> Iterator[Any]:
         """Return the batches from the position on."""
         epoch = self._epoch + self.rounds
-        for data in (self._loader, getattr(self._loader, "dataset", None)):
-            set_epoch(data, epoch)
+        set_epoch(self._loader, epoch)
+        if set_epoch(getattr(self._loader, "dataset", None), epoch):
+            end_persistent_workers(self._loader)  # their copies of the data set would keep the epoch before
         state, self._state = self._state, {}
         self._rng = RngStream(derive(self._seed, epoch)) if self._owns_rng else None
         # fast-forwarding must not consume the random numbers that were restored

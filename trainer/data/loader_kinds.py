@@ -107,9 +107,9 @@ def _restart(loader: Any) -> bool:
 
 
 def release(loader: DataLoader[Any]) -> None:
-    """End workers that outlive an epoch."""
+    """End workers that outlive an epoch, also those that a subclass keeps."""
     _restart(loader)
-    vars(loader)["_iterator"] = None  # ends them now; the garbage collector would take 10 s
+    end_persistent_workers(loader)
 
 
 def _until_kept_ends(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -141,6 +141,12 @@ def entries_of(loader: DataLoader[Any]) -> Any:
     while _keeps(loader) and length_of(sampler) is None and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
+
+
+def end_persistent_workers(loader: Any) -> None:
+    """End the workers that a loader keeps between epochs, so that new ones copy its data set as it is then."""
+    if getattr(loader, "persistent_workers", False):
+        vars(loader)["_iterator"] = None  # ends them now; the garbage collector would take 10 s
 
 
 def _is_web_loader(loader: Any) -> bool:

@@ -15,7 +15,7 @@ from ...strategies.errors import DataError
 from .generators import GENERATORS
 from .in_process import reader_of
 from .index_stream import BatchShare, IndexStream
-from .loader_kinds import begin, is_dealt, makes_batches, order_of, release, with_indices
+from .loader_kinds import begin, end_persistent_workers, is_dealt, makes_batches, order_of, release, with_indices
 from .micro_batch import MicroBatch, Window
 from .sampled import length_of, set_epoch
 from .seed import derive, isolated_rng, mix
@@ -149,7 +149,8 @@ class MapStream:
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         epoch = self._epoch + self.rounds
         self._indices.seek(epoch, self.position)
-        set_epoch(self._loader.dataset, epoch)
+        if set_epoch(self._loader.dataset, epoch):
+            end_persistent_workers(self._loader)  # their copies of the data set would keep the epoch before
         self._epoch_seed = derive(self._seed, epoch)
         self._first_offset = self._offset = self._share.data_rank * self.per_step
         self._reader, self._ahead = reader_of(self._loader), END

@@ -338,8 +338,9 @@ def length_of(data: object) -> int | None:
         return None
 
 
-def set_epoch(data: object, epoch: int) -> None:
-    """Tell a sampler, data set or loader the epoch if it has a ``set_epoch``."""
+def set_epoch(data: object, epoch: int) -> bool:
+    """Tell a sampler, data set or loader the epoch if it has a ``set_epoch``; return whether it has."""
     told = getattr(data, "set_epoch", None)
     if callable(told):
         told(epoch)
+    return callable(told)
