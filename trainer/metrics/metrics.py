@@ -16,6 +16,7 @@ from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope
 from .gathering import gather_once
+from .kept_objects import load_objects, objects_state
 from .reduction import ComputedMetric, Line, Reduction
 from .sample_guard import SampleGuard
 
@@ -354,11 +355,8 @@ class Metrics:
         Collective: every rank calls it.
         """
         self.read_steps()
-        entries = [
-            e
-            for e in self._stages.get("train", {}).values()
-            if e.epoch is not None and not e.epoch.is_empty and e.computed is None
-        ]
+        logged = [e for e in self._stages.get("train", {}).values() if e.epoch is not None and not e.epoch.is_empty]
+        entries, objects = [e for e in logged if e.computed is None], [e.computed for e in logged]
         epoch = {e.epoch_line.key: e.epoch.state_dict() for e in entries if e.epoch is not None}
         if not self._is_alone:
             shares = {e.epoch_line.key: e.share("epoch") for e in entries if e.scope.sync_dist}
@@ -372,6 +370,7 @@ class Metrics:
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
+            "objects": objects_state(objects, self._module, self._strategy),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -385,6 +384,7 @@ class Metrics:
         # the values of all ranks count once, on the first of the ranks that have a loss
         is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.loss_collectives.rank == 0
         self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
+        load_objects((state_dict or {}).get("objects", {}), self._module, is_heard=is_heard)
 
 
 def _with_values(entries: Iterable[Entry], moment: Moment) -> list[tuple[Line, Tensor]]:
