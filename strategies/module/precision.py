@@ -71,7 +71,7 @@ class Precision:
         if self.param_dtype is None and device is None:
             return
         with kept_shared(module):
-            # unlike `to`, these leave complex tensors alone, and torchmetrics' objects, which know them, keep their dtype
+            # unlike `to`, these leave complex tensors alone, and torchmetrics' objects keep their dtype
             if self.param_dtype is torch.bfloat16:
                 module.bfloat16()
             elif self.param_dtype is torch.float16:
