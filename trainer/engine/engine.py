@@ -21,6 +21,7 @@ from ..module.loss import Loss, loss_of
 from ..module.optimizers import ManagedOptimizer
 from ..resume.find_checkpoint import read_checkpoint
 from ..resume.run_state import of_data_ranks, put_generators_back
+from .forgotten import refuse_optimizers, warn_of_loaders
 from .prepared_loader import PreparedLoader
 from .prepared_module import check_plain, prepare
 from .prepared_optimizer import OptimizerSteps, adopt, check_optimizers
@@ -60,7 +61,9 @@ class Engine(EngineProcesses):
         )
         self._strategies: dict[object, Strategy] = {}
         """The strategy of each module and optimizer that was set up."""
-        self._is_parted = False
+        self._is_parted = self._has_looked = False
+        self._replaced: dict[nn.Module, list[nn.Parameter]] = {}
+        """The parameters that modules had before they were set up, until the first backward."""
         self._origin = Origin(secrets.token_hex(16))
 
     # --- the parts of a loop -----------------------------------------------------------------------------------------
@@ -92,6 +95,8 @@ class Engine(EngineProcesses):
         strategy = self.strategy.for_another_module()
         strategy.validate_module(module)
         names = {parameter: name for name, parameter in module.named_parameters(remove_duplicate=False)}
+        if not (optimizers or self._has_looked):
+            self._replaced[module] = list(names)
         strategy.setup_module(module, is_manual=not overlap)
         adopt(optimizers, names, module)
         prepare(strategy, self._gradients)
@@ -193,11 +198,26 @@ class Engine(EngineProcesses):
                 f"engine.backward must get a loss, got {loss!r:.80}; pass what the loss function returned."
             )
         weighed = self._gradients.weigh(given)
+        if not self._has_looked:
+            self._look_for_forgotten()
         if self._precision.uses_scaler:
             weighed = self.strategy.scaled(weighed)
         weighed.backward(*args, **kwargs)
         self._gradients.end_backward()
         torch.clear_autocast_cache()  # in a block of `autocast`, weights may change before the next forward
+
+    def _look_for_forgotten(self) -> None:
+        """Find, at the first backward, optimizers and loaders that were not set up."""
+        self._has_looked = True
+        known = self._optimizers()
+        has_one = {id(self._strategies[optimizer]) for optimizer in known}
+        for strategy in self._gradients.trained:
+            if id(strategy) not in has_one:
+                parameters = [*strategy.module.parameters(), *self._replaced.get(strategy.module, ())]
+                refuse_optimizers(known, parameters, type(strategy.module).__name__)
+        self._replaced.clear()
+        if self.strategy.data_size > 1 and not self._gradients.has_batch:
+            warn_of_loaders(self.strategy.data_size)
 
     @property
     def sync_gradients(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
-from ...strategies.errors import ConfigError, ModuleError
+from ...strategies.errors import ConfigError, ModuleError, RunError
 from .step_gradients import StepGradients
 
 _CALL: Final = "__call__"
@@ -56,6 +56,7 @@ class PreparedModule(nn.Module):
         vars(self)[name] = lambda *args, **kwargs: calls(name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        vars(self)[_CALLS].refuse_copy()
         reduced: Any = super().__reduce_ex__(protocol)
         _, _, state, *rest = reduced
         left_out = {_CALLS, *vars(self)[_CALLS].marked}
@@ -76,9 +77,23 @@ class ModuleCalls:
         self._precision, self._device_type = strategy.precision, strategy.device.type
         self._plain, self._synchronized = strategy.step_fn("run_plainly"), strategy.step_fn("run_synchronized")
         self._gradients = gradients
+        self._is_sharded, self._strategy_name = strategy.forward_is_collective, strategy.name
         self._is_inside = False
         self.marked: set[str] = set()
         """The methods that also go through the strategy."""
+
+    def refuse_copy(self) -> None:
+        """Refuse to copy or pickle a module of which this rank holds a part.
+
+        Raises:
+            RunError: if its parameters are sharded.
+        """
+        if self._is_sharded:
+            raise RunError(
+                f"{type(self._module).__name__} cannot be copied or pickled after engine.setup with strategy="
+                f"{self._strategy_name!r}: this rank holds shards of it. Copy it before setup; or engine.save it, "
+                "build another one, and load into that what echelon.load_weights(path) returns."
+            )
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._is_inside:  # a method of the module calls it
@@ -133,7 +148,10 @@ def prepare(strategy: Strategy, gradients: StepGradients) -> None:
     """Make the calls of a module go through the strategy that set it up."""
     module = strategy.module
     plain = type(module)
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    names: dict[str, Any] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    names["__doc__"] = plain.__doc__
+    if strategy.forward_is_collective:  # torch's own refusal does not say what to do
+        names["__deepcopy__"] = lambda self, memo: vars(self)[_CALLS].refuse_copy()
     module.__class__ = type(plain.__name__, (PreparedModule, plain), names)
     vars(module)[_CALLS] = ModuleCalls(strategy, gradients)
 

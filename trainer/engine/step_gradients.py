@@ -83,6 +83,11 @@ class StepGradients:
         return any(batch.read_at == self._num_updates for batch in self._reading)
 
     @property
+    def has_batch(self) -> bool:
+        """Whether the loop reads a loader that was set up."""
+        return self._batch is not self._nothing
+
+    @property
     def size(self) -> int:
         """Samples in the batch read last; 0 for a stand-in."""
         return self._batch.size
