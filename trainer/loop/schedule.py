@@ -123,8 +123,8 @@ def reload_if_due(session: Session, kind: LoaderKind) -> None:
 def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
     """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
 
-    Schedulers with a metric are stepped separately, `with_metric`, once it is computed. In manual optimization the
-    module steps them all.
+    Schedulers with a metric are stepped separately, `with_metric`, once it is computed, and not before the first
+    validation, which may log it. In manual optimization the module steps them all.
 
     Raises:
         ConfigError: if a metric that a scheduler monitors strictly was never logged.
@@ -135,7 +135,8 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
         if with_metric:
             session.metrics.reduce()  # a step's value, over all ranks
         metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
-        if with_metric and metric is None and config.strict:
+        may_come = validates(session) and session.progress.validated_at < 0
+        if with_metric and metric is None and config.strict and not may_come:
             known = sorted(session.metrics.callback_metrics())
             raise ConfigError(
                 f"A scheduler monitors {config.monitor!r}, which was not logged; {known} were logged. "

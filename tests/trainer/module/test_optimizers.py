@@ -10,7 +10,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from echelon import Callback, ModuleError
+from echelon import Callback, ConfigError, ModelCheckpoint, ModuleError
 
 
 def weights(module):
@@ -219,6 +219,45 @@ def test_a_plateau_scheduler_that_is_not_strict_waits_for_its_metric():
     module = configured(plateau(monitor="val_loss", strict=False), Plateau)
     quiet(max_epochs=4, check_val_every_n_epoch=2, callbacks=seen).fit(module, loader(2, 2), loader(2, 2))
     assert seen.rates[0] == seen.rates[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "expected"),
+    [
+        # validations after epochs 1 and 3; the value of the first is the best, and counts again in epoch 2
+        ({}, {"check_val_every_n_epoch": 2}, [1.0, 1.0, 1.0, 0.5, 0.25]),
+        ({"frequency": 2}, {"check_val_every_n_epoch": 2}, [1.0, 1.0, 1.0, 1.0, 0.5]),
+        ({"interval": "step", "frequency": 4}, {"val_check_interval": 6, "check_val_every_n_epoch": None}, None),
+    ],
+    ids=["epochs", "frequency", "steps"],
+)
+def test_a_plateau_scheduler_waits_for_the_first_validation(config, settings, expected):
+    seen = Rates()
+    module = configured(plateau(monitor="val_loss", **config), Plateau)
+    quiet(max_epochs=5, callbacks=seen, **settings).fit(module, loader(4, 2), loader(2, 2))
+    assert seen.rates[::2] == (expected or [1.0, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_a_plateau_scheduler_goes_on_after_a_resume_before_the_first_validation(tmp_path):
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2)
+    settings = {"check_val_every_n_epoch": 2, "enable_checkpointing": True}
+    whole = configured(plateau(monitor="val_loss"), Plateau)
+    trainer = quiet(max_epochs=4, callbacks=saving, **settings)
+    trainer.fit(whole, loader(4, 2), loader(2, 2))
+    for path in (tmp_path / "epoch=0-step=2.ckpt", tmp_path / "epoch=2-step=6.ckpt"):
+        resumed = quiet(max_epochs=4, check_val_every_n_epoch=2)
+        module = configured(plateau(monitor="val_loss"), Plateau)
+        resumed.fit(module, loader(4, 2), loader(2, 2), ckpt_path=path)
+        assert rate(resumed) == rate(trainer)
+        torch.testing.assert_close(weights(module), weights(whole), rtol=0, atol=0)
+
+
+def test_a_metric_that_no_validation_logs_is_an_error_after_the_first():
+    module = configured(plateau(monitor="val_los"), Plateau)
+    trainer = quiet(max_epochs=5, check_val_every_n_epoch=2)
+    with pytest.raises(ConfigError, match=r"'val_los', which was not logged; \['val_loss'\] were logged"):
+        trainer.fit(module, loader(4, 2), loader(2, 2))
+    assert trainer.counters.epoch == 1
 
 
 def test_a_scheduler_of_the_users_own_needs_only_a_step():
