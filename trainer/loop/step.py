@@ -25,6 +25,7 @@ from ..module.optimizers import ManagedOptimizer, step_of, zero_grad_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
 from .loss_weights import Weights
+from .manual_calls import ManualCalls
 from .schedule import step_schedulers
 
 
@@ -118,11 +119,12 @@ class Step(ABC):
         self._clips = self.session.settings.gradient_clip_val is not None or overrides_clipping
         hooked = self.hooks.on_before_optimizer_step
         self._updates_directly = not (scales or self._clips or self.passes_closure or hooked)
+        calls = ManualCalls(self.session)
         self._managed_optimizers = [
-            ManagedOptimizer(optimizer, partial(self._managed_step, index))
+            ManagedOptimizer(optimizer, calls.step(optimizer, partial(self._managed_step, index)))
             for index, optimizer in enumerate(self.optimizers)
         ]
-        module.attach_optimizers(self._managed_optimizers, self.manual_backward)
+        module.attach_optimizers(self._managed_optimizers, calls.backward(self.manual_backward))
 
     # --- the step, in the order in which it runs ---------------------------------------------------------------------
 
